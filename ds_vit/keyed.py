@@ -1,0 +1,197 @@
+"""Keyed randomness: 64-bit keys, counter-based draws and the sample permutation.
+
+No random number of a training run comes from a process's own generator. Every draw is a pure function of a 64-bit key
+and the draw's name, so recomputation, rank, stage, worker and resume cannot change it (Salmon et al. 2011, "Parallel
+random numbers: as easy as 1, 2, 3"). The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+
+The same arithmetic exists three times, for Python integers, NumPy arrays and torch tensors (any device); the tests
+hold the three equal. Keys are stored as signed int64 because that is what torch can index, gather and send.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MUL1 = 0xBF58476D1CE4E5B9
+_MUL2 = 0x94D049BB133111EB
+
+
+def _signed(value: int) -> int:
+    """The two's-complement int64 with the bits of the unsigned 64-bit `value`."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _finalise(x: int) -> int:
+    x ^= x >> 30
+    x = (x * _MUL1) & _MASK
+    x ^= x >> 27
+    x = (x * _MUL2) & _MASK
+    return x ^ (x >> 31)
+
+
+def mix(*values: int) -> int:
+    """Mix any number of integers, in order, into one signed 64-bit key."""
+    state = 0
+    for value in values:
+        state = _finalise(((state ^ (value & _MASK)) + _GOLDEN) & _MASK)
+    return _signed(state)
+
+
+@cache
+def name_key(name: str) -> int:
+    """A signed 64-bit key for a draw's name (BLAKE2b, so that it never depends on PYTHONHASHSEED)."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _finalise_numpy(x: np.ndarray) -> np.ndarray:
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(_MUL1)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(_MUL2)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_keys(
+    seed: int, epoch: int, sample_index: Sequence[int] | np.ndarray, repeat: np.ndarray | int = 0
+) -> np.ndarray:
+    """The keys of samples: `mix(seed, epoch, sample_index, repeat)` for each.
+
+    Args:
+        seed: the run's seed.
+        epoch: the epoch the samples are used in, from 0.
+        sample_index: indices into the data set, shape [n].
+        repeat: which copy under repeated augmentation, a number or shape [n].
+
+    Returns:
+        int64 array of shape [n].
+    """
+    state = mix(seed, epoch) & _MASK
+    golden = np.uint64(_GOLDEN)
+    with np.errstate(over="ignore"):
+        index = np.asarray(sample_index, dtype=np.int64).astype(np.uint64)
+        x = _finalise_numpy((np.uint64(state) ^ index) + golden)
+        copy = np.broadcast_to(np.asarray(repeat, dtype=np.int64).astype(np.uint64), x.shape)
+        x = _finalise_numpy((x ^ copy) + golden)
+    return x.view(np.int64)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64 (torch's own shift is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _finalise_torch(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ _shift_right(x, 30)
+    x = x * _signed(_MUL1)
+    x = x ^ _shift_right(x, 27)
+    x = x * _signed(_MUL2)
+    return x ^ _shift_right(x, 31)
+
+
+def mix_tensor(keys: torch.Tensor, value: int | torch.Tensor) -> torch.Tensor:
+    """Mix one more value into int64 keys: `mix(a, b, value)` from `mix(a, b)`, elementwise with broadcasting."""
+    if isinstance(value, int):
+        value = _signed(value & _MASK)
+    return _finalise_torch((keys ^ value) + _signed(_GOLDEN))
+
+
+def uniform(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.Tensor:
+    """Uniform float32 draws in [0, 1) with 24 random bits, a pure function of (key, name, position).
+
+    Args:
+        keys: int64 sample keys, shape [B], on any device.
+        name: name of the draw.
+        shape: shape of the draw of one sample.
+
+    Returns:
+        float32 tensor of shape [B, *shape] on the device of `keys`.
+    """
+    bits = mix_tensor(keys, name_key(name))
+    if shape:
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=keys.device)
+        bits = mix_tensor(bits[:, None], counter[None, :]).view(keys.shape[0], *shape)
+    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def normal(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.Tensor:
+    """Standard normal float32 draws of shape [B, *shape] by Box and Muller (1958) from two uniform ones."""
+    radius = torch.sqrt(-2.0 * torch.log1p(-uniform(keys, name + "/radius", shape)))
+    return radius * torch.cos((2.0 * math.pi) * uniform(keys, name + "/angle", shape))
+
+
+def generator(*values: int | str) -> np.random.Generator:
+    """A NumPy generator that is a pure function of the values (Philox, itself counter-based)."""
+    key = mix(*(name_key(value) if isinstance(value, str) else int(value) for value in values)) & _MASK
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+_global_state = threading.RLock()
+
+
+@contextmanager
+def keyed_global_rng(key: int, name: str) -> Iterator[None]:
+    """Let `random` and `numpy.random` be a pure function of (key, name) inside, and as they were outside.
+
+    timm's and torchvision's parameter draws read the global generators; this lets us call them instead of copying them.
+    """
+    seed = mix(key, name_key(name)) & _MASK
+    with _global_state:
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def permute(positions: Sequence[int] | np.ndarray, size: int, key: int) -> np.ndarray:
+    """Evaluate a keyed permutation of range(size) at the given positions alone.
+
+    An eight-round Feistel network on the smallest even number of bits that holds `size`, with cycle walking to stay
+    inside it (Black and Rogaway 2002). No rank needs the whole permutation; any step can be computed first.
+
+    Args:
+        positions: integers in [0, size), shape [n].
+        size: how many elements are permuted.
+        key: a 64-bit key, for example `mix(seed, epoch)`.
+
+    Returns:
+        int64 array of shape [n], the permuted indices.
+
+    Raises:
+        ValueError: a position lies outside [0, size).
+    """
+    values = np.asarray(positions, dtype=np.int64)
+    if values.size and (values.min() < 0 or values.max() >= size):
+        raise ValueError(f"positions must lie in [0, {size}), not {values.min()}..{values.max()}")
+    half = max(1, ((max(size - 1, 1)).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    rounds = [np.uint64(mix(key, name_key("permute"), r) & _MASK) for r in range(8)]
+    shift = np.uint64(half)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> shift, x & mask
+        for round_key in rounds:
+            left, right = right, left ^ (_finalise_numpy(right + round_key) & mask)
+        return (left << shift) | right
+
+    with np.errstate(over="ignore"):
+        out = encrypt(values.astype(np.uint64))
+        outside = np.nonzero(out >= np.uint64(size))[0]
+        while outside.size:
+            out[outside] = encrypt(out[outside])
+            outside = outside[out[outside] >= np.uint64(size)]
+    return out.astype(np.int64)
