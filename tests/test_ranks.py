@@ -1,0 +1,251 @@
+"""The rank pool itself: results, failures of every kind, and ranks that know nothing of earlier jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import MAX_WORLD_SIZE, RankFailure
+from torch import nn
+
+GIVE_UP = 1000.0
+"""Seconds a rank of these tests sleeps: longer than any of them may last."""
+
+
+def rank_and_world() -> tuple[int, int, float]:
+    """This rank, the world's size, and the sum over all ranks of rank + 1."""
+    total = torch.tensor(float(dist.get_rank() + 1))
+    deepspeed.comm.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 3])
+def test_results_come_by_rank_for_any_world(ranks, world_size):
+    # Catches: results in another order than the ranks', a world of another size, a group that was never joined.
+    total = world_size * (world_size + 1) / 2
+    assert ranks.run(world_size, rank_and_world) == [(rank, world_size, total) for rank in range(world_size)]
+
+
+def echo(x, *, y):
+    return x, y
+
+
+def test_tensors_travel_by_value_both_ways(ranks):
+    # Catches: a result that dies with the process that made it (shared memory).
+    x = torch.arange(100_000.0)
+    (back, y), *_ = ranks.run(2, echo, x, y={"a": x[:3]})
+    assert torch.equal(back, x)
+    assert torch.equal(y["a"], x[:3])
+
+
+def environment() -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "DS_ACCELERATOR")
+    return {name: os.environ[name] for name in names}
+
+
+def test_environment_is_a_launchers(ranks):
+    # Catches: code under test that reads another rank, or another accelerator, than it runs on.
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    assert ranks.run(2, environment) == [{"RANK": r, "LOCAL_RANK": r, **common} for r in ("0", "1")]
+
+
+def fail_on(bad_rank: int) -> None:
+    print(f"rank {dist.get_rank()} was here")
+    answer = 42 + dist.get_rank()
+    if dist.get_rank() == bad_rank:
+        raise KeyError(f"no such thing as {answer}")
+    dist.barrier()
+
+
+def test_a_raising_rank_is_reported_first_with_its_traceback_and_output(ranks):
+    # Catches: a report of the peers' broken connections alone, without the error that broke them.
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(3, fail_on, 2)
+    text = str(failure.value)
+    assert failure.value.ranks[0] == 2
+    assert sorted(failure.value.ranks) == [0, 1, 2]
+    assert "rank 2 was the first" in text
+    assert "KeyError: 'no such thing as 44'" in text
+    assert "test_ranks.py" in text
+    assert text.index("no such thing as 44") < text.index("---- rank 0")
+    assert all(f"rank {rank} was here" in text for rank in range(3))
+
+
+def die_on(bad_rank: int, how: signal.Signals | int) -> None:
+    if dist.get_rank() == bad_rank:
+        if isinstance(how, signal.Signals):
+            os.kill(os.getpid(), how)
+        os._exit(how)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL without returning"),
+        (signal.SIGSEGV, "Segmentation fault"),
+        (3, "exited 3 without returning"),
+        (0, "exited 0 without returning"),
+    ],
+)
+def test_a_dying_rank_is_a_failure(ranks, how, words):
+    # Catches: a rank that vanishes and counts as done, or a job that waits for it until the timeout.
+    with pytest.raises(RankFailure, match=words) as failure:
+        ranks.run(2, die_on, 1, how)
+    assert failure.value.ranks[0] == 1
+
+
+def hang_on(bad_rank: int) -> None:
+    if dist.get_rank() == bad_rank:
+        the_place_where_it_hangs()
+
+
+def the_place_where_it_hangs() -> None:
+    time.sleep(GIVE_UP)
+
+
+def test_a_hanging_rank_is_killed_and_shows_where(ranks):
+    # Catches: a test session that stands still, and one that ends without a word about the place.
+    with pytest.raises(RankFailure, match="hung; killed after") as failure:
+        ranks.run(2, hang_on, 1, timeout=3.0)
+    assert sorted(failure.value.ranks) == [0, 1]  # rank 0 hangs in the barrier at the end
+    assert "in the_place_where_it_hangs" in str(failure.value)
+    assert ranks.run(2, rank_and_world) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def fail_or_sleep() -> None:
+    if dist.get_rank() == 0:
+        raise RuntimeError("rank 0 gave up")
+    time.sleep(GIVE_UP)
+
+
+def test_a_rank_that_goes_on_after_another_failed_is_stopped(ranks, monkeypatch):
+    # Catches: a failure that shows only when the timeout of another, busy rank has passed.
+    monkeypatch.setattr("ranks.GRACE_SECONDS", 0.5)
+    with pytest.raises(RankFailure, match="rank 0 gave up") as failure:
+        ranks.run(2, fail_or_sleep, timeout=GIVE_UP)
+    assert failure.value.ranks == [0, 1]
+    assert "still waiting 0.5 s after the first failure" in str(failure.value)
+
+
+def unpicklable() -> object:
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_travel_is_a_failure(ranks):
+    # Catches: a rank that seems to have returned nothing.
+    with pytest.raises(RankFailure, match="cannot pickle"):
+        ranks.run(1, unpicklable)
+
+
+def test_what_cannot_run_is_refused_before_it_starts(ranks):
+    # Catches: a hang where a world has no rank, or a function that the ranks cannot find.
+    for world_size in (0, MAX_WORLD_SIZE + 1):
+        with pytest.raises(ValueError, match=f"world_size {world_size}: a job has 1 to {MAX_WORLD_SIZE} ranks"):
+            ranks.run(world_size, rank_and_world)
+    with pytest.raises(ValueError, match="top level of a module"):
+        ranks.run(1, lambda: None)
+
+
+def num_server_threads() -> int:
+    return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_server_has_one_thread(ranks):
+    # Catches: a library that starts a thread at import, after which forking is no longer safe.
+    assert ranks.run(1, num_server_threads) == [1]
+
+
+def leave_a_mess() -> None:
+    """Change what a careless job would: DeepSpeed's globals, torch's defaults, the environment, the folder."""
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = True
+    checkpointing.PARTITION_ACTIVATIONS = True
+    torch.set_default_dtype(torch.bfloat16)
+    os.environ["DS_VIT_MESS"] = "1"
+    os.chdir("/")
+    torch.manual_seed(77)
+
+
+def state() -> tuple:
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return (
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED,
+        checkpointing.PARTITION_ACTIVATIONS,
+        torch.get_default_dtype(),
+        os.environ.get("DS_VIT_MESS"),
+        os.getcwd(),
+        torch.initial_seed(),
+    )
+
+
+def test_nothing_of_a_job_is_left_for_the_next(ranks):
+    # Catches: ranks that live on, in which one test's settings change another's numbers.
+    before = ranks.run(2, state)
+    ranks.run(2, leave_a_mess)
+    assert ranks.run(2, state) == before
+    assert before[0][:4] == (False, False, torch.float32, None)
+
+
+def tiny_training(stage: int) -> list[float]:
+    """Three steps of a tiny model under ZeRO `stage`; the mean loss of each over all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 4))
+    data, target = torch.randn(12, 12), torch.randint(0, 4, (12,))
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 12 // world_size,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000, "allgather_bucket_size": 10_000},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    share = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(engine(data[share]), target[share])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach() / world_size
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+FRESH = """
+import json, os, sys
+os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1")
+sys.path.insert(0, sys.argv[1])
+import deepspeed, torch, torch.distributed as dist
+torch.set_num_threads(1)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+from test_ranks import tiny_training
+print(json.dumps(tiny_training(3)))
+"""
+
+
+def test_zero3_in_any_order_of_worlds_equals_a_fresh_process(ranks, tmp_path):
+    # Catches: state of DeepSpeed's that outlives a job (ZeRO-3's parameter ids, process groups of another world).
+    command = [sys.executable, "-c", FRESH, os.path.dirname(__file__), str(tmp_path / "store")]
+    fresh = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert fresh[0] > fresh[-1] > 0
+    for world_size, stage in [(2, 1), (1, 3), (4, 3), (2, 3), (1, 0), (3, 3), (1, 3)]:
+        for losses in ranks.run(world_size, tiny_training, stage):
+            assert losses == (fresh if (world_size, stage) == (1, 3) else pytest.approx(fresh, rel=1e-5))
