@@ -1,0 +1,497 @@
+"""DeepSpeed's JSON: read it, refuse what cannot work, say what is idle, and resolve every "auto".
+
+A file that works with DeepSpeed 0.19 works here. DeepSpeed itself lets unknown top-level keys pass, crashes on some
+"auto" values and checks the batch arithmetic after a floor division; all of that is caught here, before any process
+group exists.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+# Top-level keys of DeepSpeed 0.19.8 (runtime/config.py reads them; tests/test_ds_json.py holds this list to it).
+_TOP_LEVEL_NAMES = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    gradient_clipping optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization pipeline
+    activation_checkpointing communication_data_type seq_parallel_communication_data_type prescale_gradients
+    gradient_predivide_factor gradient_allreduce_op steps_per_print dump_state disable_python_gc disable_allgather
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler wall_clock_breakdown memory_breakdown
+    comms_logger timers aio autotuning hybrid_engine data_efficiency checkpoint datastates_ckpt dataloader_drop_last
+    log_level weight_quantization compile tensor_parallel expert_parallel use_data_before_expert_parallelism
+    vocabulary_size tensorboard csv_monitor wandb comet sequence_parallel_size data_parallel_size
+    """
+TOP_LEVEL = frozenset(_TOP_LEVEL_NAMES.split())
+
+# Sub-keys of the blocks whose readers in DeepSpeed let unknown ones pass in silence.
+_SUB_KEYS: dict[str, frozenset[str]] = {
+    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
+    "scheduler": frozenset({"type", "params"}),
+    "torch_autocast": frozenset({"enabled", "dtype", "lower_precision_safe_modules"}),
+    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
+    "pipeline": frozenset(
+        {
+            "stages",
+            "partition",
+            "seed_layers",
+            "activation_checkpoint_interval",
+            "use_reentrant",
+            "pipe_partitioned",
+            "grad_partitioned",
+        }
+    ),
+    "activation_checkpointing": frozenset(
+        {
+            "partition_activations",
+            "contiguous_memory_optimization",
+            "cpu_checkpointing",
+            "number_checkpoints",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        }
+    ),
+    "flops_profiler": frozenset(
+        {"enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"}
+    ),
+}
+
+_REMOVED = {
+    "nebula": "DeepSpeed 0.19 removed Nebula checkpointing; delete the block",
+    "compression_training": "DeepSpeed 0.19 removed compression; delete the block",
+    "amp": 'DeepSpeed 0.19 removed Apex AMP; use "bf16", "fp16" or "torch_autocast"',
+    "quantize_training": "DeepSpeed 0.19 removed quantised training; delete the block",
+    "sparse_gradients": "DeepSpeed 0.19 removed sparse gradients; delete the key",
+    "eigenvalue": "DeepSpeed 0.19 removed eigenvalue quantisation; delete the block",
+    "sparse_attention": "DeepSpeed 0.19 removed sparse attention; delete the block",
+    "elasticity": "DeepSpeed 0.19 removed elasticity; give train_batch_size and let the accumulation be computed",
+    "graph_harvesting": "DeepSpeed 0.19 removed graph harvesting; delete the key",
+    "curriculum_learning": "DeepSpeed 0.19 removed curriculum learning; delete the block",
+    "progressive_layer_drop": "DeepSpeed 0.19 removed progressive layer drop; use --drop-path",
+}
+_REMOVED_ZERO = {
+    "mics_shard_size": "DeepSpeed 0.19 removed MiCS; zero_hpz_partition_size is the nearest",
+    "mics_hierarchical_params_gather": "DeepSpeed 0.19 removed MiCS; delete the key",
+    "zeropp_loco_param": "DeepSpeed 0.19 removed LoCo; delete the key",
+    "legacy_stage1": "DeepSpeed removed the old stage 1; delete the key",
+}
+
+# Blocks that DeepSpeed would act on in ways that would break the sample order, the model's cut or the promise.
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "autotuning": (lambda v: _on(v), "is DeepSpeed's own launcher mode and rewrites this run; delete the block"),
+    "hybrid_engine": (lambda v: _on(v), "is for generation during RLHF; delete the block"),
+    "data_efficiency": (lambda v: _on(v), "replaces the data loader, whose order here is keyed; delete the block"),
+    "tensor_parallel": (lambda v: bool(v), "is DeepSpeed's AutoTP, which replaces our cut of the model; use --tp"),
+    "expert_parallel": (lambda v: bool(v), "needs a mixture of experts, which no ViT here has; delete the block"),
+    "sequence_parallel_size": (lambda v: v not in (None, 1), "is Ulysses, which does not cut a ViT; delete the key"),
+    "data_parallel_size": (lambda v: v is not None, "follows from the number of ranks, --pp and --tp; delete the key"),
+    "weight_quantization": (lambda v: bool(v), "changes the weights during training; delete the block"),
+    "managed_gradient_accumulation": (lambda v: v is False, "hands the accumulation to the caller; delete the key"),
+    "gradient_allreduce_op": (
+        lambda v: str(v).lower() != "mean",
+        'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
+    ),
+    "compile": (lambda v: bool(v), "(DeepCompile) is not supported; delete the block"),
+}
+
+_STAGE3_ONLY = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "sub_group_size",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "memory_efficient_linear",
+    "leaf_module",
+)
+_IDLE_TOP_LEVEL = {
+    "checkpoint": "it steers DeepSpeed's own checkpoints",
+    "datastates_ckpt": "it steers DeepSpeed's own checkpoints",
+    "dataloader_drop_last": "the sample order is ours",
+    "vocabulary_size": "a ViT has no vocabulary",
+    "seq_parallel_communication_data_type": "there is no Ulysses sequence parallelism",
+    "use_data_before_expert_parallelism": "there are no experts",
+    "zero_allow_untested_optimizer": "every optimizer offered here is tested with ZeRO",
+    "zero_force_ds_cpu_optimizer": "offloaded steps use torch's optimizers, which need no JIT build",
+    "log_level": "--verbose decides",
+}
+
+
+def _on(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled", False) not in (False, None)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a JSON file says about number formats.
+
+    Attributes:
+        name: "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16", as summary.json has it.
+        compute: torch dtype name of the parameters and inputs that the forward pass sees.
+    """
+
+    name: str
+    compute: str
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Activation checkpointing: every `interval` blocks (0: off), kept on the CPU where `cpu` is set."""
+
+    interval: int = 0
+    cpu: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batch arithmetic: `global_batch = micro_batch * accumulation * dp`."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_batch} = {self.micro_batch} a micro-batch x {self.accumulation} accumulated "
+            f"x {self.dp} data-parallel"
+        )
+
+
+def load_json(path: str | Path) -> dict[str, Any]:
+    """Read a DeepSpeed JSON file (strict JSON, or Hjson with comments, as DeepSpeed reads it).
+
+    Raises:
+        ValueError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"--deepspeed_config {path}: {error.strerror or error}") from None
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ValueError(f'{path}: the key "{key}" stands twice in one block; keep one')
+            seen[key] = value
+        return seen
+
+    try:
+        data = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        data = _load_hjson(text, unique, path, error)
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a DeepSpeed configuration is one JSON object, not a {type(data).__name__}")
+    return data
+
+
+def _load_hjson(text: str, unique: Callable, path: Path, error: json.JSONDecodeError) -> Any:
+    """Hjson's comments and trailing commas are legal DeepSpeed; its unquoted strings would swallow real mistakes."""
+    import hjson
+
+    malformed = ValueError(f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg}")
+    try:
+        data = hjson.loads(text, object_pairs_hook=unique)
+    except hjson.HjsonDecodeError:
+        raise malformed from None
+    if any(isinstance(leaf, str) and any(c in leaf for c in '{}":,\n') for leaf in _leaves(data) if leaf):
+        raise malformed
+    return data
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, Mapping):
+        for value in data.values():
+            yield from _leaves(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _leaves(value)
+    else:
+        yield data
+
+
+def _nearest(key: str, known: frozenset[str] | set[str] | list[str]) -> str:
+    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
+    return f'; the nearest known key is "{close[0]}"' if close else ""
+
+
+def _model_keys(block: str) -> set[str] | None:
+    """Keys (and aliases) of the blocks that DeepSpeed itself reads through pydantic."""
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+        "comet": CometConfig,
+    }
+    model = models.get(block)
+    if model is None:
+        return None
+    return {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+
+
+def check_keys(data: Mapping[str, Any], path: str) -> None:
+    """Refuse keys that DeepSpeed removed, never had, or that would change what a run means.
+
+    Raises:
+        ValueError: names the key, the reason and the nearest thing that works.
+    """
+    for key, value in data.items():
+        if key in _REMOVED:
+            raise ValueError(f'{path}: "{key}": {_REMOVED[key]}')
+        if key == "bfloat16":
+            raise ValueError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
+        if key not in TOP_LEVEL:
+            raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}"{_nearest(key, TOP_LEVEL)}')
+        if key in _REFUSED and _REFUSED[key][0](value):
+            raise ValueError(f'{path}: "{key}" {_REFUSED[key][1]}')
+        known = _SUB_KEYS.get(key) or _model_keys(key)
+        if known is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise ValueError(f'{path}: "{key}" must be a block {{…}}, not {value!r}')
+        for sub in value:
+            if key == "zero_optimization" and sub in _REMOVED_ZERO:
+                raise ValueError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
+            if sub not in known:
+                raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, set(known))}')
+    zero = data.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
+    if zero.get("round_robin_gradients"):
+        raise ValueError(
+            f'{path}: "zero_optimization.round_robin_gradients" lets DeepSpeed 0.19.8 mix parameters up; delete it'
+        )
+    if zero.get("zenflow") is not None:
+        raise ValueError(
+            f'{path}: "zero_optimization.zenflow" updates parameters late and so moves the curve; delete it'
+        )
+    for block in ("offload_param", "offload_optimizer"):
+        device = (zero.get(block) or {}).get("device", "none")
+        if device == "nvme":
+            raise ValueError(
+                f'{path}: "zero_optimization.{block}.device": "nvme" needs DeepSpeed\'s AIO build; use "cpu"'
+            )
+        if device != "none" and stage < (3 if block == "offload_param" else 1):
+            needed = "stage 3" if block == "offload_param" else "stage 1, 2 or 3"
+            raise ValueError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
+
+
+def idle_keys(data: Mapping[str, Any]) -> list[str]:
+    """One line for each known key that does nothing in this run: "key: why"."""
+    lines = [f"{key}: {why}" for key, why in _IDLE_TOP_LEVEL.items() if key in data]
+    zero = data.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        lines += [
+            f"zero_optimization.{key}: it acts at stage 3, this is stage {stage}" for key in _STAGE3_ONLY if key in zero
+        ]
+    if stage == 0:
+        lines += [
+            f"zero_optimization.{key}: it acts at stages 1 to 3, this is stage 0"
+            for key in zero
+            if key not in ("stage", *_STAGE3_ONLY, "offload_param", "offload_optimizer")
+        ]
+    for block in ("fp16", "bf16", "torch_autocast", *_MONITORS):
+        if block in data and not _on(data[block]) and set(data[block]) - {"enabled"}:
+            lines.append(f"{block}: it is not enabled")
+    lines += [
+        f"pipeline.{key}: there is one pipeline stage, or this is set by ds_vit"
+        for key in data.get("pipeline", {})
+        if key not in ("activation_checkpoint_interval",)
+    ]
+    checkpointing = data.get("activation_checkpointing", {})
+    lines += [
+        f"activation_checkpointing.{key}: it needs tensor parallelism or fixed shapes"
+        for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints")
+        if checkpointing.get(key)
+    ]
+    lines += [
+        f"activation_checkpointing.{key}: checkpoints are torch's, which have no such switch"
+        for key in ("synchronize_checkpoint_boundary", "profile")
+        if checkpointing.get(key)
+    ]
+    return lines
+
+
+def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
+    """Which number formats the file asks for.
+
+    Raises:
+        ValueError: two at once, fp16 on a CPU, or a wrapper that DeepSpeed 0.19.8 gets wrong.
+    """
+    stage = data.get("zero_optimization", {}).get("stage", 0)
+    enabled = [block for block in ("bf16", "fp16", "torch_autocast") if _on(data.get(block))]
+    if len(enabled) > 1:
+        raise ValueError(f"{path}: {' and '.join(enabled)} are enabled at once; keep one")
+    if not enabled:
+        return Precision("fp32", "float32")
+    kind = enabled[0]
+    if kind == "torch_autocast":
+        name = str(data[kind].get("dtype", "bfloat16")).removeprefix("torch.")
+        name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(name, name)
+        if name not in ("bfloat16", "float16"):
+            raise ValueError(f'{path}: torch_autocast.dtype {name!r} is not a 16-bit type; use "bfloat16" or "float16"')
+        kind = "autocast-bf16" if name == "bfloat16" else "autocast-fp16"
+    if kind in ("fp16", "autocast-fp16") and on_cpu:
+        raise ValueError(f"{path}: {kind} needs a GPU and this machine has none; use bf16 or fp32")
+    if kind == "bf16" and stage == 0:
+        raise ValueError(
+            f"{path}: bf16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
+            'use stage 1, or "torch_autocast": {"enabled": true, "dtype": "bfloat16"} as in ds_configs/zero0_bf16.json'
+        )
+    if kind == "fp16" and stage == 0:
+        raise ValueError(
+            f"{path}: fp16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
+            "use stage 1 as in ds_configs/zero1_fp16.json"
+        )
+    return Precision(kind, {"bf16": "bfloat16", "fp16": "float16"}.get(kind, "float32"))
+
+
+def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) -> Checkpointing:
+    """What `pipeline.activation_checkpoint_interval`, the `activation_checkpointing` block and the flag ask for.
+
+    Raises:
+        ValueError: the flag asks for it and the JSON turns it off, or the interval is no whole number.
+    """
+    interval = data.get("pipeline", {}).get("activation_checkpoint_interval")
+    block = data.get("activation_checkpointing")
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
+        raise ValueError(
+            f"{path}: pipeline.activation_checkpoint_interval must be a whole number >= 0, not {interval!r}"
+        )
+    if interval == 0 and (flag or block is not None):
+        asker = "--grad-checkpointing" if flag else 'the block "activation_checkpointing"'
+        raise ValueError(
+            f"{path}: pipeline.activation_checkpoint_interval 0 turns activation checkpointing off and {asker} turns "
+            "it on; delete one of them"
+        )
+    wanted = bool(interval) or flag or block is not None
+    return Checkpointing(interval or int(wanted), bool((block or {}).get("cpu_checkpointing", False)))
+
+
+def batch_sizes(
+    data: Mapping[str, Any], path: str, *, dp: int, batch_size: int | None, grad_accum_steps: int | None
+) -> BatchSizes:
+    """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
+
+    Args:
+        data: the JSON; each of the three keys may be a number, "auto" or absent.
+        path: named in messages.
+        dp: data-parallel degree.
+        batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
+        grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
+
+    Raises:
+        ValueError: with the three numbers and two ways out.
+    """
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    numbers: list[int | None] = []
+    for key in keys:
+        value = data.get(key, "auto")
+        if value is None or value == "auto":
+            numbers.append(None)
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
+        else:
+            numbers.append(value)
+    total, micro, accumulation = numbers
+    for key, flag, value, given in (
+        (keys[1], "--batch-size", micro, batch_size),
+        (keys[2], "--grad-accum-steps", accumulation, grad_accum_steps),
+    ):
+        if value is not None and given is not None and value != given:
+            raise ValueError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
+        if given is not None and given < 1:
+            raise ValueError(f"{flag} must be at least 1, not {given}")
+    micro = micro if micro is not None else batch_size
+    accumulation = accumulation if accumulation is not None else grad_accum_steps
+    if total is None:
+        micro, accumulation = micro or 128, accumulation or 1
+        return BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
+    if micro is not None and accumulation is None:
+        accumulation = max(1, total // (micro * dp))
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = max(1, total // (accumulation * dp))
+    product = micro * accumulation * dp
+    if product != total:
+        raise ValueError(
+            f"{path}: train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x "
+            f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
+        )
+    return BatchSizes(total, micro, accumulation, dp)
+
+
+def _other_way(total: int, dp: int) -> str:
+    if total % dp == 0:
+        share = total // dp
+        options = [
+            f"{m} x {share // m}" for m in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True)
+        ]
+        return f"choose micro-batch x accumulation as one of {', '.join(options[:4])}"
+    divisors = [d for d in range(1, total + 1) if total % d == 0 and d <= 2 * dp]
+    nearest = min(divisors, key=lambda d: abs(d - dp))
+    return f"start a number of ranks that divides {total}, such as {nearest}"
+
+
+def resolve(
+    data: Mapping[str, Any],
+    *,
+    batch: BatchSizes,
+    gradient_clipping: float,
+    auto: Mapping[str, Any],
+    path: str,
+) -> dict[str, Any]:
+    """The file as DeepSpeed gets it: every "auto" replaced, the batch and the clipping always explicit.
+
+    Args:
+        auto: values for what stands as "auto" at a dotted name; None deletes the key, so that DeepSpeed's default
+            holds.
+
+    Raises:
+        ValueError: "auto" stands where nothing resolves it.
+    """
+    resolved = copy.deepcopy(dict(data))
+    resolved["train_batch_size"] = batch.global_batch
+    resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch
+    resolved["gradient_accumulation_steps"] = batch.accumulation
+    resolved["gradient_clipping"] = gradient_clipping
+
+    def walk(block: dict[str, Any], prefix: str) -> None:
+        for key in list(block):
+            name = f"{prefix}{key}"
+            if isinstance(block[key], dict):
+                walk(block[key], f"{name}.")
+            elif block[key] == "auto":
+                if name not in auto:
+                    raise ValueError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
+                if auto[name] is None:
+                    del block[key]
+                else:
+                    block[key] = auto[name]
+
+    walk(resolved, "")
+    return resolved

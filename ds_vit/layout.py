@@ -1,0 +1,123 @@
+"""How a run is cut: pp x dp x tp degrees, and which rank this process is.
+
+The only file that does rank arithmetic and, below `launch/`, the only one that reads a launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+_OMPI = "OMPI_COMM_WORLD_"
+# (launcher, rank, world size, local rank, local world size), in the order in which they are looked for. DeepSpeed's
+# launcher calls the local world LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; both set RANK, WORLD_SIZE and LOCAL_RANK.
+_LAUNCHERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+    ("openmpi", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", (_OMPI + "LOCAL_SIZE",)),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among the run's ranks, as the launcher's environment tells, before any process group exists.
+
+    Attributes:
+        launcher: "env" (deepspeed, torchrun), "openmpi", "mpich", or "none" for plain python.
+        rank: 0 to world_size - 1 over all hosts.
+        local_rank: this host's 0 to local_world_size - 1; picks the accelerator.
+        local_world_size: ranks on this host, or None where the launcher does not say.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks run on other hosts too (taken for true where the launcher does not say)."""
+        return self.world_size > 1 and self.local_world_size != self.world_size
+
+
+def discover(environ: Mapping[str, str] = os.environ) -> Process:
+    """Read this process's place from the launcher's environment; plain `python` is one rank of one.
+
+    Raises:
+        ValueError: the launcher set a rank but not the world size, or something that is not a number.
+    """
+    for launcher, rank_name, world_name, local_name, local_world_names in _LAUNCHERS:
+        if rank_name not in environ:
+            continue
+        if world_name not in environ:
+            raise ValueError(f"{rank_name} is set but {world_name} is not; unset it to run alone, or use a launcher")
+        try:
+            rank, world = int(environ[rank_name]), int(environ[world_name])
+            local = int(environ.get(local_name, "0"))
+            local_world = next((int(environ[name]) for name in local_world_names if name in environ), None)
+        except ValueError:
+            raise ValueError(f"{rank_name}, {world_name} and {local_name} must be whole numbers") from None
+        if not 0 <= rank < world:
+            raise ValueError(f"{rank_name}={rank} lies outside the world of {world_name}={world} ranks")
+        return Process(launcher, rank, world, local, local_world)
+    return Process("none", 0, 1, 0, 1)
+
+
+def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ) -> dict[str, object]:
+    """The arguments of `deepspeed.init_distributed` that make this launcher's ranks meet.
+
+    A plain `python` is given the environment of a launcher's only rank, on a free port of the loopback interface.
+    """
+    if process.launcher == "none":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ.update(alone)
+    if process.launcher in ("none", "env"):
+        return {"auto_mpi_discovery": False}
+    return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500"))}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of pipeline, data and tensor parallelism; `pp * dp * tp` is the world size.
+
+    A rank's coordinates follow DeepSpeed's PipeModelDataParallelTopology: tp innermost, then dp, then pp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of_world(cls, world_size: int, pp: int = 1, tp: int = 1) -> Layout:
+        """Give every rank that pp and tp leave over to data parallelism.
+
+        Raises:
+            ValueError: pp * tp does not divide the world size.
+        """
+        if min(pp, tp) < 1:
+            raise ValueError(f"--pp {pp} --tp {tp}: both must be at least 1")
+        if world_size % (pp * tp):
+            nearest = (world_size // (pp * tp) or 1) * pp * tp
+            raise ValueError(
+                f"{world_size} ranks cannot be cut into --pp {pp} x --tp {tp} = {pp * tp} ranks a replica; "
+                f"start {nearest} ranks, or choose pp * tp among the divisors of {world_size}"
+            )
+        return cls(pp, world_size // (pp * tp), tp)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        """The data-parallel coordinate of a global rank, 0 to dp - 1."""
+        return rank // self.tp % self.dp
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"

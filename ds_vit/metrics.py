@@ -1,0 +1,219 @@
+"""What a run says about itself: metrics.jsonl, TensorBoard, DeepSpeed's monitors, a progress bar or plain lines.
+
+Rank 0 alone has a `Reporter`; the others have none. Rows of metrics.jsonl are flushed one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+# Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
+# name that is part of the device's name counts.
+_PEAK_TFLOPS = {
+    "H200": (989.0, 67.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100": (989.0, 67.0),
+    "H20": (148.0, 44.0),
+    "A100": (312.0, 19.5),
+    "A40": (149.7, 37.4),
+    "A30": (165.0, 10.3),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "V100": (125.0, 15.7),
+    "T4": (65.0, 8.1),
+    "B200": (2250.0, 80.0),
+}
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """Peak TFLOP/s of the accelerator for this precision, or None where we know none (CPUs, other GPUs)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [key for key in _PEAK_TFLOPS if key in name]
+    if not known:
+        return None
+    half, single = _PEAK_TFLOPS[max(known, key=len)]
+    return single if precision == "fp32" else half
+
+
+class Throughput:
+    """Images a second, FLOP/s and the share of time spent waiting for data, over the window since the last look.
+
+    The clock is meant to be read where the device has just been waited for; evaluation and other pauses are taken out
+    with `pause`/`resume`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._waited = 0.0
+        self._images = 0
+        self.total_images = 0
+        self.total_seconds = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Time that the training loop spent waiting for a batch."""
+        self._waited += seconds
+
+    def step(self, images: int) -> None:
+        """An optimizer step over `images` of the global batch has been launched."""
+        self._images += images
+
+    def window(self, *, count: bool = True) -> tuple[float, float]:
+        """(images a second, share of time waiting for data) since the last call; starts a new window.
+
+        Args:
+            count: add the window to the run's totals (not done for the first step, which warms up).
+        """
+        now = self._clock()
+        seconds = max(now - self._start, 1e-9)
+        rate, waiting = self._images / seconds, min(1.0, self._waited / seconds)
+        if count:
+            self.total_images += self._images
+            self.total_seconds += seconds
+        self._start, self._waited, self._images = now, 0.0, 0
+        return rate, waiting
+
+    def restart(self) -> None:
+        """Forget the time since the last window (an evaluation lay in it); images stay in the totals."""
+        self._start, self._waited = self._clock(), 0.0
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no nan or infinity: they become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class Reporter:
+    """Writes a run's figures and shows them; exists on rank 0 alone.
+
+    Args:
+        folder: the run's output folder; metrics.jsonl and tensorboard/ are made in it.
+        total_steps: where the progress bar ends.
+        first_step: steps that were done before (0 for a new run).
+        events: DeepSpeed's monitors, `events([(name, value, images seen)])`.
+        console: where to speak; a terminal gets a progress bar, anything else plain lines.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        events: Callable[[Sequence[tuple[str, float, int]]], None] | None = None,
+        console: Console | None = None,
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.console = console or make_console()
+        self._events = events
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._accuracy = ""
+        self._progress: Progress | None = None
+        self._total = total_steps
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]train"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, figures="")
+            self._progress.start()
+
+    def advance(self, step: int) -> None:
+        """`step` optimizer steps are done."""
+        if self._progress:
+            self._progress.update(self._task, completed=step)
+
+    def train(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "train" (DESIGN's contract names the keys)."""
+        self._write({"kind": "train", **row})
+        step = row["step"]
+        for key in ("loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator", "mfu"):
+            self._scalar(f"train/{key}", row.get(key), step)
+        self._scalar("train/data_wait_fraction", row.get("data_wait_fraction"), step)
+        self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
+        figures = f"loss {row['loss']:.4f}  {row['images_per_second']:.1f} img/s{self._accuracy}"
+        if self._progress:
+            self._progress.update(self._task, completed=step, figures=figures)
+        else:
+            norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
+            self.say(
+                f"step {step}/{self._total}  epoch {row['epoch']}  loss {row['loss']:.5f}  lr {row['lr']:.3e}  "
+                f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
+            )
+
+    def eval(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "eval"."""
+        self._write({"kind": "eval", **row})
+        for key in ("top1", "top5", "loss"):
+            self._scalar(f"eval/{key}", row[key], row["step"])
+        self._monitor(row["step"], "Eval", row, ("top1", "top5", "loss"))
+        self._accuracy = f"  top-1 {row['top1']:.2f} %"
+        self.say(
+            f"eval at step {row['step']}: top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %  "
+            f"loss {row['loss']:.5f}  over {row['images']} images"
+        )
+
+    def say(self, text: str) -> None:
+        """One line for whoever watches."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Finish the bar and the files."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+        self._board.close()
+        self._file.close()
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}) + "\n")
+        self._file.flush()
+
+    def _scalar(self, name: str, value: Any, step: int) -> None:
+        if value is not None and math.isfinite(value):
+            self._board.add_scalar(name, value, step)
+
+    def _monitor(self, at: int, group: str, row: Mapping[str, Any], keys: Sequence[str]) -> None:
+        if self._events:
+            self._events([(f"{group}/{key}", row[key], at) for key in keys if row.get(key) is not None])
+
+
+def make_console() -> Console:
+    """The console of rank 0: a terminal with a bar, or 120 columns of plain text in a file or pipe."""
+    return Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=120, soft_wrap=True)
+
+
+def print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A two-column table, as a run shows it at its start and at its end."""
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table, markup=False)

@@ -1,0 +1,108 @@
+"""The optimizer that the JSON names, without a JIT build, and which parameters it decays.
+
+ZeRO hands an optimizer one flat tensor a group, so only elementwise optimizers mean the same in every layout; the
+others are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_TORCH = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+# DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
+_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction", "fused", "foreach")
+_NOT_ELEMENTWISE = {
+    "lamb": "LAMB's trust ratio is per parameter, and under ZeRO an optimizer sees one flat tensor",
+    "lars": "LARS's trust ratio is per parameter, and under ZeRO an optimizer sees one flat tensor",
+    "muon": "Muon works on matrices, and under ZeRO an optimizer sees one flat tensor",
+    "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
+    "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
+    "sparseadam": "SparseAdam needs sparse gradients, which a ViT does not have",
+}
+
+
+def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and arguments of the JSON's `optimizer` block.
+
+    DeepSpeed's own reading is kept: names are taken in any case, and "Adam" is AdamW unless `adam_w_mode` is false.
+
+    Args:
+        block: `{"type": …, "params": {…}}`.
+        path: the file, named in messages.
+
+    Returns:
+        The class and its keyword arguments (without lr where the block has none).
+
+    Raises:
+        ValueError: an unknown optimizer (the nearest is named), one that ZeRO would change, or an unknown argument.
+    """
+    name = block.get("type")
+    if not isinstance(name, str):
+        raise ValueError(f'{path}: "optimizer" has no "type"; AdamW and SGD are the usual ones')
+    params = dict(block.get("params") or {})
+    if "max_grad_norm" in params:
+        raise ValueError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
+    lowered = name.lower()
+    if lowered in _NOT_ELEMENTWISE:
+        raise ValueError(
+            f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
+            "not in this release; AdamW is the nearest that works"
+        )
+    if lowered == "lion":
+        from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
+    else:
+        known = {n.lower(): n for n in _TORCH}
+        if lowered not in known:
+            close = difflib.get_close_matches(lowered, [*known, "lion"], n=1, cutoff=0.3)
+            nearest = known.get(close[0], "Lion") if close else "AdamW"
+            raise ValueError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
+        if lowered == "adam" and params.get("adam_w_mode", True):
+            lowered = "adamw"
+        cls = getattr(torch.optim, known[lowered])
+    for key in _IMPLEMENTATION:
+        params.pop(key, None)
+    accepted = set(inspect.signature(cls.__init__).parameters) - {"self", "params"}
+    for key in params:
+        if key not in accepted:
+            close = difflib.get_close_matches(key, sorted(accepted), n=1)
+            hint = f"; the nearest is {close[0]!r}" if close else ""
+            raise ValueError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    return cls, params
+
+
+def parameter_groups(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], weight_decay: float, undecayed: frozenset[str]
+) -> list[dict[str, Any]]:
+    """At most two groups: decayed, and not decayed. Frozen parameters are in neither.
+
+    Args:
+        parameters: (timm name, parameter), in the model's order.
+        weight_decay: of the first group.
+        undecayed: timm names that are not decayed.
+    """
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any], device: torch.device
+) -> torch.optim.Optimizer:
+    """Make the optimizer with torch's fused implementation where the class has one for this device, else foreach."""
+    arguments = {key: value for key, value in arguments.items() if key != "weight_decay"}
+    accepted = inspect.signature(cls.__init__).parameters
+    if "fused" in accepted and device.type in ("cpu", "cuda"):
+        arguments["fused"] = True
+    elif "foreach" in accepted:
+        arguments["foreach"] = True
+    return cls(groups, **arguments)

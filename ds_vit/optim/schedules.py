@@ -1,0 +1,61 @@
+"""Learning-rate schedules as pure functions of the optimizer step: nothing to save, nothing to restore.
+
+cosine, warm-up and the meaning of their arguments follow timm's CosineLRScheduler (timm/scheduler/cosine_lr.py) stepped
+on updates; wsd is warm-up, stable, decay (Hu et al. 2024, MiniCPM), with a linear decay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate for every optimizer step.
+
+    Attributes:
+        name: "cosine", "linear", "constant" or "wsd".
+        base_lr: the rate after warm-up.
+        total_steps: the horizon; from there on the rate is `min_lr` (or `base_lr` where it is constant).
+        warmup_steps: steps of linear warm-up from `warmup_lr` to `base_lr`.
+        warmup_lr: the rate of the first step under warm-up.
+        min_lr: the rate that the decay ends at.
+        decay_fraction: share of the horizon in which wsd decays.
+    """
+
+    name: str
+    base_lr: float
+    total_steps: int
+    warmup_steps: int = 0
+    warmup_lr: float = 1e-5
+    min_lr: float = 0.0
+    decay_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.name not in ("cosine", "linear", "constant", "wsd"):
+            raise ValueError(f"schedule {self.name!r} is not one of cosine, linear, constant, wsd")
+        if self.warmup_steps and self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"a warm-up of {self.warmup_steps} steps does not fit into a run of {self.total_steps}; "
+                "shorten it with --warmup-steps, or train longer"
+            )
+        if self.min_lr > self.base_lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.warmup_lr + step * (self.base_lr - self.warmup_lr) / self.warmup_steps
+        if self.name == "constant":
+            return self.base_lr
+        if step >= self.total_steps:
+            return self.min_lr
+        span = self.base_lr - self.min_lr
+        if self.name == "cosine":
+            return self.min_lr + 0.5 * span * (1.0 + math.cos(math.pi * step / self.total_steps))
+        if self.name == "linear":
+            return self.min_lr + span * (1.0 - step / self.total_steps)
+        decay_steps = max(1, round(self.decay_fraction * self.total_steps))
+        done = step - (self.total_steps - decay_steps)
+        return self.base_lr if done <= 0 else self.min_lr + span * (1.0 - done / decay_steps)

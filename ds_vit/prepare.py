@@ -1,0 +1,411 @@
+"""From flags, recipe and JSON to a plan of the run: everything is opened, checked and resolved, nothing is started.
+
+Whatever is wrong with a run is found here, before any process group exists and before anything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.data import resolve_data_config
+
+from ds_vit import config as flags
+from ds_vit import ds_json
+from ds_vit.config import RunConfig
+from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
+from ds_vit.layout import Layout, Process
+from ds_vit.losses import build_loss
+from ds_vit.models import InitialCheckpoint, ModelSpec, create_model, frozen_names, image_size
+from ds_vit.optim.build import optimizer_class
+from ds_vit.optim.schedules import Schedule
+
+DEFAULT_EPOCHS = 300  # timm's
+DEFAULT_WARMUP_EPOCHS = 5  # timm's
+DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, resolved: what `train.py` carries out.
+
+    `step` counts optimizer steps. The schedule is None where the JSON's scheduler sets the learning rate.
+    """
+
+    config: RunConfig
+    process: Process
+    layout: Layout
+    deepspeed: Mapping[str, Any]
+    batch: ds_json.BatchSizes
+    precision: ds_json.Precision
+    checkpointing: ds_json.Checkpointing
+    model: torch.nn.Module  # on the meta device: names and shapes
+    initial_checkpoint: InitialCheckpoint | None
+    frozen: frozenset[str]
+    image: ImageConfig
+    augment: AugmentConfig
+    mix: MixConfig
+    train_source: Source
+    val_source: Source | None
+    order: SampleOrder
+    optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+    weight_decay: float
+    lr: float
+    schedule: Schedule | None
+    total_steps: int
+    horizon: int
+    notes: tuple[str, ...]
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a global batch."""
+        return Share(
+            dp_rank=self.layout.dp_rank(self.process.rank),
+            dp_size=self.layout.dp,
+            micro_batch=self.batch.micro_batch,
+            accumulation=self.batch.accumulation,
+        )
+
+
+def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on_cpu: bool) -> Plan:
+    """Resolve a run.
+
+    Args:
+        config: the flags and the recipe.
+        explicit: which of them somebody wrote down.
+        process: this rank.
+        on_cpu: there is no accelerator.
+
+    Raises:
+        ValueError: one message for people, with the numbers and the way out.
+    """
+    path = config.deepspeed_config
+    data = ds_json.load_json(path)
+    ds_json.check_keys(data, path)
+    notes = [f"idle in this run: {line}" for line in ds_json.idle_keys(data)]
+    layout = Layout.of_world(process.world_size, config.pp, config.tp)
+    precision = ds_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
+    checkpointing = ds_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
+    batch = ds_json.batch_sizes(
+        data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
+    )
+    optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
+    lr = _learning_rate(config, optimizer, arguments, path)
+    clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
+    if clip is None:
+        clip = 1.0  # DeepSpeed's own default; written down so that nobody has to know
+        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
+    decay = _from_json_or_flag(
+        config,
+        "weight_decay",
+        arguments.get("weight_decay"),
+        DEFAULT_WEIGHT_DECAY,
+        path,
+        "optimizer.params.weight_decay",
+    )
+
+    train_source = open_source(
+        config.dataset, config.data_dir or None, config.train_split, download=config.dataset_download
+    )
+    val_source = _open_validation(config, train_source)
+    for split, source in ((config.train_split, train_source), (config.val_split, val_source)):
+        if source is not None and source.left_out:
+            files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
+            notes.append(f"{split}: files that are not images are left out: {files}")
+    num_classes = config.num_classes or train_source.num_classes
+    if num_classes < train_source.num_classes:
+        raise ValueError(
+            f"--num-classes {num_classes} is smaller than the {train_source.num_classes} classes of the data; "
+            f"use {train_source.num_classes} or more, or leave the flag out"
+        )
+    spec = ModelSpec(
+        name=config.model,
+        num_classes=num_classes,
+        img_size=config.img_size,
+        drop_path=config.drop_path if "drop_path" in explicit else None,
+        model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
+    )
+    model = create_model(spec, for_training=not config.eval_only)
+    initial = InitialCheckpoint(config.initial_checkpoint, model) if config.initial_checkpoint else None
+    if initial is not None and initial.newly_initialised:
+        notes.append(f"not in {config.initial_checkpoint}, newly initialised: {', '.join(initial.newly_initialised)}")
+
+    image, augment, mix = _pixels(config, model)
+    if mix.active and batch.global_batch % 2:
+        raise ValueError(
+            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
+        )
+    build_loss(
+        soft_targets=mix.active, smoothing=config.smoothing, bce=config.bce_loss, multi_label=train_source.multi_label
+    )
+    order = SampleOrder(len(train_source), batch.global_batch, config.seed, config.aug_repeats)
+    total_steps, horizon = _steps(config, order.steps_per_epoch)
+    schedule = _schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
+    resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
+    return Plan(
+        config=dataclasses.replace(config, num_classes=num_classes),
+        process=process,
+        layout=layout,
+        deepspeed=resolved,
+        batch=batch,
+        precision=precision,
+        checkpointing=checkpointing,
+        model=model,
+        initial_checkpoint=initial,
+        frozen=frozen_names(model, config.freeze, config.linear_probe),
+        image=image,
+        augment=augment,
+        mix=mix,
+        train_source=train_source,
+        val_source=val_source,
+        order=order,
+        optimizer=(optimizer, {**arguments, "lr": lr}),
+        weight_decay=decay or 0.0,
+        lr=lr,
+        schedule=schedule,
+        total_steps=0 if config.eval_only else total_steps,
+        horizon=horizon,
+        notes=tuple(notes),
+    )
+
+
+def _auto_precision(on_cpu: bool) -> dict[str, bool]:
+    """What "auto" means for a 16-bit type: bf16 where the GPU has it, fp16 on older ones, neither on a CPU."""
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return {"bf16": has_bf16, "fp16": not on_cpu and not has_bf16}
+
+
+def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    out = dict(data)
+    for block, value in _auto_precision(on_cpu).items():
+        if isinstance(out.get(block), Mapping) and out[block].get("enabled") == "auto":
+            out[block] = {**out[block], "enabled": value}
+    return out
+
+
+def _from_json_or_flag(config: RunConfig, flag: str, value: Any, fallback: float, path: str, key: str) -> float | None:
+    """A number that the JSON gives or leaves to a flag ("auto"); None where neither of them speaks."""
+    given = getattr(config, flag)
+    if value == "auto" or (value is None and given is not None):
+        return fallback if given is None else given
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
+    if given is not None and given != value:
+        raise ValueError(f'{path} fixes {key} to {value} and {flags.spelling(flag)} says {given}; write "auto" there')
+    return float(value)
+
+
+def _learning_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], path: str) -> float:
+    """--lr, else the JSON's, else the optimizer's own default."""
+    if config.lr is not None:
+        return config.lr
+    lr = arguments.get("lr")
+    if lr == "auto":
+        raise ValueError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
+    if lr is None:
+        lr = inspect.signature(optimizer.__init__).parameters["lr"].default
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
+        raise ValueError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
+    return float(lr)
+
+
+def _open_validation(config: RunConfig, train: Source) -> Source | None:
+    """The evaluation split with the training split's classes; None for --val-split ''."""
+    if not config.val_split:
+        if config.eval_only:
+            raise ValueError("--eval-only needs a --val-split")
+        return None
+    return open_source(
+        config.dataset,
+        config.data_dir or None,
+        config.val_split,
+        classes=train.class_names,
+        download=config.dataset_download,
+    )
+
+
+def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, AugmentConfig, MixConfig]:
+    """Settings of the pixels: the flags', else the model's own (timm's resolve_data_config)."""
+    wanted = {
+        "mean": config.mean,
+        "std": config.std,
+        "interpolation": config.interpolation or None,
+        "crop_pct": config.crop_pct,
+        "crop_mode": config.crop_mode or None,
+    }
+    resolved = resolve_data_config({k: v for k, v in wanted.items() if v is not None}, model=model)
+    image = ImageConfig(
+        img_size=image_size(model),
+        mean=tuple(resolved["mean"]),
+        std=tuple(resolved["std"]),
+        interpolation=resolved["interpolation"],
+        crop_pct=resolved["crop_pct"],
+        crop_mode=resolved["crop_mode"],
+    )
+    augment = AugmentConfig(
+        no_aug=config.no_aug,
+        scale=tuple(config.scale),
+        ratio=tuple(config.ratio),
+        train_crop_mode=config.train_crop_mode or None,
+        hflip=config.hflip,
+        vflip=config.vflip,
+        color_jitter=config.color_jitter or None,
+        color_jitter_prob=config.color_jitter_prob,
+        grayscale_prob=config.grayscale_prob,
+        gaussian_blur_prob=config.gaussian_blur_prob,
+        aa=config.aa or None,
+        train_interpolation=config.train_interpolation,
+        reprob=config.reprob,
+        remode=config.remode,
+        recount=config.recount,
+    )
+    mix = MixConfig(
+        mixup=config.mixup,
+        cutmix=config.cutmix,
+        cutmix_minmax=config.cutmix_minmax and tuple(config.cutmix_minmax),
+        mixup_prob=config.mixup_prob,
+        mixup_switch_prob=config.mixup_switch_prob,
+        mixup_off_epoch=config.mixup_off_epoch,
+        smoothing=config.smoothing,
+    )
+    return image, augment, mix
+
+
+def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
+    """(steps that are run, the schedule's horizon). With --epochs, --max-steps only stops early."""
+    if config.epochs is None and config.max_steps is not None:
+        return config.max_steps, config.max_steps
+    horizon = (config.epochs or DEFAULT_EPOCHS) * steps_per_epoch
+    return min(horizon, config.max_steps or horizon), horizon
+
+
+_SCHEDULE_FLAGS = ("sched", "min_lr", "wsd_decay_fraction")
+
+
+def _schedule(
+    config: RunConfig,
+    explicit: frozenset[str],
+    data: Mapping[str, Any],
+    steps_per_epoch: int,
+    horizon: int,
+    lr: float,
+    path: str,
+    notes: list[str],
+) -> Schedule | None:
+    """The flags' schedule, or None where the JSON has a scheduler; asking for both is an error."""
+    block = data.get("scheduler")
+    if block:
+        leaves_to_flags = "auto" in (block.get("params") or {}).values()
+        names = (*_SCHEDULE_FLAGS, *(() if leaves_to_flags else ("warmup_steps", "warmup_epochs", "warmup_lr")))
+        both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
+        if both:
+            raise ValueError(
+                f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
+            )
+        return None
+    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
+    return Schedule(
+        name=config.sched,
+        base_lr=lr,
+        total_steps=horizon,
+        warmup_steps=warmup,
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+        decay_fraction=config.wsd_decay_fraction,
+    )
+
+
+def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    if config.warmup_epochs is not None:
+        return round(config.warmup_epochs * steps_per_epoch)
+    if config.sched == "constant":
+        return 0
+    warmup = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
+    if warmup >= horizon:
+        warmup = horizon // 20
+        notes.append(
+            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: "
+            f"warming up for {warmup} (--warmup-steps or --warmup-epochs decides)"
+        )
+    return warmup
+
+
+def _resolve_json(
+    config: RunConfig,
+    data: Mapping[str, Any],
+    batch: ds_json.BatchSizes,
+    clip: float,
+    lr: float,
+    decay: float | None,
+    model: torch.nn.Module,
+    schedule: Schedule | None,
+    horizon: int,
+    precision: ds_json.Precision,
+    path: str,
+) -> dict[str, Any]:
+    """The JSON as DeepSpeed gets it. Bucket sizes follow the width, as in Hugging Face's integration."""
+    width = model.embed_dim
+    warmup = schedule.warmup_steps if schedule else (config.warmup_steps or 0)
+    auto = {
+        "optimizer.params.lr": lr,
+        "optimizer.params.weight_decay": decay,
+        "scheduler.params.warmup_num_steps": max(1, warmup),
+        "scheduler.params.total_num_steps": horizon,
+        "scheduler.params.warmup_min_lr": config.warmup_lr,
+        "scheduler.params.warmup_max_lr": lr,
+        "bf16.enabled": precision.name == "bf16",
+        "fp16.enabled": precision.name == "fp16",
+        "communication_data_type": None,
+        "zero_optimization.reduce_bucket_size": width * width,
+        "zero_optimization.allgather_bucket_size": width * width,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * width,
+    }
+    resolved = ds_json.resolve(data, batch=batch, gradient_clipping=clip, auto=auto, path=path)
+    params = dict(resolved["optimizer"].get("params") or {})
+    params["lr"] = lr
+    if decay is not None:
+        params["weight_decay"] = decay
+    resolved["optimizer"] = {**resolved["optimizer"], "params": params}
+    return resolved
+
+
+def resolved_flags(plan: Plan) -> dict[str, Any]:
+    """The flags with everything that was found out written in: a recipe that runs the same again.
+
+    The batch and the optimizer's numbers stand in deepspeed.json beside it.
+    """
+    config = plan.config
+    values = {name: getattr(config, name) for name in flags.FIELDS}
+    values["deepspeed_config"] = "deepspeed.json"
+    for name in ("batch_size", "grad_accum_steps", "weight_decay", "clip_grad"):
+        values[name] = None
+    values |= {
+        "lr": plan.lr,
+        "grad_checkpointing": False,
+        "mean": plan.image.mean,
+        "std": plan.image.std,
+        "interpolation": plan.image.interpolation,
+        "crop_pct": plan.image.crop_pct,
+        "crop_mode": plan.image.crop_mode,
+    }
+    if plan.checkpointing.interval and config.grad_checkpointing:
+        values["grad_checkpointing"] = True
+    if plan.schedule is not None:
+        values |= {"warmup_steps": plan.schedule.warmup_steps, "warmup_epochs": None}
+        if config.epochs is None and config.max_steps is None:
+            values["epochs"] = DEFAULT_EPOCHS
+    return {name: value for name, value in values.items() if value is not None}
