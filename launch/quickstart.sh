@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Train a small Vision Transformer on 1,797 real handwritten digits through DeepSpeed: all GPUs in bf16, else 2 CPU ranks.
+#
+#     bash launch/quickstart.sh [flags of launch/train.py]
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd -- "$root"
+bash launch/setup.sh
+python=$root/.venv/bin/python
+
+num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ((num_gpus > 0)); then
+    ranks=(--num_gpus "$num_gpus")
+    config=ds_configs/zero1_bf16.json
+else
+    ranks=(--num_accelerators 2)
+    config=ds_configs/cpu_zero1_fp32.json
+    cores=$(nproc)
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 1 ? cores / 2 : 1))}"
+fi
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+
+command=(.venv/bin/deepspeed "${ranks[@]}" --master_port "$port" launch/train.py
+    --deepspeed_config "$config" --recipe launch/recipes/digits.yaml "$@")
+printf 'quickstart: in %s\nquickstart: %s%s\n' \
+    "$root" "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR OMP_NUM_THREADS=$OMP_NUM_THREADS }" "${command[*]}"
+# Through the interpreter: the first line of a script cannot name one whose path has a space in it.
+exec "$python" "${command[@]}"
