@@ -1,0 +1,88 @@
+"""What a source of images is, and decoding one image.
+
+A source is a finite list of (image, target) pairs with named classes. It is opened once, in the main process, and read
+in any number of worker processes.
+"""
+
+from __future__ import annotations
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+from PIL import Image
+
+# timm lists .png, .jpg and .jpeg alone, so that a folder of WebP files looks empty to it; Pillow reads all of these.
+IMAGE_EXTENSIONS = frozenset(
+    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
+)
+
+
+class ImageDecodeError(ValueError):
+    """An image file whose content cannot be decoded; the message names the file."""
+
+
+def decode(data: bytes, name: str) -> Image.Image:
+    """Decode an encoded image whole, as timm does (Pillow, converted to RGB, EXIF orientation not applied).
+
+    Args:
+        data: the file's bytes.
+        name: the file's name, for the message.
+
+    Raises:
+        ImageDecodeError: the bytes are no image, or a truncated or damaged one.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.convert("RGB")
+    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        raise undecodable(name, error, num_bytes=len(data)) from error
+
+
+def undecodable(name: str, error: Exception, num_bytes: int | None = None) -> ImageDecodeError:
+    """The error for people about the image `name`, from what the decoder said."""
+    size = "" if num_bytes is None else f"{num_bytes} bytes; "
+    what = "not an image that Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+    return ImageDecodeError(
+        f"{name}: the image cannot be decoded ({size}{what}); repair or remove the file, or pass --on-bad-image skip"
+    )
+
+
+class Source(ABC):
+    """A finite, indexable set of labelled images.
+
+    Attributes:
+        class_names: the classes, in the order of their numbers.
+        multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
+        left_out: how many files were found that are not images we read, by suffix ("" for none).
+    """
+
+    class_names: tuple[str, ...]
+    multi_label: bool = False
+    left_out: Mapping[str, int] = {}
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes targets are numbered over."""
+        return len(self.class_names)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def image(self, index: int) -> Image.Image:
+        """Decode one image, to RGB.
+
+        Raises:
+            ImageDecodeError: its content cannot be decoded.
+            OSError: its file cannot be read.
+        """
+
+    @abstractmethod
+    def target(self, index: int) -> int | np.ndarray:
+        """The class number, or the float32 multi-hot vector [C]; nothing is decoded for it."""
+
+    @abstractmethod
+    def describe(self, index: int) -> str:
+        """Where the image comes from (a file's name), for messages."""
