@@ -28,6 +28,9 @@ class Operation(NamedTuple):
 
     def apply(self, image: Image.Image) -> Image.Image:
         """Run timm's function of the name."""
+        if self.name.startswith("Posterize") and self.arguments == (0,):
+            # Keeping 0 bits is black. Pillow 13 refuses it, and timm 1.0.31 then fails at magnitude 10.
+            return Image.new("RGB", image.size)
         return NAME_TO_OP[self.name](image, *self.arguments, **self.keywords)
 
 
@@ -107,7 +110,6 @@ class AugMix:
         self._chains: list[list[Operation]] = []
         self._weights: tuple[np.ndarray, np.float32] | None = None
         _record(transform.ops, self._note)
-        self._run = transform._apply_basic  # timm's loop over chains, with random depths and operations
         transform._apply_basic = transform._apply_blended = self._note_weights
 
     def _note(self, image: Image.Image, operation: Operation) -> Image.Image:
@@ -118,7 +120,8 @@ class AugMix:
 
     def _note_weights(self, image: Image.Image, weights: np.ndarray, mixture: np.float32) -> Image.Image:
         self._weights = (weights, mixture)
-        return self._run(image, weights, mixture)
+        # timm's loop over the chains, with random depths and operations; the blended variant draws the same.
+        return AugMixAugment._apply_basic(self._transform, image, weights, mixture)
 
     def draw(self, key: int, size: Size) -> AugMixParameters:
         """The chains and their weights."""

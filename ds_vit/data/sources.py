@@ -20,7 +20,7 @@ TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnis
 class DigitsSource(Source):
     """scikit-learn's 1,797 handwritten digits, 8x8, without any download (Alpaydin and Kaynak 1998).
 
-    Every fifth image of each class, in the order of the data set, is held out: 356 validation images and 1,441
+    Every fifth image of each class, in the order of the data set, is held out: 355 validation images and 1,442
     training images, in every run the same.
     """
 
