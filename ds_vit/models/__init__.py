@@ -1,0 +1,43 @@
+"""timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
+
+from ds_vit.models.flops import forward_flops
+from ds_vit.models.initial_checkpoint import InitialCheckpoint
+from ds_vit.models.keyed_init import initialise
+from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
+from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
+from ds_vit.models.zoo import (
+    ModelSpec,
+    TimmViT,
+    create_model,
+    image_size,
+    names_and_shapes,
+    num_parameters,
+    supported_names,
+)
+
+__all__ = [
+    "BlockLayer",
+    "EmbedLayer",
+    "HeadLayer",
+    "InitialCheckpoint",
+    "Layer",
+    "ModelSpec",
+    "SequentialViT",
+    "TimmViT",
+    "classifier_names",
+    "create_model",
+    "forward_flops",
+    "freeze",
+    "frozen_names",
+    "image_size",
+    "initialise",
+    "load_timm_state_dict",
+    "names_and_shapes",
+    "no_weight_decay_names",
+    "num_parameters",
+    "supported_names",
+    "take_apart",
+    "timm_names",
+    "timm_state_dict",
+]

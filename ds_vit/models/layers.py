@@ -1,0 +1,246 @@
+"""A timm ViT taken apart: an embedding, its blocks, a head; each calls timm's own code under timm's own names.
+
+`take_apart` returns a list of layers that can be run one after the other (`SequentialViT`) or dealt to pipeline
+stages. A layer is a shallow part of the timm model: it holds some of its sub-modules and parameters under their timm
+paths, so `layer.state_dict()` has timm's names, and a container's prefix is all that has to be stripped from a name.
+
+Between layers travels a tuple of tensors: tokens [B, S, D]; the sample keys, int64 [B]; and, for models whose blocks
+learn their rotary frequencies together (timm's rope type `mixed`), those frequencies [2, depth, H, K/2]. The last are
+one small parameter of the embedding layer: handing its value on keeps it in one place for the optimizer, the gradient
+norm and the checkpoint, and autograd adds up the blocks' gradients, across stages too.
+
+Shapes: B samples, S tokens, D width, H heads, K head width, N patches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+import torch
+from timm.layers.pos_embed_sincos import (
+    RotaryEmbeddingMixed,
+    apply_keep_indices_nlc,
+    get_mixed_freqs,
+    init_random_2d_freqs,
+)
+from timm.models import Eva, VisionTransformer
+from torch import nn
+
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedPatchDropout, replace_drops, sample_keys
+from ds_vit.models.zoo import TimmViT
+
+_EMBED = ("patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop", "rope", "norm_pre")
+_HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
+
+
+class Layer(nn.Module):
+    """One element of the list; its parameter names are timm's."""
+
+    def keyed_drops(self) -> list[KeyedDrop]:
+        """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""
+        if "_keyed_drops" not in self.__dict__:
+            self.__dict__["_keyed_drops"] = [module for module in self.modules() if isinstance(module, KeyedDrop)]
+        return self.__dict__["_keyed_drops"]
+
+
+class EmbedLayer(Layer):
+    """Images to tokens: patches, class and register tokens, positions."""
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """images [B, C, height, width] -> tokens [B, S, D]."""
+        raise NotImplementedError
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """(images [B, C, height, width], keys int64 [B]) -> (tokens, keys) or (tokens, keys, frequencies)."""
+        images, keys = inputs
+        images = images.to(next(self.patch_embed.parameters()).dtype)
+        with sample_keys(self.keyed_drops(), keys):
+            tokens = self.embed(images)
+        rope = getattr(self, "rope", None)
+        return (tokens, keys) if rope is None else (tokens, keys, rope())
+
+
+class VisionTransformerEmbed(EmbedLayer, VisionTransformer):
+    """The front of timm's `VisionTransformer.forward_features`."""
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """As `EmbedLayer.embed`."""
+        return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(images))))
+
+
+class EvaEmbed(EmbedLayer, Eva):
+    """The front of timm's `Eva.forward_features`; the rotary tables belong to the blocks."""
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        """As `EmbedLayer.embed`."""
+        tokens, _ = self._pos_embed(self.patch_embed(images))
+        return self.norm_pre(tokens)
+
+
+class RopeFrequencies(nn.Module):
+    """The learned frequencies of timm's `RotaryEmbeddingMixed`, read in the forward of the module that owns them.
+
+    ZeRO-3 gathers a parameter around its owner's forward and frees it after, so `forward` hands on a copy.
+    """
+
+    def __init__(self, rope: RotaryEmbeddingMixed) -> None:
+        super().__init__()
+        self.freqs = rope.freqs
+        self.head_width = rope.dim // rope.num_heads
+        self.temperature = rope.temperature
+
+    def init_freqs(self) -> None:
+        """timm's initial values; its `init_weights` leaves them out because its constructor has drawn them."""
+        with torch.no_grad():
+            _, depth, num_heads, _ = self.freqs.shape
+            freqs = init_random_2d_freqs(
+                self.head_width,
+                depth,
+                num_heads,
+                temperature=self.temperature,
+                device=self.freqs.device,
+                dtype=self.freqs.dtype,
+            )
+            self.freqs.copy_(freqs)
+
+    def get_embed(self, shape: tuple[int, int]) -> None:
+        """No table for timm's `Eva._pos_embed`: the blocks make theirs."""
+
+    def forward(self) -> torch.Tensor:
+        """The frequencies [2, depth, H, K/2], a copy."""
+        return self.freqs.clone()
+
+
+class BlockLayer(Layer):
+    """One timm block. Its parameters are named `blocks.<index>.…`, as in the whole model."""
+
+    def __init__(self, index: int, block: nn.Module, rope: nn.Module | None, patch_drop: nn.Module | None) -> None:
+        """Args: the block's index and timm module; the model's rotary embedding, if it has one, and its patch dropout,
+        if that is random (blocks with a rotary table must know which patches are left)."""
+        super().__init__()
+        self.index = index
+        self.blocks = nn.ModuleDict({str(index): block})
+        self.rope = rope
+        self.patch_drop = patch_drop if rope is not None else None
+
+    @property
+    def block(self) -> nn.Module:
+        """timm's block."""
+        return self.blocks[str(self.index)]
+
+    def rotary_table(self, tokens: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
+        """The sine and cosine table of this block's tokens, in the shape in which timm's `Eva` passes it to a block.
+
+        [N, 2K] (one for all heads), [H, N, 2K] (learned) or, with patch dropout, [B, 1 or H, kept, 2K].
+        """
+        rope = self.rope
+        if freqs is not None:
+            table = get_mixed_freqs(freqs[:, self.index], rope.t_x, rope.t_y)
+        elif getattr(rope, "feat_shape", None) is not None:
+            table = rope.get_embed()
+        else:  # a kind that caches no table (timm's `mrope`)
+            table = rope.get_embed(shape=rope.grid_size)
+        keep = None if self.patch_drop is None else self.patch_drop.keep_indices(table.shape[-2])
+        if keep is None:
+            return table
+        table_2d = table.ndim == 2
+        table = apply_keep_indices_nlc(tokens, table, keep)
+        return table.unsqueeze(1) if table_2d else table
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """(tokens [B, S, D], keys int64 [B], frequencies or nothing) -> the same, the tokens after the block."""
+        tokens, keys, *freqs = inputs
+        with sample_keys(self.keyed_drops(), keys):
+            if self.rope is None:
+                tokens = self.block(tokens)
+            else:
+                tokens = self.block(tokens, rope=self.rotary_table(tokens, freqs[0] if freqs else None))
+        return (tokens, keys, *freqs)
+
+
+class HeadLayer(Layer):
+    """Tokens to logits: final norm, pooling, classifier."""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """(tokens [B, S, D], keys int64 [B], ...) -> logits [B, num_classes]."""
+        tokens, keys, *_ = inputs
+        with sample_keys(self.keyed_drops(), keys):
+            return self.forward_head(self.norm(tokens))
+
+
+class VisionTransformerHead(HeadLayer, VisionTransformer):
+    """The end of timm's `VisionTransformer.forward`."""
+
+
+class EvaHead(HeadLayer, Eva):
+    """The end of timm's `Eva.forward`."""
+
+
+_ENDS: dict[type, tuple[type[EmbedLayer], type[HeadLayer]]] = {
+    VisionTransformer: (VisionTransformerEmbed, VisionTransformerHead),
+    Eva: (EvaEmbed, EvaHead),
+}
+
+
+def _part(model: nn.Module, kind: type[Layer], members: Collection[str]) -> Layer:
+    """A `kind` with the model's hyper-parameters and those of its direct members (modules, parameters) that are named.
+
+    timm's constructor is left out on purpose: it would build the whole model again.
+    """
+    part = kind.__new__(kind)
+    nn.Module.__init__(part)
+    own = set(part.__dict__)
+    part.__dict__.update({key: value for key, value in model.__dict__.items() if key not in own})
+    for store in ("_modules", "_parameters", "_buffers"):
+        getattr(part, store).update({key: value for key, value in getattr(model, store).items() if key in members})
+    return part
+
+
+def _rope_of_blocks(model: TimmViT) -> nn.Module | None:
+    """The module that makes the blocks' rotary tables; learned frequencies stay in the model, for the embedding layer.
+
+    The blocks share it, since it holds fixed tables only: buffers that no state dict contains.
+    """
+    rope = getattr(model, "rope", None)
+    if rope is None:
+        return None
+    if isinstance(rope, RotaryEmbeddingMixed):
+        frequencies = RopeFrequencies(rope)
+        model.rope = frequencies
+        tables = copy.copy(rope)
+        tables._parameters = {}
+        tables.freqs = torch.empty(0)  # no parameter: timm asks it for the device on which to lay out the grid
+        return tables
+    model.rope = None
+    rope.grid_size = model.patch_embed.grid_size
+    assert not list(rope.parameters()), f"{type(rope).__name__} has parameters, which blocks would share"
+    return rope
+
+
+def take_apart(model: TimmViT) -> list[Layer]:
+    """The layers of a timm model: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`.
+
+    The layers are copies with timm's random modules replaced by keyed ones (`keyed_drop`); `model` stays as it is, to
+    go on describing the run.
+
+    Args:
+        model: from `create_model`, on any device.
+
+    Returns:
+        depth + 2 layers on the model's device, whose parameter names together are exactly the model's.
+    """
+    embed_kind, head_kind = _ENDS[type(model)]
+    names = set(model.state_dict())
+    model = copy.deepcopy(model)
+    replace_drops(model)
+    rope = _rope_of_blocks(model)
+    random_patches = model.patch_drop if isinstance(model.patch_drop, KeyedPatchDropout) else None
+    layers = [
+        _part(model, embed_kind, _EMBED),
+        *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
+        _part(model, head_kind, _HEAD),
+    ]
+    held = [name for layer in layers for name in layer.state_dict()]
+    assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
+    return layers

@@ -1,0 +1,66 @@
+"""Which parameters get no weight decay and which are frozen: pure functions on timm's names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+
+from timm.optim import param_groups_weight_decay
+from torch import nn
+
+from ds_vit.models.sequential import timm_names
+from ds_vit.models.zoo import TimmViT
+
+
+def no_weight_decay_names(model: TimmViT) -> frozenset[str]:
+    """timm's rule (`timm.optim.param_groups_weight_decay`): vectors, biases and what the model itself names."""
+    parameters = dict(model.named_parameters())
+    groups = param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=model.no_weight_decay())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return frozenset(
+        names[id(parameter)] for group in groups if group["weight_decay"] == 0.0 for parameter in group["params"]
+    )
+
+
+def classifier_names(model: TimmViT) -> frozenset[str]:
+    """timm's names of the parameters of the classifier (`get_classifier()`)."""
+    own = {id(parameter) for parameter in model.get_classifier().parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
+
+
+def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: bool = False) -> frozenset[str]:
+    """The parameters that shall not be trained.
+
+    Args:
+        model: the description of the model.
+        patterns: shell patterns on timm's names; a pattern that matches a module freezes all of it (`blocks.[0-5]`).
+        linear_probe: freeze everything but the classifier.
+
+    Raises:
+        ValueError: a pattern matches nothing, nothing is left to train, or both ways are asked for at once.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if linear_probe:
+        if patterns:
+            raise ValueError("linear probing freezes all but the classifier already; --freeze would have no effect")
+        return frozenset(names) - classifier_names(model)
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not matched:
+            modules = [name for name, _ in model.named_modules() if name]
+            near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.0)
+            raise ValueError(f"--freeze {pattern!r} matches no parameter; nearest: {', '.join(near)}")
+        frozen |= matched
+    if len(frozen) == len(names):
+        raise ValueError(f"--freeze {' '.join(patterns)} leaves none of the {len(names)} parameters to train")
+    return frozenset(frozen)
+
+
+def freeze(module: nn.Module, names: Collection[str]) -> None:
+    """Take the parameters with these timm names, as far as `module` holds them, out of training."""
+    own = timm_names(module)
+    for name, parameter in module.named_parameters():
+        if own[name] in names:
+            parameter.requires_grad_(False)

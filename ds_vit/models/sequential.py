@@ -1,0 +1,128 @@
+"""The layer list as one module (no pipeline), with activation checkpointing, and timm's names for any container of it.
+
+Shapes: B samples, C channels, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_vit.models.layers import BlockLayer, Layer
+
+CheckpointFunction = Callable[..., torch.Tensor]
+
+
+class _Segment(nn.Module):
+    """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it."""
+
+    def __init__(self, blocks: Sequence[BlockLayer]) -> None:
+        super().__init__()
+        self.__dict__["blocks"] = tuple(blocks)  # not registered: the model has them already
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs[0]
+
+
+class SequentialViT(nn.Module):
+    """The layers of a ViT run one after the other on one rank."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        checkpoint_interval: int = 0,
+        checkpoint_function: CheckpointFunction | None = None,
+    ) -> None:
+        """Args:
+        layers: from `take_apart`, initialised.
+        checkpoint_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
+        checkpoint_function: `function(run, *tensors) -> tensor` that does it, for example
+            `deepspeed.checkpointing.checkpoint`; the default is torch's non-reentrant one. Neither has to keep the
+            state of a random generator: every draw is keyed.
+
+        Raises:
+            ValueError: a negative interval, or a function without an interval.
+        """
+        super().__init__()
+        if checkpoint_interval < 0:
+            raise ValueError(f"checkpoint_interval {checkpoint_interval} must be 0 (off) or a number of blocks")
+        if checkpoint_function is not None and not checkpoint_interval:
+            raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
+        self.layers = nn.ModuleList(layers)
+        self.reentrant = checkpoint_function is not None
+        self.checkpoint_function = checkpoint_function or partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+        blocks = layers[1:-1]
+        self.__dict__["segments"] = tuple(
+            _Segment(blocks[start : start + checkpoint_interval])
+            for start in range(0, len(blocks) if checkpoint_interval else 0, checkpoint_interval or 1)
+        )
+
+    def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes].
+
+        Raises:
+            ValueError: no keys, in training, for a model with drop-path or dropout.
+        """
+        stream = self.layers[0]((images, keys))
+        if self.segments and torch.is_grad_enabled():
+            stream = self._checkpointed(stream)
+        else:
+            for block in self.layers[1:-1]:
+                stream = block(stream)
+        return self.layers[-1](stream)
+
+    def _checkpointed(self, stream: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        tokens, *rest = stream
+        if self.reentrant and not tokens.requires_grad:
+            # A reentrant checkpoint gives no gradient to its weights unless an input asks for one; with a frozen
+            # embedding none does.
+            tokens = tokens.detach().requires_grad_()
+        for segment in self.segments:
+            tokens = self.checkpoint_function(segment, tokens, *rest)
+        return (tokens, *rest)
+
+
+def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """The layers inside any container, or the module itself, with the prefix of their parameters' names."""
+    for name, child in module.named_modules():
+        if isinstance(child, Layer):
+            yield f"{name}." if name else "", child
+
+
+def timm_names(module: nn.Module) -> dict[str, str]:
+    """From the names of `module.named_parameters()` to timm's, for a `SequentialViT`, a pipeline stage or a layer."""
+    return {prefix + name: name for prefix, layer in _layers_of(module) for name, _ in layer.named_parameters()}
+
+
+def timm_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What the module holds of timm's state dict, under timm's names; the tensors are the module's own."""
+    return {name: tensor for _, layer in _layers_of(module) for name, tensor in layer.state_dict().items()}
+
+
+def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy values under timm's names into whatever part of the model the module holds.
+
+    Raises:
+        ValueError: a value that the module needs is missing, or its shape differs.
+    """
+    own = timm_state_dict(module)
+    wrong = [f"{name} is missing" for name in own if name not in state]
+    wrong += [
+        f"{name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise ValueError(f"{len(wrong)} of {len(own)} tensors do not fit: {'; '.join(wrong[:5])}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])

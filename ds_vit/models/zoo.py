@@ -1,0 +1,181 @@
+"""timm's models as descriptions: a `VisionTransformer` or `Eva` on the meta device, or a refusal in plain words.
+
+timm is the model. Nothing here changes one; `create_model` only calls timm's own factory without memory, and says
+before any process group exists what could not be trained faithfully later.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import timm
+import torch
+from timm.models import Eva, VisionTransformer
+from torch import nn
+
+TimmViT: TypeAlias = VisionTransformer | Eva
+
+# timm's modules whose names build one of the two classes, exactly as timm implements it.
+_MODULES = ("vision_transformer", "eva", "deit", "vision_transformer_hybrid", "vitamin")
+
+# Constructor arguments that a flag or this package decides.
+_RESERVED = {
+    "num_classes": "use --num-classes",
+    "img_size": "use --img-size",
+    "drop_path_rate": "use --drop-path",
+    "device": "it follows the launcher",
+    "dtype": "it follows the DeepSpeed JSON",
+    "dynamic_img_size": "the image size of a run is fixed; use --img-size",
+    "dynamic_img_pad": "the image size of a run is fixed; use --img-size",
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which timm model, in timm's own words.
+
+    Attributes:
+        name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`).
+        num_classes: outputs of the classifier.
+        img_size: height and width in pixels, one number for a square; None is the model's own.
+        drop_path: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
+        model_kwargs: further arguments of timm's constructor.
+    """
+
+    name: str
+    num_classes: int = 1000
+    img_size: int | tuple[int, int] | None = None
+    drop_path: float | None = None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def supported_names() -> list[str]:
+    """Every timm name that builds one of the two classes, sorted."""
+    names = {name for module in _MODULES for name in timm.list_models(module=module)}
+    return sorted(name for name in names if "distilled" not in name)
+
+
+def _require_supported_name(name: str) -> None:
+    architecture = name.split(".")[0]
+    if timm.is_model(architecture) and timm.models.is_model_in_modules(architecture, _MODULES):
+        return
+    near = difflib.get_close_matches(architecture, supported_names(), n=3, cutoff=0.5)
+    hint = f"; nearest: {', '.join(near)}" if near else "; `timm.list_models('vit_*')` lists names"
+    if not timm.is_model(architecture):
+        raise ValueError(f"timm {timm.__version__} has no model named {name!r}{hint}")
+    family = timm.models.model_entrypoint(architecture).__module__.rsplit(".", 1)[-1]
+    raise ValueError(
+        f"model {name!r} is of timm's {family!r} family; only names of the classes VisionTransformer and Eva can be "
+        f"taken apart into an embedding, blocks and a head{hint}"
+    )
+
+
+def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
+    """timm's keyword arguments of a spec; ValueError for names that timm does not have or that a flag owns."""
+    kind = Eva if timm.models.is_model_in_modules(spec.name.split(".")[0], ("eva",)) else VisionTransformer
+    legal = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    for key in spec.model_kwargs:
+        if key in _RESERVED:
+            raise ValueError(f"model_kwargs cannot set {key!r}: {_RESERVED[key]}")
+        if key not in legal:
+            near = difflib.get_close_matches(key, legal, n=1, cutoff=0.0)[0]
+            raise ValueError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs; nearest: {near!r}")
+    if spec.num_classes < 0:
+        raise ValueError(f"num_classes {spec.num_classes} must not be negative")
+    arguments: dict[str, Any] = {"num_classes": spec.num_classes, "dynamic_img_size": False, **spec.model_kwargs}
+    if spec.img_size is not None:
+        arguments["img_size"] = spec.img_size
+    if spec.drop_path is not None:
+        if not 0.0 <= spec.drop_path < 1.0:
+            raise ValueError(f"drop_path {spec.drop_path} must lie in [0, 1)")
+        arguments["drop_path_rate"] = spec.drop_path
+    return arguments
+
+
+def _check_trainable(model: TimmViT, name: str) -> None:
+    """Refuse, before training, what would make a run depend on its layout or what could not be keyed."""
+    if model.num_classes < 1:
+        raise ValueError(f"model {name!r} with num_classes 0 has no classifier to train; give --num-classes")
+    if not model.global_pool:
+        raise ValueError(f"model {name!r} with global_pool '' gives logits for every token; use 'token' or 'avg'")
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"model {name!r} holds BatchNorm ({module_name}), whose statistics follow the micro-batch: its loss "
+                "would depend on the layout, so it can be evaluated but not trained; take a name without a BatchNorm "
+                "stem, for example vit_base_patch16_224"
+            )
+        attention_dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0) or getattr(module, "attn_drop_p", 0.0)
+        if attention_dropout:
+            raise ValueError(
+                f"attn_drop_rate {attention_dropout} ({module_name}): attention dropout happens inside the fused "
+                "attention kernel, where its draws cannot be keyed by sample; set it to 0 and use --drop-path or "
+                "proj_drop_rate"
+            )
+        if isinstance(module, nn.modules.dropout._DropoutNd) and not 0.0 <= module.p < 1.0:
+            raise ValueError(f"dropout rate {module.p} ({module_name}) must lie in [0, 1)")
+        if getattr(module, "aug_active", False):
+            settings = {key: getattr(module, f"{key}_coords") for key in ("shift", "jitter", "rescale")}
+            active = ", ".join(f"rope_{key}_coords={value}" for key, value in settings.items() if value is not None)
+            switch = " ".join(f"rope_{key}_coords=None" for key, value in settings.items() if value is not None)
+            raise ValueError(
+                f"model {name!r} draws random RoPE coordinates once a batch in training ({active}), which would depend "
+                f"on the micro-batch; switch it off with --model-kwargs {switch}"
+            )
+
+
+def create_model(spec: ModelSpec, *, for_training: bool = True) -> TimmViT:
+    """timm's model of a spec on the meta device: its structure, names and shapes, without memory.
+
+    `dynamic_img_size`, which some names switch on, is switched off: the image size of a run is fixed, and a fixed
+    size lets rotary tables be computed once. Parameters and names do not depend on it.
+
+    Args:
+        spec: what to build.
+        for_training: also refuse what can be evaluated but not trained the same in every layout.
+
+    Returns:
+        a `VisionTransformer` or `Eva`, all tensors on the meta device.
+
+    Raises:
+        ValueError: the name is unknown or of another class, an argument is unknown, reserved or refused by timm, or
+            (for training) the model has BatchNorm, attention dropout, random RoPE or no classifier.
+    """
+    _require_supported_name(spec.name)
+    arguments = _constructor_arguments(spec)
+    try:
+        model = timm.create_model(spec.name, pretrained=False, device="meta", **arguments)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise ValueError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
+    if type(model) not in (VisionTransformer, Eva):
+        near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
+        raise ValueError(
+            f"model {spec.name!r} is timm's {type(model).__name__}, whose forward differs from VisionTransformer's and "
+            f"Eva's{f'; nearest: {near[0]}' if near else ''}"
+        )
+    if min(model.patch_embed.grid_size) < 1:
+        raise ValueError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
+    if for_training:
+        _check_trainable(model, spec.name)
+    return model
+
+
+def image_size(model: TimmViT) -> tuple[int, int]:
+    """(height, width) in pixels of the images that the model takes."""
+    height, width = model.patch_embed.img_size
+    return height, width
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many parameters, trained or not, a model has; on the meta device too."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def names_and_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """timm's state dict as names and shapes: parameters and persistent buffers, in timm's order."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
