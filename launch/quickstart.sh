@@ -16,14 +16,14 @@ if ((num_gpus > 0)); then
 else
     ranks=(--num_accelerators 2)
     config=ds_configs/cpu_zero1_fp32.json
-    cores=$(nproc)
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 1 ? cores / 2 : 1))}"
+    export DS_ACCELERATOR=cpu
 fi
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
 command=(.venv/bin/deepspeed "${ranks[@]}" --master_port "$port" launch/train.py
     --deepspeed_config "$config" --recipe launch/recipes/digits.yaml "$@")
-printf 'quickstart: in %s\nquickstart: %s%s\n' \
-    "$root" "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR OMP_NUM_THREADS=$OMP_NUM_THREADS }" "${command[*]}"
+printf 'quickstart: in %s\nquickstart: %s' "$root" "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR }"
+printf '%q ' "${command[@]}"
+printf '\n'
 # Through the interpreter: the first line of a script cannot name one whose path has a space in it.
 exec "$python" "${command[@]}"

@@ -1,0 +1,98 @@
+"""Imports go downward only, and `import ds_vit` costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ds_vit"
+
+# From the story to its tools. A module may import modules of lower rows, and its own package; not its own row.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("train",),
+    ("prepare",),
+    ("config", "ds_json", "output"),
+    ("layout",),
+    ("evaluate", "checkpoint"),
+    ("engine",),
+    ("metrics", "optim", "losses"),
+    ("data", "models"),
+    ("keyed",),
+)
+DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
+
+
+def imported_modules(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, top-level module of ds_vit) of every import of ds_vit in a file, inside functions too.
+
+    `package` is the dotted package that the file lies in, for relative imports.
+    """
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: -(node.level - 1) or None] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "ds_vit" else [module]
+        yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("ds_vit."))
+
+
+def wrong_imports(source: str, module: str, package: str) -> list[tuple[int, str]]:
+    """The (line, module) that a file of top-level module `module` must not import."""
+    found = imported_modules(source, package)
+    return [(line, name) for line, name in found if name != module and DEPTH.get(name, -1) <= DEPTH[module]]
+
+
+def modules() -> dict[str, list[Path]]:
+    """Top-level module or package of ds_vit → its files."""
+    found = {path.stem: [path] for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    found |= {path.parent.name: sorted(path.parent.rglob("*.py")) for path in PACKAGE.glob("*/__init__.py")}
+    return found
+
+
+def test_every_module_has_a_layer():
+    # Catches: a new module that the rule below would not see, and a row for one that is gone.
+    assert set(modules()) == set(DEPTH), "give each module of ds_vit one place in LAYERS"
+
+
+@pytest.mark.parametrize("module", sorted(DEPTH))
+def test_imports_go_downward(module):
+    # Catches: a model that reads the run's config, an engine that knows the training loop: what makes cycles.
+    wrong = []
+    for path in modules().get(module, []):
+        package = ".".join(["ds_vit", *path.relative_to(PACKAGE).parent.parts])
+        found = wrong_imports(path.read_text(), module, package)
+        wrong += [f"{path.relative_to(PACKAGE.parent)}:{line} imports ds_vit.{name}" for line, name in found]
+    assert not wrong, f"upward imports: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("from ds_vit.keyed import mix", []),
+        ("from ds_vit.models.layers import Layer", []),
+        ("import ds_vit", []),
+        ("import ds_vit.train", [(1, "train")]),
+        ("from ds_vit import keyed, train", [(1, "train")]),
+        ("from .. import engine", [(1, "engine")]),
+        ("from ..data.order import Share", [(1, "data")]),
+        ("from . import layers", []),
+        ("def f():\n    from ds_vit.config import RunConfig", [(2, "config")]),
+    ],
+)
+def test_the_rule_sees_every_way_to_import(source, wrong):
+    # Catches: a rule that never fails.
+    assert wrong_imports(source, "models", "ds_vit.models") == wrong
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    # Catches: `import ds_vit` that takes seconds (torch, timm, DeepSpeed).
+    code = "import sys; before = set(sys.modules); import ds_vit; print(*sorted(set(sys.modules) - before))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert out.stdout.split() == ["ds_vit"]

@@ -1,0 +1,214 @@
+"""launch/setup.sh and its callers, with stand-ins for python, uv and pytest: what they run, when, and what they say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("bash", "sh", "env", "dirname", "rm", "mkdir", "chmod", "cat", "ln", "touch", "grep")
+
+# Makes an environment as uv would, and writes down what it was asked to install.
+UV = """#!/bin/sh
+echo "uv $*" >>"$LOG"
+if [ "$1" = venv ]; then for last; do :; done; mkdir -p "$last/bin"; ln -s "$PYTHON" "$last/bin/python"; fi
+[ "$1" != pip ] || exit "${PIP_EXIT:-0}"
+"""
+
+
+class Clone:
+    """A clone of the launch scripts in a folder whose name has a space, and a PATH of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "my clone"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        shutil.copytree(ROOT / "launch", self.root / "launch")
+        shutil.copytree(ROOT / ".ci", self.root / ".ci")
+        (self.root / "pyproject.toml").write_text("[project]\n")
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+
+    def tool(self, name: str, script: str) -> None:
+        """Put a script on the clone's PATH."""
+        (self.bin / name).write_text(script)
+        (self.bin / name).chmod(0o755)
+
+    def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess:
+        """Run bash in the folder above the clone; nothing of this process's environment is there."""
+        env = {"PATH": str(self.bin), "LOG": str(self.log), "PYTHON": sys.executable, **environ}
+        return subprocess.run(
+            ["bash", *command], cwd=self.root.parent, env=env, capture_output=True, text=True, timeout=60
+        )
+
+    def setup(self, *extras: str, **environ: str) -> subprocess.CompletedProcess:
+        return self.run("my clone/launch/setup.sh", *extras, **environ)
+
+    def calls(self) -> list[str]:
+        """What uv was asked since the last call of this."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def clone(tmp_path) -> Clone:
+    return Clone(tmp_path)
+
+
+@pytest.fixture
+def uv_clone(clone) -> Clone:
+    (clone.bin / "python3").symlink_to(sys.executable)
+    clone.tool("uv", UV)
+    return clone
+
+
+def test_setup_makes_and_installs_once(uv_clone):
+    # Catches: a second run that installs again, a path cut at its space, chatter when there is nothing to do.
+    clone = uv_clone
+    first = clone.setup()
+    venv = f"{clone.root}/.venv"
+    assert first.returncode == 0, first.stderr
+    assert clone.calls() == [
+        f"uv venv --quiet --python {clone.bin}/python3 {venv}",
+        f"uv pip install --quiet --python {venv}/bin/python --editable {clone.root}",
+    ]
+    assert [line.split()[1] for line in first.stderr.splitlines()] == ["making", "installing"]
+    again = clone.setup()
+    assert (again.returncode, again.stdout, again.stderr, clone.calls()) == (0, "", "", [])
+
+
+def test_setup_installs_again_when_something_changed(uv_clone):
+    # Catches: a pull that adds a dependency, or extras asked for later, that are not installed.
+    clone = uv_clone
+    clone.setup()
+    clone.calls()
+    clone.setup("test", "lint")
+    assert [line.split("my clone")[-1] for line in clone.calls()] == ["[test,lint]"]
+    for extras in ([], ["test"], ["lint"]):
+        clone.setup(*extras)
+    assert clone.calls() == []
+    (clone.root / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    clone.setup("test")
+    assert [line.split("my clone")[-1] for line in clone.calls()] == ["[test]"]
+
+
+def test_setup_repairs_an_environment_whose_python_is_gone(uv_clone):
+    # Catches: a clone that never works again after the system's python was replaced.
+    clone = uv_clone
+    clone.setup()
+    clone.calls()
+    (clone.root / ".venv" / "bin" / "python").unlink()
+    assert clone.setup().returncode == 0
+    assert [line.split()[1] for line in clone.calls()] == ["venv", "pip"]
+
+
+def test_a_failed_installation_is_not_taken_for_done(uv_clone):
+    # Catches: exit code 0, or a stamp, after pip failed.
+    clone = uv_clone
+    failed = clone.setup(PIP_EXIT="1")
+    assert failed.returncode == 1
+    assert "the installation failed; the reason is above" in failed.stderr
+    clone.calls()
+    assert clone.setup().returncode == 0
+    assert [line.split()[1] for line in clone.calls()] == ["pip"]
+
+
+def test_setup_without_a_supported_python_says_so(clone):
+    # Catches: a Python 3.9 that fails deep inside pip.
+    clone.tool("python3", '#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" = --version ]\n')
+    done = clone.setup()
+    assert done.returncode == 1
+    assert "no Python 3.10 to 3.13 on PATH (python3 is Python 3.9.2); install one, or uv" in done.stderr
+
+
+def test_setup_without_ensurepip_says_what_to_install(clone):
+    # Catches: Debian's python3 without python3-venv, which leaves half an environment behind.
+    clone.tool("python3", '#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec "$PYTHON" "$@"\n')
+    done = clone.setup()
+    assert done.returncode == 1
+    assert "apt-get install python3-venv" in done.stderr
+    assert not (clone.root / ".venv").exists()
+
+
+def fake_venv(clone: Clone, python: str) -> None:
+    """A finished .venv whose python is a script."""
+    venv = clone.root / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text(python)
+    (venv / "bin" / "python").chmod(0o755)
+    for stamp in ("installed-ds-vit", "installed-ds-vit-test", "installed-ds-vit-lint"):
+        (venv / stamp).write_text(f"{clone.root}\n{(clone.root / 'pyproject.toml').read_text()}")
+
+
+# Answers the three questions of quickstart.sh, and shows what it would start.
+FAKE_PYTHON = r"""#!/bin/sh
+case "$*" in
+*device_count*) echo "$NUM_GPUS" ;;
+*socket*) echo 12345 ;;
+"-c ") ;;
+*) echo "${DS_ACCELERATOR:-auto}: $*" ;;
+esac
+"""
+
+COMMAND = (
+    ".venv/bin/deepspeed {ranks} --master_port 12345 launch/train.py --deepspeed_config ds_configs/{config}.json"
+    " --recipe launch/recipes/digits.yaml --epochs 3"
+)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "accelerator", "ranks", "config"),
+    [(0, "cpu", "--num_accelerators 2", "cpu_zero1_fp32"), (8, "auto", "--num_gpus 8", "zero1_bf16")],
+)
+def test_quickstart_picks_the_machine_and_shows_its_command(clone, num_gpus, accelerator, ranks, config):
+    # Catches: one rank on a CPU, a GPU left idle, flags that get lost, a printed command that is not what runs.
+    fake_venv(clone, FAKE_PYTHON)
+    done = clone.run("my clone/launch/quickstart.sh", "--epochs", "3", NUM_GPUS=str(num_gpus))
+    assert done.returncode == 0, done.stderr
+    command = COMMAND.format(ranks=ranks, config=config)
+    place, shown, ran = done.stdout.splitlines()
+    assert place == f"quickstart: in {clone.root}"
+    assert shown == f"quickstart: {'DS_ACCELERATOR=cpu ' if num_gpus == 0 else ''}{command} "
+    assert ran == f"{accelerator}: {command}"
+
+
+def test_test_sh_passes_its_arguments_on(clone):
+    # Catches: `-m 'not slow'` torn into words.
+    fake_venv(clone, '#!/bin/sh\n[ "$1" = -m ] || exit 0\nshift\nfor word; do echo "<$word>"; done\n')
+    done = clone.run("my clone/launch/test.sh", "-m", "not slow")
+    assert done.stdout.splitlines() == ["<pytest>", "<-m>", "<not slow>"]
+
+
+@pytest.mark.parametrize(("pytest_exit", "ruff_exit", "code"), [(0, 0, 0), (1, 0, 1), (5, 0, 1), (0, 1, 1)])
+def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, code):
+    # Catches: a CI that is green although lint or a test failed, or no test was run; a stop where apt cannot work.
+    fake_venv(clone, f'#!/bin/sh\n[ "$2" != pytest ] || {{ echo "= 3 passed ="; exit {pytest_exit}; }}\n')
+    ruff = clone.root / ".venv" / "bin" / "ruff"
+    ruff.write_text(f"#!/bin/sh\nexit {ruff_exit}\n")
+    ruff.chmod(0o755)
+    done = clone.run("my clone/.ci/run")
+    assert done.returncode == code
+    if ruff_exit == 0:
+        assert done.stdout.splitlines()[-1] == "= 3 passed ="
+    assert ("pytest found no test to run" in done.stderr) == (pytest_exit == 5)
+    assert "could not install" in done.stderr
+
+
+def test_train_py_runs_this_clone(tmp_path):
+    # Catches: launch/train.py that uses another clone's package, or none, when this one is not installed.
+    package = tmp_path / "ds_vit"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("def main():\n    print('this clone')\n    return 7\n")
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "train.py", tmp_path / "launch")
+    command = [sys.executable, str(tmp_path / "launch" / "train.py")]
+    done = subprocess.run(command, cwd=os.path.sep, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (7, "this clone\n")

@@ -1,0 +1,79 @@
+"""What a reviewer should not have to say: lint, shell syntax, stray paths, and where a file says its job."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), ROOT / ".ci" / "run"]
+TEXT = {".py", ".sh", ".md", ".json", ".yaml", ".toml", ".sbatch", ".pbs", ""}
+
+# A folder that exists on somebody's machine only. (The pieces are apart so that this file passes its own test.)
+MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:" + "|".join(["work", "root", r"home/\w+", r"Users/\w+"]) + r")/")
+
+
+def tracked_text_files() -> list[Path]:
+    """Files that git tracks or would add, by suffix; empty outside a git clone."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [ROOT / name for name in names if Path(name).suffix in TEXT and (ROOT / name).is_file()]
+
+
+def test_no_path_of_somebodys_machine():
+    # Catches: code, docs or configs that work on the machine they were written on.
+    files = tracked_text_files()
+    if not files:
+        pytest.skip("not a git clone")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert not found
+
+
+def test_the_path_rule_can_fail():
+    # Catches: a pattern that matches nothing, or a URL's middle.
+    assert MACHINE_PATH.search("cd " + "/home/" + "ada/x")
+    assert MACHINE_PATH.search('"' + "/wo" + 'rk/x"')
+    assert not MACHINE_PATH.search("https://example.org/wo" + "rk/x")
+    assert not MACHINE_PATH.search("$HOME/wo" + "rk/x")
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["check", "format"])
+def test_ruff(command):
+    # Catches: what ruff knows.
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("ruff is not installed: pip install 'ds-vit[lint]'")
+    done = subprocess.run([ruff, *command, "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shell_script(script):
+    # Catches: a script that bash cannot parse, and what shellcheck knows (unquoted paths with spaces above all).
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("bash -n passed; shellcheck is not installed")
+    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_modules_say_their_job():
+    # Catches: a file without a first line that says what it is for, and the drawer where such files end.
+    python = [path for folder in ("ds_vit", "launch", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    silent = [str(path.relative_to(ROOT)) for path in python if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent, f"no docstring: {silent}"
+    assert "utils.py" not in {path.name for path in python}
