@@ -1,0 +1,229 @@
+"""The command line and recipes: every spelling of the contract, and refusals in plain words."""
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+
+from ds_vit import config as flags
+from ds_vit.config import RunConfig, parse
+
+BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
+
+# Every flag that each release keeps, with a value as a user of timm or DeepSpeed would write it.
+SPELLINGS = {
+    "--model vit_tiny_patch16_224": ("model", "vit_tiny_patch16_224"),
+    "--model-kwargs patch_size=4 depth=5 act_layer=gelu qk_norm=True": (
+        "model_kwargs",
+        {"patch_size": 4, "depth": 5, "act_layer": "gelu", "qk_norm": True},
+    ),
+    "--num-classes 7": ("num_classes", 7),
+    "--img-size 32": ("img_size", 32),
+    "--drop-path 0.2": ("drop_path", 0.2),
+    "--initial-checkpoint w.pth": ("initial_checkpoint", "w.pth"),
+    "--grad-checkpointing": ("grad_checkpointing", True),
+    "--dataset torch/cifar10": ("dataset", "torch/cifar10"),
+    "--data-dir /data": ("data_dir", "/data"),
+    "--train-split a": ("train_split", "a"),
+    "--val-split b": ("val_split", "b"),
+    "--workers 2": ("workers", 2),
+    "-j 3": ("workers", 3),
+    "--no-aug": ("no_aug", True),
+    "--aa rand-m9-mstd0.5-inc1": ("aa", "rand-m9-mstd0.5-inc1"),
+    "--aug-repeats 3": ("aug_repeats", 3),
+    "--scale 0.2 1.0": ("scale", (0.2, 1.0)),
+    "--ratio 0.5 2": ("ratio", (0.5, 2.0)),
+    "--hflip 0": ("hflip", 0.0),
+    "--color-jitter 0.3": ("color_jitter", 0.3),
+    "--train-interpolation bicubic": ("train_interpolation", "bicubic"),
+    "--crop-pct 0.9": ("crop_pct", 0.9),
+    "--mixup 0.8": ("mixup", 0.8),
+    "--cutmix 1.0": ("cutmix", 1.0),
+    "--mixup 0.8 --mixup-prob 0.5": ("mixup_prob", 0.5),
+    "--mixup 0.8 --mixup-off-epoch 10": ("mixup_off_epoch", 10),
+    "--smoothing 0": ("smoothing", 0.0),
+    "--bce-loss": ("bce_loss", True),
+    "--reprob 0.25": ("reprob", 0.25),
+    "--mean 0.5 0.5 0.5": ("mean", (0.5, 0.5, 0.5)),
+    "--std .5 .5 .5": ("std", (0.5, 0.5, 0.5)),
+    "--epochs 3": ("epochs", 3),
+    "--max-steps 10": ("max_steps", 10),
+    "--sched wsd": ("sched", "wsd"),
+    "--lr 1e-3": ("lr", 1e-3),
+    "--warmup-steps 5": ("warmup_steps", 5),
+    "--warmup-epochs 1.5": ("warmup_epochs", 1.5),
+    "--warmup-lr 1e-6": ("warmup_lr", 1e-6),
+    "--min-lr 1e-5": ("min_lr", 1e-5),
+    "--layer-decay 1.0": ("layer_decay", 1.0),
+    "--model-ema-decay 0.9998": ("model_ema_decay", 0.9998),
+    "--pp 1": ("pp", 1),
+    "--tp 1": ("tp", 1),
+    "--output o": ("output", "o"),
+    "--seed 7": ("seed", 7),
+    "--resume none": ("resume", "none"),
+    "--checkpoint-interval 0": ("checkpoint_interval", 0),
+    "--keep-checkpoints 0": ("keep_checkpoints", 0),
+    "--log-interval 5": ("log_interval", 5),
+    "--eval-interval 2": ("eval_interval", 2),
+    "--eval-only": ("eval_only", True),
+    "-b 32": ("batch_size", 32),
+    "--batch-size 32": ("batch_size", 32),
+    "--grad-accum-steps 4": ("grad_accum_steps", 4),
+    "--deepspeed_config y.json": ("deepspeed_config", "y.json"),
+    "--deepspeed-config y.json": ("deepspeed_config", "y.json"),
+}
+
+
+@pytest.mark.parametrize("words", SPELLINGS)
+def test_spelling(words):
+    """A flag of the contract that stops being accepted as timm or DeepSpeed spells it."""
+    name, value = SPELLINGS[words]
+    config, explicit = parse([*BASE, *words.split()])
+    assert getattr(config, name) == value
+    assert name in explicit
+
+
+@pytest.mark.parametrize("words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--deepspeed"])
+def test_what_launchers_append_is_accepted_and_ignored(words):
+    """DeepSpeed's launcher appends --local_rank=N; refusing it stops every launch."""
+    assert parse([*BASE, *words.split()]) == parse(BASE)
+
+
+def test_defaults_are_timms():
+    """--no-aug alone leaves label smoothing on, as in timm."""
+    config, _ = parse([*BASE, "--no-aug"])
+    assert (config.smoothing, config.reprob, config.aa, config.hflip, config.seed) == (0.1, 0.0, "", 0.5, 42)
+
+
+def test_config_is_frozen():
+    """A setting changed behind the checks' back."""
+    config, _ = parse(BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+REFUSED = {
+    "--drop-pth 0.1": "there is no flag --drop-pth; the nearest is --drop-path",
+    "stray": "'stray' follows no flag",
+    "--epochs two": "--epochs",
+    "--model-kwargs depth": "key=value pieces, not 'depth'",
+    "--sched cosin": "cosin",
+    "--pp 2": "--pp 2: pipeline stages: not in this release",
+    "--model-ema": "--model-ema True: the moving average",
+    "--resume auto": "--resume auto: going on from a checkpoint",
+    "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
+    "--epochs 0": "--epochs must be at least 1, not 0",
+    "--lr nan": "--lr must be a number >= 0, not nan",
+    "--std 0 0 0": "--std must be above 0",
+    "--mean 0.5 0.5": "--mean must be one number or three",
+    "--no-aug --aa rand-m9": "--aa has no effect under --no-aug; drop it",
+    "--no-aug --reprob 0.2": "--reprob has no effect under --no-aug",
+    "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
+    "--remode const": "--remode has no effect without --reprob",
+    "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup or --cutmix",
+    "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless",
+    "--bce-sum": "--bce-sum has no effect without --bce-loss",
+    "--dataset digits": "--data-dir has no effect with --dataset digits",
+    "--sched constant --min-lr 1e-5": "--min-lr has no effect with --sched constant",
+    "--warmup-steps 1 --warmup-epochs 1": "--warmup-steps and --warmup-epochs are both given",
+    "--warmup-steps 0 --warmup-lr 1e-6": "--warmup-lr has no effect without warm-up",
+    "--freeze blocks.* --linear-probe": "--linear-probe freezes all but the head already",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_in_plain_words(words):
+    """A contradiction, or a flag that would silently do nothing."""
+    with pytest.raises(ValueError, match=re.escape(REFUSED[words])) as error:
+        parse([*BASE, *words.split()])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--no-aug --hflip 0 --reprob 0 --aa none",
+        "--sched constant --min-lr 0",
+        "--mixup 0 --cutmix 0",
+        "--warmup-steps 0",
+    ],
+)
+def test_neutral_values_are_never_without_effect(words):
+    """Scripts that write 0 or none everywhere must go through."""
+    parse([*BASE, *words.split()])
+
+
+def test_no_data_and_no_json():
+    """A run without data or JSON must be told what to give."""
+    with pytest.raises(ValueError, match="--data-dir DIR"):
+        parse(["--deepspeed_config", "x.json"])
+    with pytest.raises(ValueError, match="--deepspeed_config FILE is missing"):
+        parse(["--dataset", "digits"])
+
+
+def test_recipe_and_command_line(tmp_path):
+    """The command line has the last word; dashes and underscores are one; paths are found beside the recipe."""
+    (tmp_path / "ds.json").write_text("{}")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "deepspeed_config: ds.json\ndata-dir: elsewhere\nepochs: 3\nmodel-kwargs: {depth: 2}\nmean: [0.1, 0.2, 0.3]\n"
+        "no-aug: true\nlr: 1e-3\n"
+    )
+    config, explicit = parse(["--recipe", str(recipe), "--epochs", "5"])
+    assert config.deepspeed_config == str(tmp_path / "ds.json")
+    assert (config.data_dir, config.epochs, config.model_kwargs, config.mean) == (
+        "elsewhere",
+        5,
+        {"depth": 2},
+        (0.1, 0.2, 0.3),
+    )
+    assert config.no_aug is True
+    assert config.lr == 1e-3  # YAML reads 1e-3 as text
+    assert {"epochs", "lr", "no_aug"} <= explicit
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3\n", 'there is no flag "epoch"; the nearest is --epochs'),
+        ("epochs: 2.5\n", "epochs: 2.5 is not what --epochs takes"),
+        ("no_aug: 1\n", "no_aug: 1 is not what --no-aug takes"),
+        ("scale: [0.1]\n", "scale: [0.1] is not what --scale takes"),
+        ("sched: cosin\n", "'cosin' is not one of cosine"),
+        ("a: [1\n", "line 2, column 1: malformed YAML"),
+        ("- 1\n", "a recipe is a table of flags, not a list"),
+    ],
+)
+def test_bad_recipes(tmp_path, text, message):
+    """A recipe's mistake must name the file and the place."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(["--recipe", str(recipe), *BASE])
+
+
+def test_yaml_round_trip(tmp_path):
+    """config.yaml must say the same again: every flag, written out and read back."""
+    config, _ = parse(
+        [
+            *BASE,
+            "--model-kwargs",
+            "depth=3",
+            "--mixup",
+            "0.2",
+            "--scale",
+            "0.3",
+            "0.9",
+            "--no-aug",
+            "--scale",
+            "0.08",
+            "1",
+        ]
+    )
+    values = {n: getattr(config, n) for n in flags.FIELDS if getattr(config, n) is not None}
+    path = tmp_path / "config.yaml"
+    path.write_text(flags.to_yaml(values))
+    again, _ = parse(["--recipe", str(path)])
+    assert again == config
+    assert set(yaml.safe_load(path.read_text())) <= {f.name for f in dataclasses.fields(RunConfig)}

@@ -1,0 +1,268 @@
+"""DeepSpeed's JSON: what is accepted, what is refused and in which words, and that our list of keys is DeepSpeed's."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_vit import ds_json
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+@pytest.mark.parametrize("dp", [1, 3, 1024])
+def test_shipped_files_are_legal_for_any_number_of_ranks(path, dp):
+    """A shipped file that our own rules, or some number of ranks, would refuse."""
+    data = ds_json.load_json(path)
+    ds_json.check_keys(data, path.name)
+    assert ds_json.idle_keys(data) == []
+    ds_json.precision(data, path.name, on_cpu=False)
+    sizes = ds_json.batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
+    assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "lamb" not in p.name], ids=lambda p: p.name)
+def test_resolved_files_are_accepted_by_deepspeed_itself(path):
+    """A resolved file that DeepSpeed's own parser refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    data = ds_json.load_json(path)
+    sizes = ds_json.batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
+    parsed = DeepSpeedConfig(ds_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto={}, path=path.name))
+    assert (parsed.train_batch_size, parsed.gradient_clipping) == (16, 1.0)
+    assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"]
+
+
+class _Spy(dict):
+    """A dict that remembers which keys were asked for, so that DeepSpeed's parser lists its own keys."""
+
+    def __init__(self, data, seen):
+        super().__init__(data)
+        self.seen = seen
+
+    def get(self, key, default=None):
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.seen.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self
+
+    def __copy__(self):
+        return self
+
+
+def test_top_level_keys_are_deepspeeds_own():
+    """Canary: an upgrade of DeepSpeed that adds or drops a top-level key."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    seen: set[str] = set()
+    DeepSpeedConfig(_Spy({"train_batch_size": 1}, seen))
+    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(ds_json._REMOVED)
+    # These are read outside DeepSpeedConfig.
+    elsewhere = {"scheduler", "sequence_parallel_size", "data_parallel_size", "log_level"}
+    assert read - ds_json.TOP_LEVEL == set()
+    assert ds_json.TOP_LEVEL - read - elsewhere == set()
+
+
+def test_removed_keys_are_deepspeeds_own():
+    """Canary: DeepSpeed's list of removed keys moves."""
+    from deepspeed.runtime import config
+
+    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(ds_json._REMOVED)
+    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(ds_json._REMOVED_ZERO)
+
+
+def test_stage3_keys_exist():
+    """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
+    assert set(ds_json._STAGE3_ONLY) <= ds_json._model_keys("zero_optimization")
+
+
+REFUSED = [
+    ({"zero_optimisation": {}}, 'knows no key "zero_optimisation"; the nearest known key is "zero_optimization"'),
+    ({"zero_optimization": {"stge": 1}}, 'knows no key "zero_optimization.stge"; the nearest known key is "stage"'),
+    ({"pipeline": {"activation_checkpoint_intervall": 1}}, 'the nearest known key is "activation_checkpoint_interval"'),
+    ({"elasticity": {}}, '"elasticity": DeepSpeed 0.19 removed elasticity'),
+    ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": DeepSpeed 0.19 removed'),
+    ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
+    ({"zero_optimization": {"stage": 4}}, "stage 4 does not exist; it may be 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": True}}, "stage True does not exist"),
+    ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
+    ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "mix parameters up"),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'use "cpu"'),
+    ({"tensor_parallel": {"autotp_size": 2}}, "use --tp"),
+    ({"gradient_allreduce_op": "sum"}, "depend on the number of ranks"),
+    ({"autotuning": {"enabled": True}}, "delete the block"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refused(data, message):
+    """A key that DeepSpeed would swallow in silence or crash on."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ds_json.check_keys(data, "c.json")
+
+
+def test_idle_keys_are_named():
+    """Nothing is silently ignored: each idle key gets a line with its reason."""
+    lines = ds_json.idle_keys(
+        {
+            "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1},
+            "checkpoint": {},
+            "fp16": {"enabled": False, "loss_scale": 0},
+        }
+    )
+    assert len(lines) == 3
+    assert any(line.startswith("zero_optimization.stage3_max_live_parameters: it acts at stage 3") for line in lines)
+    assert any(line.startswith("fp16: it is not enabled") for line in lines)
+
+
+def test_malformed_json_names_the_place(tmp_path):
+    """A syntax error without file, line and column."""
+    path = tmp_path / "c.json"
+    path.write_text('{\n  "zero_optimization": {"stage": 1},\n  "bf16": {"enabled": true\n}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 5, column 1: malformed JSON")):
+        ds_json.load_json(path)
+    path.write_text('{\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}')
+    with pytest.raises(ValueError, match="line 2, column 25: malformed JSON"):
+        ds_json.load_json(path)
+    path.write_text('{"bf16": {"enabled": true}, "bf16": {}}')
+    with pytest.raises(ValueError, match='"bf16" stands twice'):
+        ds_json.load_json(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="one JSON object"):
+        ds_json.load_json(path)
+    with pytest.raises(ValueError, match="No such file"):
+        ds_json.load_json(tmp_path / "absent.json")
+
+
+def test_comments_are_legal_as_in_deepspeed(tmp_path):
+    """DeepSpeed reads Hjson: a file with comments works there, so it works here."""
+    path = tmp_path / "c.json"
+    path.write_text('{\n  // the stage\n  "zero_optimization": {"stage": 2},\n}\n')
+    assert ds_json.load_json(path) == {"zero_optimization": {"stage": 2}}
+
+
+def _sizes(total, micro, accumulation, dp, b=None, a=None):
+    data = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    data = {key: value for key, value in data.items() if value is not None}
+    sizes = ds_json.batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
+    assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
+    return sizes.global_batch, sizes.micro_batch, sizes.accumulation
+
+
+def test_batch_arithmetic():
+    """Every way of leaving numbers out."""
+    assert _sizes(64, 8, 4, 2) == (64, 8, 4)
+    assert _sizes(64, 8, None, 2) == (64, 8, 4)
+    assert _sizes(64, None, 4, 2) == (64, 8, 4)
+    assert _sizes(64, None, None, 2) == (64, 32, 1)
+    assert _sizes(64, "auto", "auto", 2, b=8) == (64, 8, 4)
+    assert _sizes(64, "auto", "auto", 2, a=4) == (64, 8, 4)
+    assert _sizes("auto", "auto", "auto", 3, b=5, a=2) == (30, 5, 2)
+    assert _sizes(None, None, None, 2) == (256, 128, 1)
+    assert _sizes("auto", 4, "auto", 2) == (8, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "flags", "message"),
+    [
+        (
+            (64, 6, 2, 4),
+            {},
+            "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size to 48, or choose micro",
+        ),
+        ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
+        ((2, None, None, 4), {}, "start a number of ranks that divides 2"),
+        (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
+        ((0, None, None, 1), {}, 'train_batch_size must be a whole number >= 1 or "auto", not 0'),
+        (("64", None, None, 1), {}, "not '64'"),
+        ((8.5, None, None, 1), {}, "not 8.5"),
+    ],
+)
+def test_batch_arithmetic_refused(numbers, flags, message):
+    """DeepSpeed checks after a floor division: 64 on 3 ranks would become 63 images in silence."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _sizes(*numbers, **flags)
+
+
+@pytest.mark.parametrize(
+    ("data", "on_cpu", "expected"),
+    [
+        ({}, True, "fp32"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, True, "bf16"),
+        ({"bf16": {"enabled": False}}, True, "fp32"),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, True, "autocast-bf16"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, False, "fp16"),
+    ],
+)
+def test_precision(data, on_cpu, expected):
+    """The name in summary.json is not what runs."""
+    assert ds_json.precision(data, "c.json", on_cpu=on_cpu).name == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16 needs a GPU"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled at ZeRO stage 0"),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "enabled at once; keep one"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float64"}}, "'float64' is not a 16-bit type"),
+    ],
+)
+def test_precision_refused(data, message):
+    """fp16 on a CPU and the wrappers that DeepSpeed 0.19.8 gets wrong."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ds_json.precision(data, "c.json", on_cpu=True)
+
+
+def test_activation_checkpointing():
+    """The three ways to ask for it, and contradictions."""
+
+    def get(data, flag=False):
+        found = ds_json.activation_checkpointing(data, "c.json", flag=flag)
+        return found.interval, found.cpu
+
+    assert get({}) == (0, False)
+    assert get({}, flag=True) == (1, False)
+    assert get({"pipeline": {"activation_checkpoint_interval": 2}}) == (2, False)
+    assert get({"pipeline": {"activation_checkpoint_interval": 2}}, flag=True) == (2, False)
+    assert get({"activation_checkpointing": {"cpu_checkpointing": True}}) == (1, True)
+    with pytest.raises(ValueError, match="turns activation checkpointing off and --grad-checkpointing turns it on"):
+        get({"pipeline": {"activation_checkpoint_interval": 0}}, flag=True)
+    with pytest.raises(ValueError, match="whole number"):
+        get({"pipeline": {"activation_checkpoint_interval": 0.5}})
+
+
+def test_resolve_replaces_every_auto_and_nothing_else():
+    """An "auto" that reaches DeepSpeed crashes it or means "off"; what is not auto must not change."""
+    data = {"optimizer": {"params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
+    before = copy.deepcopy(data)
+    sizes = ds_json.BatchSizes(8, 4, 1, 2)
+    out = ds_json.resolve(
+        data,
+        batch=sizes,
+        gradient_clipping=0.0,
+        auto={"optimizer.params.lr": 0.5, "communication_data_type": None},
+        path="c",
+    )
+    assert data == before
+    assert out["optimizer"] == {"params": {"lr": 0.5, "eps": 1e-6}}
+    assert "communication_data_type" not in out
+    assert out["gradient_clipping"] == 0.0
+    assert "auto" not in json.dumps(out)
+    with pytest.raises(ValueError, match=re.escape('"optimizer.params.lr" cannot be "auto"')):
+        ds_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto={}, path="c")

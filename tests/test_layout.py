@@ -1,0 +1,111 @@
+"""Rank arithmetic, the launchers' environments, and the shared output folder, without processes."""
+
+import re
+import threading
+
+import pytest
+
+from ds_vit.layout import Layout, Process, discover, rendezvous
+from ds_vit.output import check_folder, check_shared
+
+
+def test_dp_rank_follows_deepspeeds_topology():
+    """Coordinates that differ from DeepSpeed's grid would load another rank's samples."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = Layout(pp=2, dp=3, tp=2)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
+    assert [layout.dp_rank(r) for r in range(12)] == [topology.get_coord(r).data for r in range(12)]
+
+
+def test_of_world():
+    """A world that pp x tp does not divide must be refused with the numbers."""
+    assert Layout.of_world(8, pp=2, tp=2) == Layout(2, 2, 2)
+    with pytest.raises(ValueError, match=re.escape("6 ranks cannot be cut into --pp 2 x --tp 2 = 4")):
+        Layout.of_world(6, pp=2, tp=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        Layout.of_world(1, pp=0)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Process("none", 0, 1, 0, 1)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            Process("env", 3, 4, 1, 2),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, Process("env", 1, 2, 1, 2)),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            },
+            Process("openmpi", 1, 2, 0, 1),
+        ),
+    ],
+)
+def test_discover(environ, expected):
+    """A launcher whose rank is not found trains N times alone."""
+    assert discover(environ) == expected
+    assert expected.spans_hosts == (expected.world_size != expected.local_world_size)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+def test_discover_refuses_a_broken_environment(environ):
+    """A stray RANK must not hang the start."""
+    with pytest.raises(ValueError, match="RANK"):
+        discover(environ)
+
+
+def test_plain_python_meets_itself():
+    """`python launch/train.py` must not need anybody's port 29500."""
+    environ: dict[str, str] = {}
+    assert rendezvous(Process("none", 0, 1, 0, 1), environ) == {"auto_mpi_discovery": False}
+    assert environ["WORLD_SIZE"] == "1"
+    assert environ["MASTER_PORT"] != "29500"
+
+
+def test_folder_of_another_run(tmp_path):
+    """Two runs in one folder would mix their metrics."""
+    check_folder(str(tmp_path / "new" / "deep"))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="already holds a run"):
+        check_folder(str(tmp_path))
+    with pytest.raises(ValueError, match="is not a folder that can be written to"):
+        check_folder(str(tmp_path / "metrics.jsonl" / "x"))
+
+
+def _hosts(folders, timeout):
+    """Run the check as rank 0, 2, … of hosts with two ranks each, and gather what they raise."""
+    errors: dict[int, str] = {}
+    environ = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+    def one(rank, folder):
+        process = Process("env", rank, 2 * len(folders), 0, 2)
+        try:
+            check_shared(str(folder), process, environ, timeout)
+        except ValueError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(2 * i, folder)) for i, folder in enumerate(folders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_shared_output_folder(tmp_path):
+    """Hosts that see one folder pass and leave no marks behind."""
+    assert _hosts([tmp_path, tmp_path, tmp_path], timeout=20) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_folder_that_is_not_shared(tmp_path):
+    """A host with a folder of its own would write a run that nobody finds."""
+    errors = _hosts([tmp_path / "a", tmp_path / "b"], timeout=1)
+    assert "not the folder that rank 0 writes to" in errors[2]
+    assert "was seen by 0 of 1 other hosts" in errors[0]

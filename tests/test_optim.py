@@ -1,0 +1,90 @@
+"""Schedules against timm's scheduler, and the optimizer block of the JSON."""
+
+import re
+
+import pytest
+import torch
+from timm.scheduler import CosineLRScheduler
+
+from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
+from ds_vit.optim.schedules import Schedule
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_cosine_is_timms(warmup):
+    """A cosine that differs from timm's, stepped on updates, in warm-up, decay or at the end."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    timm = CosineLRScheduler(
+        optimizer, t_initial=40, lr_min=0.01, warmup_t=warmup, warmup_lr_init=1e-3, t_in_epochs=False, cycle_limit=1
+    )
+    ours = Schedule("cosine", 0.3, 40, warmup, 1e-3, 0.01)
+    for step in range(45):
+        assert ours.lr(step) == pytest.approx(timm._get_lr(step)[0], rel=1e-12)
+
+
+def test_linear_constant_and_wsd():
+    """Closed forms at the corners."""
+    linear = Schedule("linear", 1.0, 10, min_lr=0.5)
+    assert [linear.lr(s) for s in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
+    constant = Schedule("constant", 1.0, 10, warmup_steps=2, warmup_lr=0.0)
+    assert [constant.lr(s) for s in (0, 1, 2, 99)] == [0.0, 0.5, 1.0, 1.0]
+    wsd = Schedule("wsd", 1.0, 100, warmup_steps=10, warmup_lr=0.0, decay_fraction=0.2)
+    assert [wsd.lr(s) for s in (5, 10, 80, 90, 100)] == [0.5, 1.0, 1.0, 0.5, 0.0]
+
+
+def test_schedule_refuses_what_cannot_be():
+    """A warm-up that never ends, a minimum above the base."""
+    with pytest.raises(ValueError, match="warm-up of 10 steps does not fit into a run of 10"):
+        Schedule("cosine", 1.0, 10, warmup_steps=10)
+    with pytest.raises(ValueError, match="above the base"):
+        Schedule("cosine", 1.0, 10, min_lr=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "cls"),
+    [
+        ("AdamW", {}, torch.optim.AdamW),
+        ("adamw", {"torch_adam": True}, torch.optim.AdamW),
+        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed: Adam means AdamW …
+        ("Adam", {"adam_w_mode": False}, torch.optim.Adam),  # … unless told otherwise
+        ("SGD", {"momentum": 0.9}, torch.optim.SGD),
+        ("RAdam", {}, torch.optim.RAdam),
+    ],
+)
+def test_optimizer_names(name, params, cls):
+    """A JSON's optimizer read otherwise than DeepSpeed reads it."""
+    assert optimizer_class({"type": name, "params": params}, "c")[0] is cls
+
+
+def test_lion_is_elementwise():
+    """Lion must not need DeepSpeed's CUDA build."""
+    cls, arguments = optimizer_class({"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99]}}, "c")
+    assert cls.__name__ == "Lion"
+    assert arguments == {"lr": 1e-4, "betas": (0.9, 0.99)}
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"type": "Lamb"}, "LAMB's trust ratio is per parameter"),
+        ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
+        ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),
+        ({}, 'no "type"'),
+    ],
+)
+def test_optimizers_refused(block, message):
+    """An optimizer that would be another one in every layout, or an argument that DeepSpeed would crash on."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        optimizer_class(block, "c")
+
+
+def test_groups_leave_frozen_and_undecayed_out():
+    """Decay on a bias, or a frozen tensor in the optimizer."""
+    a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    c.requires_grad_(False)
+    groups = parameter_groups([("w", a), ("b", b), ("f", c)], 0.1, frozenset({"b"}))
+    assert [(g["params"], g["weight_decay"]) for g in groups] == [([a], 0.1), ([b], 0.0)]
+    optimizer = build_optimizer(torch.optim.AdamW, groups, {"lr": 1e-3, "weight_decay": 0.1}, torch.device("cpu"))
+    assert optimizer.defaults["fused"] is True
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
