@@ -17,7 +17,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # that it does not know when it holds no digit; here it is an error.
 _NUMBER = r"\d+(?:\.\d*)?"
 _AA_SECTIONS = {
-    "rand": rf"m\d+|n[1-9]\d*|p(?:0(?:\.\d*)?|1(?:\.0*)?)|mstd(?:{_NUMBER}|inf)|mmax\d+|inc[01]|t(?:weights|3aw|3a)",
+    "rand": rf"m\d+|n(?:[1-9]|1[0-4])|p(?:0(?:\.\d*)?|1(?:\.0*)?)|mstd{_NUMBER}|mmax\d+|inc[01]|t(?:weights|3aw|3a)",
     "augmix": rf"m\d+|w[1-9]\d*|d[1-9]\d*|a{_NUMBER}|b[01]|mstd{_NUMBER}",
     **dict.fromkeys(("v0", "v0r", "original", "originalr", "3a"), f"mstd{_NUMBER}"),
 }

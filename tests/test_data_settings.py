@@ -1,0 +1,103 @@
+"""Settings are checked with messages for people, and options without effect are told."""
+
+from __future__ import annotations
+
+import pytest
+from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+
+from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, idle_options
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (ImageConfig, {"img_size": (0, 32)}, r"--img-size .* not \(0, 32\)"),
+        (ImageConfig, {"mean": (0.5,)}, "--mean takes 3 numbers"),
+        (ImageConfig, {"std": (0.5, 0.5, 0.0)}, "--std must be positive"),
+        (ImageConfig, {"interpolation": "random"}, "--interpolation random is none of nearest, "),
+        (ImageConfig, {"crop_pct": 1.5}, r"--crop-pct must lie in \(0, 1\], not 1.5"),
+        (ImageConfig, {"crop_mode": "corner"}, "--crop-mode corner is none of center"),
+        (AugmentConfig, {"scale": (1.0, 0.08)}, "--scale takes two positive numbers, the smaller first, not 1.0 0.08"),
+        (AugmentConfig, {"ratio": (0.0, 1.0)}, "--ratio takes two positive"),
+        (AugmentConfig, {"train_crop_mode": "center"}, "--train-crop-mode center is none of rrc"),
+        (AugmentConfig, {"hflip": 1.5}, "--hflip is a probability between 0 and 1, not 1.5"),
+        (AugmentConfig, {"grayscale_prob": -0.1}, "--grayscale-prob is a probability"),
+        (AugmentConfig, {"color_jitter_prob": 2.0}, "--color-jitter-prob is a probability"),
+        (AugmentConfig, {"color_jitter": (0.1, 0.2)}, "--color-jitter takes 1, 3"),
+        (AugmentConfig, {"color_jitter": (0.1, 0.1, 0.1, 0.9)}, "hue of --color-jitter is at most 0.5"),
+        (AugmentConfig, {"color_jitter": -0.1}, "--color-jitter takes 1, 3"),
+        (AugmentConfig, {"train_interpolation": "cubic"}, "--train-interpolation cubic is none of"),
+        (AugmentConfig, {"reprob": 1.01}, "--reprob is a probability"),
+        (AugmentConfig, {"remode": "noise"}, "--remode noise is none of const, rand, pixel"),
+        (AugmentConfig, {"recount": 0}, "--recount must be at least 1, not 0"),
+        (AugmentConfig, {"aa": "randaugment"}, "'randaugment' is none of rand, augmix, v0"),
+        (AugmentConfig, {"aa": "rand-m9-foo"}, "rand does not know the section 'foo'"),
+        (AugmentConfig, {"aa": "rand-m9-tweight"}, "does not know the section 'tweight'"),
+        (AugmentConfig, {"aa": "rand-mstdinf"}, "does not know the section 'mstdinf'"),  # timm passes over it
+        (AugmentConfig, {"aa": "rand-p1.5"}, "does not know the section 'p1.5'"),
+        (AugmentConfig, {"aa": "original-m9"}, "original does not know the section 'm9'"),
+        (MixConfig, {"mixup": -1.0}, "--mixup must be 0 or positive"),
+        (MixConfig, {"cutmix_minmax": (0.5, 1.2)}, "at most 1"),
+        (MixConfig, {"mixup_prob": 1.2}, "--mixup-prob is a probability"),
+        (MixConfig, {"mixup_switch_prob": -1}, "--mixup-switch-prob is a probability"),
+        (MixConfig, {"mixup_off_epoch": -1}, "--mixup-off-epoch must be"),
+        (MixConfig, {"smoothing": 1.0}, r"--smoothing must lie in \[0, 1\)"),
+    ],
+)
+def test_bad_values_are_refused_by_flag_and_value(kind, values, message):
+    """Would catch a value that timm accepts in silence or answers with an assertion."""
+    with pytest.raises(ValueError, match=message):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "rand",
+            "rand-m9-mstd0.5-inc1",
+            "rand-m7-n4-p0.5-mstd101",
+            "rand-m10-mmax12-tweights",
+            "rand-n3-t3a",
+            "rand-t3aw",
+        ),
+        *("augmix", "augmix-m5-w4-d2", "augmix-a0.5-b1-mstd1", "v0", "v0r", "original-mstd0.5", "originalr", "3a"),
+    ],
+)
+def test_timms_policy_strings_are_accepted(text):
+    """Would catch our check refusing a string that timm's recipes use."""
+    assert AugmentConfig(aa=text).aa == text
+    factory = {"rand": rand_augment_transform, "augmix": augment_and_mix_transform}.get(text.split("-")[0])
+    (factory or auto_augment_transform)(text)
+
+
+def test_mixing_is_on_by_any_of_its_three_flags_until_it_is_turned_off():
+    """Would catch soft targets where nothing is mixed, or mixing that outlives --mixup-off-epoch."""
+    assert not MixConfig().active
+    assert all(c.active for c in (MixConfig(mixup=0.1), MixConfig(cutmix=1.0), MixConfig(cutmix_minmax=(0.2, 0.8))))
+    forever, until_two = MixConfig(mixup=1.0), MixConfig(mixup=1.0, mixup_off_epoch=2)
+    assert [forever.mixes_in(epoch) for epoch in range(4)] == [True] * 4
+    assert [until_two.mixes_in(epoch) for epoch in range(4)] == [True, True, False, False]
+    assert until_two.active
+
+
+@pytest.mark.parametrize(
+    ("given", "augment", "mix", "idle"),
+    [
+        ({"scale", "hflip"}, {"no_aug": True, "scale": (0.5, 1.0)}, {}, {"scale", "hflip"}),
+        ({"hflip", "color_jitter", "aa"}, {"no_aug": True, "hflip": 0.0, "color_jitter": 0.0}, {}, set()),
+        ({"color_jitter"}, {"aa": "rand-m9"}, {}, {"color_jitter"}),
+        ({"color_jitter"}, {"aa": "3a"}, {}, set()),
+        ({"color_jitter_prob"}, {"color_jitter": 0.0, "color_jitter_prob": 0.8}, {}, {"color_jitter_prob"}),
+        ({"remode"}, {"remode": "const"}, {}, {"remode"}),
+        ({"remode"}, {"remode": "const", "reprob": 0.1}, {}, set()),
+        ({"mixup_prob", "smoothing"}, {}, {}, {"mixup_prob"}),
+        ({"mixup_switch_prob"}, {}, {"mixup": 0.8}, {"mixup_switch_prob"}),
+        ({"mixup_switch_prob"}, {}, {"mixup": 0.8, "cutmix": 1.0}, set()),
+        ({"cutmix"}, {}, {"cutmix": 1.0, "cutmix_minmax": (0.2, 0.8)}, {"cutmix"}),
+        (set(), {"no_aug": True, "reprob": 0.25}, {}, set()),
+    ],
+)
+def test_options_without_effect_are_told(given, augment, mix, idle):
+    """Would catch a flag that does nothing without a word, and a neutral or unset one that is complained about."""
+    assert set(idle_options(given, AugmentConfig(**augment), MixConfig(**mix))) == idle

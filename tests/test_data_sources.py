@@ -1,0 +1,393 @@
+"""Sources: what is found, how it is numbered, and what a person is told when it is not there."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+
+from ds_vit.data import ImageDecodeError, check_same_classes, open_source
+
+
+def _pixels(number: int) -> Image.Image:
+    rng = np.random.default_rng(number)
+    return Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8))
+
+
+def _encoded(number: int, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    _pixels(number).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def _write(root: Path, *names: str) -> None:
+    """PNG images, each with pixels of its own, whatever the suffix says (Pillow looks at the content)."""
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_encoded(number))
+
+
+def _tar(path: Path, folder: Path, prefix: str = "./") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for file in sorted(folder.rglob("*"), reverse=True):
+            tar.add(file, arcname=prefix + str(file.relative_to(folder)), recursive=False)
+
+
+NAMES = ("cat/10.png", "cat/9.png", "dog/a.jpg", "class10/x.jpeg", "class9/x.png", "class9/deep/cat/z.png")
+
+
+# Numbering
+
+
+def test_a_folder_is_numbered_as_by_timm(tmp_path):
+    """Would catch class numbers or samples that differ from timm's: weights trained there would not fit here."""
+    _write(tmp_path / "train", *NAMES)
+    source = open_source("", str(tmp_path), "train")
+    reader = ReaderImageFolder(str(tmp_path / "train"))
+    assert source.class_names == ("cat", "class9", "class10", "dog")
+    assert {name: number for number, name in enumerate(source.class_names)} == reader.class_to_idx
+    assert [(source.describe(i), source.target(i)) for i in range(len(source))] == reader.samples
+    expected = [Image.open(path).convert("RGB").tobytes() for path, _ in reader.samples]
+    assert [source.image(i).tobytes() for i in range(len(source))] == expected
+
+
+def test_a_tar_is_the_folder_that_was_packed(tmp_path):
+    """Would catch wrong offsets, labels or numbering of a tar's members."""
+    _write(tmp_path / "plain" / "train", *NAMES)
+    _tar(tmp_path / "packed" / "train.tar", tmp_path / "plain" / "train")
+    folder, tar = (open_source("", str(tmp_path / kind), "train") for kind in ("plain", "packed"))
+    assert tar.class_names == folder.class_names
+    assert [tar.target(i) for i in range(len(tar))] == [folder.target(i) for i in range(len(folder))]
+    assert [tar.image(i).tobytes() for i in range(len(tar))] == [folder.image(i).tobytes() for i in range(len(folder))]
+    assert tar.describe(0) == f"{tmp_path / 'packed' / 'train.tar'}:cat/9.png"
+    reader = ReaderImageInTar(str(tmp_path / "packed" / "train.tar"))
+    assert {name: number for number, name in enumerate(tar.class_names)} == reader.class_name_to_idx
+    assert [tar.target(i) for i in range(len(tar))] == list(reader.targets)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["folder of tars", "tar of tars"])
+def test_a_tar_for_each_class(tmp_path, nested):
+    """Would catch labels that do not come from the tar's name, or offsets that ignore the outer tar."""
+    for name in ("cat", "dog"):
+        _write(tmp_path / name, f"{name}1.png", f"{name}2.png")
+        _tar(tmp_path / "tars" / f"{name}.tar", tmp_path / name, prefix="")  # timm takes ./ for a class named "."
+    if nested:
+        _tar(tmp_path / "data" / "train.tar", tmp_path / "tars", prefix="")
+        root = tmp_path / "data" / "train.tar"
+    else:
+        (tmp_path / "data").mkdir()
+        root = (tmp_path / "tars").rename(tmp_path / "data" / "train")
+    source = open_source("", str(tmp_path / "data"), "train")
+    reader = ReaderImageInTar(str(root))
+    assert source.class_names == ("cat", "dog")
+    assert reader.class_name_to_idx == {"cat": 0, "dog": 1}
+    assert [source.target(i) for i in range(4)] == [0, 0, 1, 1] == list(reader.targets)
+    images = [source.image(i).tobytes() for i in range(4)]
+    assert images == [_pixels(0).tobytes(), _pixels(1).tobytes()] * 2
+
+
+def test_a_tar_can_be_read_after_pickling(tmp_path):
+    """Would catch open files in what a spawned worker is sent."""
+    _write(tmp_path / "c", "a/0.png")
+    _tar(tmp_path / "train.tar", tmp_path / "c")
+    source = open_source("", str(tmp_path), "train")
+    source.image(0)
+    assert pickle.loads(pickle.dumps(source)).image(0).tobytes() == _pixels(0).tobytes()
+
+
+def test_numbering_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
+    """Would catch ranks on two hosts that disagree, where timm's natural order leaves ties (01 and 1, a and A)."""
+    _write(tmp_path / "train", "c01/1.png", "c1/1.png", "C1/1.png", "c1/01.png")
+
+    def listing() -> list[tuple[str, int]]:
+        source = open_source("", str(tmp_path), "train")
+        return [(*source.class_names, source.describe(i), source.target(i)) for i in range(len(source))]
+
+    once = listing()
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda *args, **kwargs: reversed(list(walk(*args, **kwargs))))
+    assert listing() == once
+
+
+def test_more_kinds_of_images_than_timm_lists_and_a_count_of_the_rest(tmp_path):
+    """Would catch a WebP that vanishes in silence, and files that are passed over uncounted."""
+    _write(tmp_path / "train", "a/1.webp", "a/2.BMP", "b/3.tiff", "b/4.gif", "b/5.ppm", "b/6.jpe")
+    for name in ("a/notes.txt", "b/more.TXT", "a/.DS_Store", "README", "outside.png"):
+        (tmp_path / "train" / name).write_text("no image")
+    source = open_source("", str(tmp_path), "train")
+    assert len(source) == 6
+    assert source.left_out == {".txt": 2, "": 2, ".png": 1}
+
+
+def test_every_mode_becomes_rgb(tmp_path):
+    """Would catch a grey, palette, CMYK or transparent image reaching the model with another number of channels."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for mode, kind in (("L", "png"), ("P", "gif"), ("CMYK", "jpg"), ("RGBA", "png"), ("1", "bmp"), ("I;16", "tif")):
+        Image.new(mode, (5, 4)).save(tmp_path / "train" / "a" / f"{mode.replace(';', '')}.{kind}")
+    source = open_source("", str(tmp_path), "train")
+    assert len(source) == 6
+    assert {(source.image(i).mode, source.image(i).size) for i in range(6)} == {("RGB", (5, 4))}
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "found"),
+    [
+        (["train", "val"], "validation", "val"),
+        (["train", "validation"], "val", "validation"),
+        (["training"], "train", "training"),
+        (["train", "val", "validation"], "val", "val"),
+        (["train", "val", "validation"], "validation", "validation"),
+        (["train", "test"], "test", "test"),
+    ],
+)
+def test_split_names_stand_for_each_other(tmp_path, there, asked, found):
+    """Would catch val/ not found under timm's default name `validation`, or a synonym that beats the name itself."""
+    for name in there:
+        _write(tmp_path / name, f"{name}/1.png")
+    assert open_source("", str(tmp_path), asked).class_names == (found,)
+
+
+def test_a_missing_split_never_falls_back_to_another(tmp_path):
+    """Would catch evaluating on the training images, which timm does where it finds no split folder."""
+    _write(tmp_path / "train", "a/1.png")
+    with pytest.raises(ValueError, match=r"has no validation/ and no validation.tar .*val, valid.*it holds train"):
+        open_source("", str(tmp_path), "validation")
+
+
+# Digits and torchvision
+
+
+def test_digits_are_split_once_and_for_all():
+    """Would catch a sample in both splits, an unbalanced split, or values off the 0 to 255 range."""
+    train, val = open_source("digits", None, "train"), open_source("digits", None, "validation")
+    assert (len(train), len(val)) == (1442, 355)
+    assert not {train.describe(i) for i in range(1442)} & {val.describe(i) for i in range(355)}
+    for split in (train, val):
+        counts = np.bincount([split.target(i) for i in range(len(split))], minlength=10)
+        assert counts.max() - counts.min() <= 8
+    assert train.class_names == val.class_names == tuple("0123456789")
+    image = np.asarray(train.image(0))
+    assert image.shape == (8, 8, 3)
+    assert (image.min(), image.max()) == (0, 15 * 255 // 16)  # the first digit's darkest stroke is 15 of 16
+    check_same_classes(train, val)
+
+
+def _fashion_mnist(root: Path, train: int, test: int) -> None:
+    raw = root / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", train), ("t10k", test)):
+        pixels = np.arange(count * 28 * 28, dtype=np.uint64).astype(np.uint8)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + pixels.tobytes())
+        labels = bytes(i % 10 for i in range(count))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels)
+
+
+def test_torchvision_names(tmp_path):
+    """Would catch a grey image, a wrong split, or class names that are lost on the way through timm."""
+    _fashion_mnist(tmp_path, train=30, test=10)
+    train = open_source("torch/fashion_mnist", str(tmp_path), "train")
+    val = open_source("torch/fashion_mnist", str(tmp_path), "validation", classes=train.class_names)
+    assert (len(train), len(val), train.num_classes) == (30, 10, 10)
+    assert [train.target(i) for i in (0, 9, 13)] == [0, 9, 3]
+    assert (train.image(3).mode, train.image(3).size) == ("RGB", (28, 28))
+    assert train.class_names[0] == "T-shirt/top"
+    assert val.describe(4) == "torch/fashion_mnist[validation][4]"
+
+
+def test_a_torchvision_data_set_that_is_not_there(tmp_path):
+    """Would catch torchvision's own message, which names an argument in place of our flag."""
+    with pytest.raises(ValueError, match=r"torch/cifar10: torchvision finds no such data set .*--dataset-download"):
+        open_source("torch/cifar10", str(tmp_path), "train")
+
+
+# Multi-label
+
+
+def _multi_label(root: Path, text: str, *images: str) -> Path:
+    _write(root, *images)
+    (root / "labels.csv").write_text(text)
+    return root.parent
+
+
+def test_multi_label_targets(tmp_path):
+    """Would catch labels on the wrong image or class, a label counted twice, or an unlabelled image lost."""
+    text = "file,labels\nb/2.png,dog; cat;dog\n1.png,\nb/10.png,class10;class9\n"
+    data = _multi_label(tmp_path / "train", text, "1.png", "b/2.png", "b/10.png", "b/unlisted.png")
+    source = open_source("", str(data), "train")
+    assert source.multi_label
+    assert source.class_names == ("cat", "class9", "class10", "dog")
+    assert [Path(source.describe(i)).name for i in range(3)] == ["1.png", "2.png", "10.png"]
+    assert [source.target(i).tolist() for i in range(3)] == [[0, 0, 0, 0], [1, 0, 0, 1], [0, 1, 1, 0]]
+    assert source.target(0).dtype == np.float32
+    assert source.image(1).tobytes() == _pixels(1).tobytes()
+    assert source.left_out == {".png": 1}
+
+
+def test_a_multi_label_validation_split_takes_the_training_classes(tmp_path):
+    """Would catch another numbering where the validation split lacks a class."""
+    _multi_label(tmp_path / "train", "file,labels\n1.png,ant;bee;cow\n", "1.png")
+    _multi_label(tmp_path / "val", "file,labels\n1.png,cow\n", "1.png")
+    train = open_source("", str(tmp_path), "train")
+    val = open_source("", str(tmp_path), "val", classes=train.class_names)
+    assert val.target(0).tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match="1 labels that the training split lacks: cow"):
+        open_source("", str(tmp_path), "val", classes=("ant", "bee"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1.png,cat\n", "line 1: the header must be 'file,labels', not '1.png,cat'"),
+        ("file,labels\n1.png,cat,dog\n", "line 2: 3 columns in place of 2"),
+        ("file,labels\n1.png,cat\n./1.png,dog\n", "line 3: 1.png is listed twice"),
+        ("file,labels\n1.png,cat\n2.png,cat\n", "lists 1 files that are not below .*, the first is 2.png"),
+        ("file,labels\n", "lists no images"),
+    ],
+)
+def test_a_malformed_labels_file_is_refused_by_line(tmp_path, text, message):
+    """Would catch a typing error in the labels that is trained on in silence."""
+    data = _multi_label(tmp_path / "train", text, "1.png")
+    with pytest.raises(ValueError, match=message):
+        open_source("", str(data), "train")
+
+
+# What people are told
+
+
+@pytest.mark.parametrize(
+    ("dataset", "split", "message"),
+    [
+        ("digit", "train", "unknown data set 'digit'; the nearest is digits; known are"),
+        ("torch/cifar", "train", "the nearest is torch/cifar10"),
+        ("zzz", "train", "unknown data set 'zzz'; known are digits"),
+        ("digits", "test", "digits has no split 'test'; it has train and validation"),
+        ("torch/mnist", "trian", "torch/mnist has no split 'trian'"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_known_ones(tmp_path, dataset, split, message):
+    """Would catch a KeyError, or torchvision's test set under a mistyped split."""
+    with pytest.raises(ValueError, match=message):
+        open_source(dataset, str(tmp_path), split)
+
+
+def test_without_a_folder(tmp_path):
+    """Would catch an error about None in place of one about --data-dir."""
+    with pytest.raises(ValueError, match="pass --data-dir FOLDER"):
+        open_source("", None, "train")
+    with pytest.raises(ValueError, match="--dataset torch/cifar10 needs --data-dir"):
+        open_source("torch/cifar10", None, "train")
+    with pytest.raises(ValueError, match="absent does not exist"):
+        open_source("", str(tmp_path / "absent"), "train")
+    (tmp_path / "x.tar").touch()
+    with pytest.raises(ValueError, match=r"x.tar is a file; pass the folder"):
+        open_source("", str(tmp_path / "x.tar"), "train")
+
+
+def test_folders_that_hold_no_classes(tmp_path):
+    """Would catch training on one class named '' or an empty data set."""
+    (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds no images in class folders \(files found: none"):
+        open_source("", str(tmp_path / "empty"), "train")
+    (tmp_path / "empty" / "train" / "a" / "x.heic").touch()
+    with pytest.raises(ValueError, match=r"files found: 1 .heic; read are .bmp .gif"):
+        open_source("", str(tmp_path / "empty"), "train")
+    _write(tmp_path / "flat" / "train", "1.png", "2.png")
+    with pytest.raises(ValueError, match="holds 2 images but no class folders"):
+        open_source("", str(tmp_path / "flat"), "train")
+    _tar(tmp_path / "packed" / "train.tar", tmp_path / "flat" / "train")
+    with pytest.raises(ValueError, match="holds 2 images but no class folders"):
+        open_source("", str(tmp_path / "packed"), "train")
+
+
+def test_tars_that_cannot_be_used(tmp_path):
+    """Would catch a traceback from tarfile, or a choice between two kinds of data made in silence."""
+    (tmp_path / "train.tar").write_bytes(b"this is no tar file at all" * 100)
+    with pytest.raises(ValueError, match=r"train.tar cannot be read as an uncompressed tar"):
+        open_source("", str(tmp_path), "train")
+    _write(tmp_path / "both" / "train", "a/1.png")
+    _tar(tmp_path / "both" / "train" / "b.tar", tmp_path / "both" / "train" / "a")
+    with pytest.raises(ValueError, match="holds class folders and 1 tar files"):
+        open_source("", str(tmp_path / "both"), "train")
+
+
+def test_class_sets_must_match(tmp_path):
+    """Would catch class 3 of training being another animal than class 3 of validation."""
+    _write(tmp_path / "train", "ant/1.png", "bee/1.png", "cow/1.png")
+    _write(tmp_path / "val", "ant/1.png", "cow/1.png", "dog/1.png", "eel/1.png")
+    train, val = open_source("", str(tmp_path), "train"), open_source("", str(tmp_path), "val")
+    message = (
+        r"training split has 3 classes and the validation split 4, and they differ: 1 missing in the validation split "
+        r"\(bee\), 2 missing in the training split \(dog, eel\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_same_classes(train, val)
+    with pytest.raises(ValueError, match=message):
+        open_source("", str(tmp_path), "val", classes=train.class_names)
+    check_same_classes(train, train)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_images_that_cannot_be_decoded_are_named(tmp_path, packed):
+    """Would catch a truncated file read as half grey, or an error that does not say which of a million files."""
+    folder = tmp_path / "plain" / "train" / "a"
+    folder.mkdir(parents=True)
+    jpeg = _encoded(0, "JPEG")
+    for name, data in (
+        ("cut.jpg", jpeg[:-40]),
+        ("empty.jpg", b""),
+        ("text.png", b"hello"),
+        ("broken.png", _encoded(0)[:70]),
+    ):
+        (folder / name).write_bytes(data)
+    (folder / "good.jpg").write_bytes(jpeg)
+    if packed:
+        _tar(tmp_path / "packed" / "train.tar", tmp_path / "plain" / "train")
+    source = open_source("", str(tmp_path / ("packed" if packed else "plain")), "train")
+    failed = {}
+    for i in range(len(source)):
+        try:
+            source.image(i)
+        except ImageDecodeError as error:
+            failed[source.describe(i)] = str(error)
+    assert [Path(name).name for name in failed] == ["broken.png", "cut.jpg", "empty.jpg", "text.png"]
+    for name, message in failed.items():
+        assert message.startswith(name)
+        assert "--on-bad-image skip" in message
+        assert "\n" not in message
+
+
+def test_a_file_that_is_gone_is_no_bad_image(tmp_path):
+    """Would catch a lost file system being skipped over, image by image."""
+    _write(tmp_path / "train", "a/1.png")
+    source = open_source("", str(tmp_path), "train")
+    (tmp_path / "train" / "a" / "1.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a/1.png"):
+        source.image(0)
+
+
+def test_cifar10_as_it_is_used(real_images):
+    """Would catch an index of the real archive that is off by one class, image or byte."""
+    train = open_source("", str(real_images / "cifar10"), "train")
+    test = open_source("", str(real_images / "cifar10"), "test", classes=train.class_names)
+    assert (len(train), len(test), train.num_classes) == (50_000, 10_000, 10)
+    assert np.bincount([train.target(i) for i in range(0, 50_000, 10)]).tolist() == [500] * 10
+    with tarfile.open(real_images / "cifar10" / "test.tar") as tar:
+        for index in (0, 4321, 9999):
+            name = test.describe(index).split(":", 1)[1]
+            expected = Image.open(tar.extractfile("./" + name)).convert("RGB")
+            assert test.image(index).tobytes() == expected.tobytes()
+            assert name.split("/")[0] == test.class_names[test.target(index)]
