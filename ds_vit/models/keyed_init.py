@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timm.models import named_apply, vitamin
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,10 +152,13 @@ def _draw_weights(model: TimmViT, layer: Layer, seed: int) -> None:
                 if hasattr(module, "init_weights"):
                     module.init_weights()
         _grafted(model, layer).init_weights(needs_reset=True)
+        # What only timm's constructors draw, so that its init_weights would leave it unset or at a layer's default.
         for name, module in layer.named_modules():
             if isinstance(module, RopeFrequencies):
                 with draws.drawing_for(f"{name}.freqs"):
                     module.init_freqs()
+            elif isinstance(module, vitamin.Stem):
+                named_apply(vitamin._init_conv, module)
 
 
 def initialise(

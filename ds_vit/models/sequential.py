@@ -103,9 +103,15 @@ def timm_names(module: nn.Module) -> dict[str, str]:
     return {prefix + name: name for prefix, layer in _layers_of(module) for name, _ in layer.named_parameters()}
 
 
-def timm_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What the module holds of timm's state dict, under timm's names; the tensors are the module's own."""
-    return {name: tensor for _, layer in _layers_of(module) for name, tensor in layer.state_dict().items()}
+def timm_state_dict(module: nn.Module, keep_vars: bool = False) -> dict[str, torch.Tensor]:
+    """What the module holds of timm's state dict, under timm's names; the tensors are the module's own.
+
+    Args:
+        module: a `SequentialViT`, a pipeline stage or a layer.
+        keep_vars: give the parameters themselves, as `nn.Module.state_dict` does.
+    """
+    states = (layer.state_dict(keep_vars=keep_vars) for _, layer in _layers_of(module))
+    return {name: tensor for state in states for name, tensor in state.items()}
 
 
 def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
