@@ -1,0 +1,404 @@
+"""Micro-batches: the same pixels and targets for any number of ranks, micro-batches and workers, and from any step."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ds_vit.data import (
+    AugmentConfig,
+    ImageConfig,
+    ImageDecodeError,
+    MicroBatch,
+    MixConfig,
+    SampleOrder,
+    Share,
+    Source,
+    eval_loader,
+    finish_images,
+    finish_keys,
+    finish_targets,
+    finish_valid,
+    open_source,
+    train_loader,
+)
+
+NUM_IMAGES, GLOBAL_BATCH = 41, 12  # 3 steps an epoch, 5 images left over
+IMAGE = ImageConfig(img_size=(16, 20))
+PLAIN = AugmentConfig(no_aug=True)
+EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
+MIX = MixConfig(mixup=0.8, cutmix=1.0)
+LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """41 images in 3 classes, of different sizes."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        path = root / "train" / f"class{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+        coarse.resize((18 + number % 9, 14 + number % 7)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def source(folder) -> Source:
+    return open_source("", str(folder), "train")
+
+
+def _load(source: Source, share: Share, start: int = 0, stop: int = 6, repeats: int = 0, **options) -> list[MicroBatch]:
+    """Each rank's micro-batches of some steps, one rank after the other."""
+    options = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX} | options
+    order = SampleOrder(len(source), share.global_batch, seed=7, aug_repeats=repeats)
+    batches = []
+    for rank in range(share.dp_size):
+        mine = Share(rank, share.dp_size, share.micro_batch, share.accumulation)
+        batches += train_loader(source, order=order, share=mine, start_step=start, stop_step=stop, **options)
+    return batches
+
+
+Finish = Callable[[MicroBatch], torch.Tensor]
+PARTS: dict[str, Finish] = {
+    "images": lambda batch: finish_images(batch, IMAGE, EVERYTHING, device="cpu"),
+    "targets": lambda batch: finish_targets(batch, 3, MIX, device="cpu"),
+    "keys": lambda batch: finish_keys(batch, device="cpu"),
+    "indices": lambda batch: batch.indices[: batch.num_rows],
+}
+
+
+def _in_global_order(batches: list[MicroBatch], share: Share, finish: Finish) -> torch.Tensor:
+    """What the batches hold, as [steps, global batch, ...]."""
+    pieces = torch.stack([finish(batch) for batch in batches])
+    per_rank = pieces.unflatten(0, (share.dp_size, -1, share.accumulation))
+    return per_rank.transpose(0, 1).flatten(1, 3)
+
+
+@pytest.fixture(scope="module")
+def reference(source) -> dict[str, torch.Tensor]:
+    """Two epochs on one rank in one piece."""
+    batches = _load(source, LAYOUTS[0])
+    return {name: _in_global_order(batches, LAYOUTS[0], finish) for name, finish in PARTS.items()}
+
+
+# The layout is not a hyper-parameter
+
+
+@pytest.mark.parametrize(
+    "share", LAYOUTS, ids=lambda s: f"dp{s.dp_size} micro{s.micro_batch} accumulation{s.accumulation}"
+)
+def test_no_layout_changes_a_bit(source, reference, share):
+    """Would catch any pixel, target or key that depends on ranks or micro-batches, with everything random on."""
+    batches = _load(source, share)
+    for name, finish in PARTS.items():
+        assert torch.equal(_in_global_order(batches, share, finish), reference[name]), name
+
+
+def test_the_comparison_of_layouts_can_fail(source, reference):
+    """Would catch a comparison of nothing: the images are all different, mixed, erased, and others in each epoch."""
+    images = reference["images"]
+    assert images.shape == (6, 12, 3, 16, 20)
+    assert len({image.numpy().tobytes() for image in images.flatten(0, 1)}) == 72
+    assert (reference["targets"].max(dim=-1).values < 0.9).float().mean() > 0.5
+    other = _in_global_order(_load(source, LAYOUTS[0], mix=MixConfig(mixup=0.8)), LAYOUTS[0], PARTS["images"])
+    assert not torch.equal(other, images)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_and_the_step_to_start_from_change_nothing(source, reference, workers):
+    """Would catch draws from a worker's generator, batches out of order, or a resume in mid-epoch that drifts."""
+    share = LAYOUTS[3]
+    batches = _load(source, share, start=2, stop=5, num_workers=workers)
+    for name, finish in PARTS.items():
+        assert torch.equal(_in_global_order(batches, share, finish), reference[name][2:5]), name
+
+
+def test_repeated_augmentation_in_any_layout(source):
+    """Would catch copies that are lost or alike where the micro-batch cuts between them."""
+    whole = _load(source, LAYOUTS[0], repeats=3)
+    for name, finish in PARTS.items():
+        expected = _in_global_order(whole, LAYOUTS[0], finish)
+        assert torch.equal(_in_global_order(_load(source, LAYOUTS[4], repeats=3), LAYOUTS[4], finish), expected), name
+    indices = _in_global_order(whole, LAYOUTS[0], PARTS["indices"])
+    assert [len(set(step.tolist())) for step in indices] == [4] * 6
+
+
+def test_a_loader_survives_pickling(source, reference):
+    """Would catch a batch that a spawned worker (macOS, Python 3.14) could not be asked for."""
+    order = SampleOrder(len(source), 12, seed=7)
+    loader = train_loader(source, order=order, share=LAYOUTS[0], image=IMAGE, augment=EVERYTHING, mix=MIX, stop_step=6)
+    batches = pickle.loads(pickle.dumps(loader._loader.dataset))
+    assert torch.equal(PARTS["images"](batches[4]), reference["images"][4])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_leaves_the_process_generators_alone(source, workers):
+    """Would catch a loader that moves the global generators, which then differ from rank to rank."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    _load(source, LAYOUTS[0], stop=2, num_workers=workers)
+    list(eval_loader(source, image=IMAGE, batch=8, num_workers=workers))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+# Pipelines: images on the first stage, targets on the last
+
+
+class _Blind(Source):
+    """A source whose images cannot be looked at."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.class_names = source.class_names
+        self.multi_label = source.multi_label
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def image(self, index: int) -> Image.Image:
+        raise AssertionError("an image was decoded")
+
+    def target(self, index: int) -> int | np.ndarray:
+        return self._source.target(index)
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(index)
+
+
+@pytest.mark.parametrize("share", [LAYOUTS[0], LAYOUTS[4]], ids=["even", "odd"])
+def test_targets_without_images_and_images_without_targets(source, reference, share):
+    """Would catch a last stage that decodes images, or stages that disagree on how a pair is mixed."""
+    targets = _load(_Blind(source), share, load_images=False)
+    assert all(batch.images is None and batch.erase is None for batch in targets)
+    assert torch.equal(_in_global_order(targets, share, PARTS["targets"]), reference["targets"])
+    images = _load(source, share, load_targets=False)
+    assert all(batch.targets is None for batch in images)
+    assert torch.equal(_in_global_order(images, share, PARTS["images"]), reference["images"])
+    keys = _load(_Blind(source), share, load_images=False, load_targets=False)
+    assert torch.equal(_in_global_order(keys, share, PARTS["keys"]), reference["keys"])
+
+
+def test_an_even_micro_batch_loads_no_partners(source):
+    """Would catch images that are decoded for nothing; an odd one loads one or two more than it owns."""
+    assert {len(batch.images) for batch in _load(source, Share(0, 2, 6), stop=1)} == {6}
+    assert [len(batch.images) for batch in _load(source, Share(0, 4, 3), stop=1)] == [4] * 4
+    assert {len(batch.images) for batch in _load(source, Share(0, 4, 3), stop=1, mix=MixConfig())} == {3}
+
+
+# Targets
+
+
+def test_targets_without_mixing_are_class_numbers(source):
+    """Would catch smoothing done twice: without mixing it belongs to the loss."""
+    (batch,) = _load(source, LAYOUTS[0], stop=1, mix=MixConfig(smoothing=0.1))
+    targets = finish_targets(batch, 5, MixConfig(smoothing=0.1), device="cpu")
+    assert targets.dtype == torch.int64
+    assert targets.tolist() == [source.target(index) for index in batch.indices.tolist()]
+    assert batch.mix is None
+
+
+def test_mixing_stops_at_its_epoch(source, reference):
+    """Would catch mixing that goes on, or targets that turn hard: timm's stay smoothed one-hot."""
+    mix = MixConfig(mixup=0.8, cutmix=1.0, mixup_off_epoch=1, smoothing=0.1)
+    batches = _load(source, LAYOUTS[4], mix=mix)
+    targets = _in_global_order(batches, LAYOUTS[4], PARTS["targets"])
+    assert torch.equal(targets[:3], reference["targets"][:3])
+    assert targets[3:].amax(dim=-1).allclose(torch.tensor(0.9 + 0.1 / 3))
+    assert {len(batch.images) for batch in batches} == {3, 4}  # partners in the first epoch alone
+    images = _in_global_order(batches, LAYOUTS[4], PARTS["images"])
+    unmixed = _in_global_order(_load(source, LAYOUTS[0], mix=MixConfig()), LAYOUTS[0], PARTS["images"])
+    assert torch.equal(images[3:], unmixed[3:])
+
+
+def test_multi_label_targets(tmp_path):
+    """Would catch multi-hot targets that lose a label, a class of the model, or their mixing."""
+    rows = ["file,labels"]
+    for number in range(6):
+        Image.new("RGB", (9, 9), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,a;{'b' if number % 2 else 'c'}")
+    (tmp_path / "train").mkdir()
+    for file in list(tmp_path.glob("*.png")):
+        file.rename(tmp_path / "train" / file.name)
+    (tmp_path / "train" / "labels.csv").write_text("\n".join(rows))
+    source = open_source("", str(tmp_path), "train")
+    (batch,) = _load(source, Share(0, 1, 6), stop=1, mix=MixConfig())
+    expected = torch.from_numpy(np.stack([source.target(index) for index in batch.indices.tolist()]))
+    assert torch.equal(finish_targets(batch, 3, device="cpu"), expected)
+    assert torch.equal(finish_targets(batch, 5, device="cpu"), torch.nn.functional.pad(expected, (0, 2)))
+    mix = MixConfig(mixup=1.0, smoothing=0.1)
+    (mixed,) = _load(source, Share(0, 1, 6), stop=1, mix=mix)
+    lam = mixed.mix.lam[:, None]
+    smooth = expected * 0.9 + 0.05
+    assert torch.allclose(
+        finish_targets(mixed, 3, mix, device="cpu"), smooth * lam + smooth[[1, 0, 3, 2, 5, 4]] * (1 - lam)
+    )
+
+
+def test_images_in_another_precision(source):
+    """Would catch arithmetic in low precision: images are finished in float32 and rounded once."""
+    (batch,) = _load(source, LAYOUTS[0], stop=1)
+    full = finish_images(batch, IMAGE, EVERYTHING, device="cpu")
+    low = finish_images(batch, IMAGE, EVERYTHING, device="cpu", dtype=torch.bfloat16)
+    assert torch.equal(low, full.to(torch.bfloat16))
+
+
+# What cannot work, and images that cannot be decoded
+
+
+def test_an_odd_global_batch_cannot_be_mixed(source):
+    """Would catch a row without a partner."""
+    with pytest.raises(ValueError, match=r"global batch of 9 rows \(3 ranks x 1 micro-batches x 3\)"):
+        _load(source, Share(0, 3, 3))
+    _load(source, Share(0, 3, 3), stop=1, mix=MixConfig())
+
+
+def test_an_unknown_way_with_bad_images_is_refused(source):
+    """Would catch a mistyped --on-bad-image that means skip or error by accident."""
+    with pytest.raises(ValueError, match="--on-bad-image ignore is none of error, skip"):
+        _load(source, LAYOUTS[0], on_bad_image="ignore")
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> Path:
+    """The data of `folder`, in noise, with every fourth file cut off."""
+    root = tmp_path_factory.mktemp("damaged")
+    for split in ("train", "val"):
+        for number in range(NUM_IMAGES):
+            path = root / split / f"class{number % 3}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            buffer = io.BytesIO()
+            pixels = np.random.default_rng(number).integers(0, 256, (14, 18, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(buffer, "PNG")
+            path.write_bytes(buffer.getvalue()[: 200 if number % 4 == 0 else None])
+    return root
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_image_ends_training_in_one_line(damaged, workers):
+    """Would catch a worker's traceback in place of the file's name, or a truncated image that is trained on."""
+    source = open_source("", str(damaged), "train")
+    with pytest.raises(
+        ImageDecodeError, match=r"^\S+/train/class\d/\d+\.png: the image cannot be decoded \(200 bytes; .*$"
+    ) as error:
+        _load(source, LAYOUTS[0], num_workers=workers)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_missing_file_ends_training_in_one_line(folder, tmp_path, workers):
+    """Would catch a traceback where a file vanished while training."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / "a" / f"{number}.png")
+    source = open_source("", str(tmp_path), "train")
+    (tmp_path / "train" / "a" / "2.png").unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        _load(source, Share(0, 1, 4), num_workers=workers)
+    assert error.value.filename.endswith("2.png")
+
+
+def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
+    """Would catch a replacement that depends on the rank, a stage that keeps the bad image's label, a wrong count."""
+    source = open_source("", str(damaged), "train")
+    whole = _load(source, LAYOUTS[0], on_bad_image="skip")
+    expected = {name: _in_global_order(whole, LAYOUTS[0], finish) for name, finish in PARTS.items()}
+    bad = {i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4 == 0}
+    used = expected["indices"].flatten().tolist()
+    for share, options in (
+        (LAYOUTS[4], {}),
+        (LAYOUTS[3], {"num_workers": 2}),
+        (LAYOUTS[4], {"load_images": False}),
+    ):
+        batches = _load(source, share, on_bad_image="skip", **options)
+        for name, finish in PARTS.items():
+            if name != "images" or "load_images" not in options:
+                assert torch.equal(_in_global_order(batches, share, finish), expected[name]), name
+        assert sum(batch.num_skipped for batch in batches) == sum(index in bad for index in used) > 0
+
+
+def test_a_source_of_bad_images_alone_ends_training(tmp_path):
+    """Would catch an endless search for a replacement."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"no image")
+    source = open_source("", str(tmp_path), "train")
+    with pytest.raises(ImageDecodeError, match="nor can the 16 others that were tried in its place"):
+        _load(source, Share(0, 1, 4), on_bad_image="skip")
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize(("dp_size", "batch"), [(1, 41), (1, 8), (2, 8), (4, 3), (3, 20)])
+def test_evaluation_sees_every_image_once_with_its_target(source, dp_size, batch):
+    """Would catch images lost or doubled in the remainder, or an image with the target of another."""
+    seen: dict[int, tuple[bytes, int]] = {}
+    lengths = set()
+    for rank in range(dp_size):
+        loader = eval_loader(source, image=IMAGE, batch=batch, dp_rank=rank, dp_size=dp_size)
+        lengths.add(len(loader))
+        for part in loader:
+            images, targets = finish_images(part, IMAGE, device="cpu"), finish_targets(part, 3, device="cpu")
+            assert len(images) == len(targets) == batch
+            for row in torch.nonzero(finish_valid(part, device="cpu")).flatten().tolist():
+                assert part.indices[row].item() not in seen
+                seen[part.indices[row].item()] = (images[row].numpy().tobytes(), targets[row].item())
+    assert len(lengths) == 1
+    assert sorted(seen) == list(range(NUM_IMAGES))
+    assert [seen[i][1] for i in range(NUM_IMAGES)] == [source.target(i) for i in range(NUM_IMAGES)]
+    if (dp_size, batch) != (1, 41):
+        (whole,) = eval_loader(source, image=IMAGE, batch=41)
+        assert [seen[i][0] for i in range(41)] == [
+            x.numpy().tobytes() for x in finish_images(whole, IMAGE, device="cpu")
+        ]
+
+
+def test_an_evaluation_can_be_repeated_with_its_workers(source):
+    """Would catch a second evaluation that is empty or differs."""
+    loader = eval_loader(source, image=IMAGE, batch=16, num_workers=2)
+    first, second = ([batch.images for batch in loader] for _ in range(2))
+    assert len(first) == len(second) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("load_images", [True, False])
+def test_skipped_evaluation_images_do_not_count(damaged, load_images):
+    """Would catch a bad image counted as a wrong answer, or as another image's right one; and by one stage alone."""
+    source = open_source("", str(damaged), "val")
+    batches = list(eval_loader(source, image=IMAGE, batch=16, on_bad_image="skip", load_images=load_images))
+    valid = torch.cat([batch.valid for batch in batches])
+    indices = torch.cat([batch.indices for batch in batches])[valid].tolist()
+    good = [i for i in range(NUM_IMAGES) if int(Path(source.describe(i)).stem) % 4]
+    assert indices == good
+    assert sum(batch.num_skipped for batch in batches) == NUM_IMAGES - len(good)
+    with pytest.raises(ImageDecodeError):
+        list(eval_loader(source, image=IMAGE, batch=16))
+
+
+def test_the_label_stage_of_an_evaluation_decodes_nothing(source):
+    """Would catch validation images decoded twice in a pipeline."""
+    (batch,) = eval_loader(_Blind(source), image=IMAGE, batch=41, load_images=False)
+    assert batch.targets.tolist() == [source.target(i) for i in range(41)]
+
+
+def test_real_photographs_through_workers(real_images):
+    """Would catch a tar that two workers read at each other's offsets."""
+    source = open_source("", str(real_images / "cifar10"), "test")
+    image = ImageConfig(img_size=(32, 32))
+    options = {"image": image, "augment": PLAIN, "mix": MixConfig(), "stop": 6}
+    alone = _load(source, Share(0, 1, 64), **options)
+    shared = _load(source, Share(0, 1, 64), num_workers=2, **options)
+    for one, other in zip(alone, shared, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.targets, other.targets)
+    index = alone[0].indices[0].item()
+    assert np.array_equal(alone[0].images[0].permute(1, 2, 0).numpy(), np.asarray(source.image(index)))
