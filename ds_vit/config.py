@@ -77,7 +77,7 @@ class RunConfig:
     dataset: str = _flag("", _D, "digits, torch/cifar10, …; empty: image folders or tars in --data-dir")
     data_dir: str = _flag("", _D, "folder that holds train/ and val/ or validation/ (or .tar files)", metavar="DIR")
     train_split: str = _flag("train", _D, "name of the training split")
-    val_split: str = _flag("validation", _D, "name of the evaluation split")
+    val_split: str = _flag("validation", _D, "name of the evaluation split; '': no evaluation", neutral=("",))
     dataset_download: bool = _flag(False, _D, "let torchvision download the data set")
     workers: int = _flag(4, _D, "loader processes a rank (0: load in the training process)", short=("-j",), type=int)
     on_bad_image: str = _flag("error", _D, "an image that cannot be decoded", choices=("error", "skip"))

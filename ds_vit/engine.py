@@ -131,6 +131,11 @@ class PlainEngine:
         self.has_scheduler = self.engine.lr_scheduler is not None
 
     @property
+    def module(self) -> nn.Module:
+        """The model that DeepSpeed trains."""
+        return self.engine.module
+
+    @property
     def device(self) -> torch.device:
         """Where the inputs have to be."""
         return self.engine.device
@@ -208,11 +213,11 @@ class PlainEngine:
         dist.all_reduce(value)
         return value
 
-    def full_state(self, names: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
+    def full_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """The whole model on rank 0's CPU, fp32 masters where there are any (a collective).
 
         Args:
-            names: parameter or buffer name of the engine's module → name in the file.
+            state: names in the file → the engine's parameters and buffers, as `timm_state_dict(…, keep_vars=True)`.
 
         Returns:
             Names in the file → tensors on rank 0, None on the others.
@@ -221,13 +226,9 @@ class PlainEngine:
         from deepspeed.utils import safe_get_full_fp32_param
 
         first = dist.get_rank() == 0
-        state: dict[str, torch.Tensor] = {}
-        tensors = dict(self.engine.module.named_parameters())
-        tensors.update(self.engine.module.named_buffers())
-        for local, name in names.items():
-            tensor = tensors[local]
-            masters = self.stage > 0 and isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            if masters:
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if self.stage > 0 and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 value = safe_get_full_fp32_param(tensor)
             elif hasattr(tensor, "ds_id"):
                 with deepspeed.zero.GatheredParameters([tensor]):
@@ -235,8 +236,8 @@ class PlainEngine:
             else:
                 value = tensor.detach()
             if first:
-                state[name] = value.float().cpu().clone() if value.is_floating_point() else value.cpu().clone()
-        return state if first else None
+                full[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+        return full if first else None
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Give figures to the monitors that the JSON switches on (rank 0 alone has any)."""

@@ -149,7 +149,6 @@ class Session:
             freeze,
             initialise,
             no_weight_decay_names,
-            register_external_parameters,
             take_apart,
             timm_names,
         )
@@ -178,8 +177,6 @@ class Session:
             checkpoint_function=_checkpoint_on_cpu if plan.checkpointing.cpu else None,
         )
         freeze(model, plan.frozen)
-        if plan.stage == 3:
-            register_external_parameters(model)
         names = timm_names(model)
         parameters = [(names[local], p) for local, p in model.named_parameters()]
         cls, arguments = plan.optimizer
@@ -319,11 +316,11 @@ class Session:
     def _save(self) -> None:
         """The final weights as model.safetensors, timm's names, fp32 (a collective)."""
         from ds_vit.checkpoint import save_weights
-        from ds_vit.models import timm_state_names
+        from ds_vit.models import timm_state_dict
 
         if self.plan.config.eval_only:
             return
-        state = self.engine.full_state(timm_state_names(self.engine.engine.module))
+        state = self.engine.full_state(timm_state_dict(self.engine.module, keep_vars=True))
         if state is not None:
             save_weights(self.folder, state)
 

@@ -183,7 +183,7 @@ def test_batch_arithmetic():
         (
             (64, 6, 2, 4),
             {},
-            "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size to 48, or choose micro",
+            "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size to 48, or",
         ),
         ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
         ((2, None, None, 4), {}, "start a number of ranks that divides 2"),

@@ -43,9 +43,9 @@ class SequentialViT(nn.Module):
         """Args:
         layers: from `take_apart`, initialised.
         checkpoint_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
-        checkpoint_function: `function(run, *tensors) -> tensor` that does it, for example
-            `deepspeed.checkpointing.checkpoint`; the default is torch's non-reentrant one. Neither has to keep the
-            state of a random generator: every draw is keyed.
+        checkpoint_function: `function(run, *tensors) -> tensor` that does it; by default torch's. It must be
+            non-reentrant (a reentrant one gives the blocks no gradient when the embedding is frozen) and need not
+            keep the state of a random generator: every draw is keyed.
 
         Raises:
             ValueError: a negative interval, or a function without an interval.
@@ -56,7 +56,6 @@ class SequentialViT(nn.Module):
         if checkpoint_function is not None and not checkpoint_interval:
             raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
         self.layers = nn.ModuleList(layers)
-        self.reentrant = checkpoint_function is not None
         self.checkpoint_function = checkpoint_function or partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
         )
@@ -72,23 +71,14 @@ class SequentialViT(nn.Module):
         Raises:
             ValueError: no keys, in training, for a model with drop-path or dropout.
         """
-        stream = self.layers[0]((images, keys))
+        tokens, *rest = self.layers[0]((images, keys))
         if self.segments and torch.is_grad_enabled():
-            stream = self._checkpointed(stream)
+            for segment in self.segments:
+                tokens = self.checkpoint_function(segment, tokens, *rest)
         else:
             for block in self.layers[1:-1]:
-                stream = block(stream)
-        return self.layers[-1](stream)
-
-    def _checkpointed(self, stream: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        tokens, *rest = stream
-        if self.reentrant and not tokens.requires_grad:
-            # A reentrant checkpoint gives no gradient to its weights unless an input asks for one; with a frozen
-            # embedding none does.
-            tokens = tokens.detach().requires_grad_()
-        for segment in self.segments:
-            tokens = self.checkpoint_function(segment, tokens, *rest)
-        return (tokens, *rest)
+                tokens, *rest = block((tokens, *rest))
+        return self.layers[-1]((tokens, *rest))
 
 
 def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
