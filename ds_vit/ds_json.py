@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 # Top-level keys of DeepSpeed 0.19.8 (runtime/config.py reads them; tests/test_ds_json.py holds this list to it).
@@ -225,13 +227,13 @@ def _leaves(data: Any) -> Iterator[Any]:
         yield data
 
 
-def _nearest(key: str, known: frozenset[str] | set[str] | list[str]) -> str:
+def _nearest(key: str, known: frozenset[str]) -> str:
     close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
     return f'; the nearest known key is "{close[0]}"' if close else ""
 
 
-def _model_keys(block: str) -> set[str] | None:
-    """Keys (and aliases) of the blocks that DeepSpeed itself reads through pydantic."""
+def _block_model(block: str) -> type | None:
+    """The pydantic model by which DeepSpeed reads a block, where it has one."""
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -245,10 +247,28 @@ def _model_keys(block: str) -> set[str] | None:
         "wandb": WandbConfig,
         "comet": CometConfig,
     }
-    model = models.get(block)
+    return models.get(block)
+
+
+def _block_keys(block: str) -> frozenset[str] | None:
+    """The keys that DeepSpeed knows in a block, aliases included; None where the block is free."""
+    model = _block_model(block)
     if model is None:
-        return None
-    return {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+        return _SUB_KEYS.get(block)
+    return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
+
+
+def _check_values(block: str, value: Mapping[str, Any], path: str) -> None:
+    """Let DeepSpeed's own model look at the values ("auto" aside), and say in one line what it does not like."""
+    model = _block_model(block)
+    if model is None:
+        return
+    try:
+        model(**{key: item for key, item in value.items() if item != "auto"})
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join([block, *map(str, first["loc"])])
+        raise ValueError(f"{path}: {name}: {first['msg']}, not {first.get('input')!r}") from None
 
 
 def check_keys(data: Mapping[str, Any], path: str) -> None:
@@ -266,7 +286,7 @@ def check_keys(data: Mapping[str, Any], path: str) -> None:
             raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}"{_nearest(key, TOP_LEVEL)}')
         if key in _REFUSED and _REFUSED[key][0](value):
             raise ValueError(f'{path}: "{key}" {_REFUSED[key][1]}')
-        known = _SUB_KEYS.get(key) or _model_keys(key)
+        known = _block_keys(key)
         if known is None:
             continue
         if not isinstance(value, Mapping):
@@ -275,11 +295,13 @@ def check_keys(data: Mapping[str, Any], path: str) -> None:
             if key == "zero_optimization" and sub in _REMOVED_ZERO:
                 raise ValueError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
             if sub not in known:
-                raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, set(known))}')
+                raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known)}')
     zero = data.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
+    for key, value in data.items():
+        _check_values(key, value, path)
     if zero.get("round_robin_gradients"):
         raise ValueError(
             f'{path}: "zero_optimization.round_robin_gradients" lets DeepSpeed 0.19.8 mix parameters up; delete it'

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(config, explicit, process)
     except ValueError as error:
         # A ValueError that was not raised here is a bug, and shows where.
-        ours = "ds_vit" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = raised_in.is_relative_to(Path(__file__).parent)
         if not ours:
             traceback.print_exc()
         elif speaks or dist.is_initialized():

@@ -83,7 +83,7 @@ def test_removed_keys_are_deepspeeds_own():
 
 def test_stage3_keys_exist():
     """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
-    assert set(ds_json._STAGE3_ONLY) <= ds_json._model_keys("zero_optimization")
+    assert set(ds_json._STAGE3_ONLY) <= ds_json._block_keys("zero_optimization")
 
 
 REFUSED = [
