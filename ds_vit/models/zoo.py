@@ -119,13 +119,19 @@ def _check_trainable(model: TimmViT, name: str) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and not 0.0 <= module.p < 1.0:
             raise ValueError(f"dropout rate {module.p} ({module_name}) must lie in [0, 1)")
         if getattr(module, "aug_active", False):
-            settings = {key: getattr(module, f"{key}_coords") for key in ("shift", "jitter", "rescale")}
-            active = ", ".join(f"rope_{key}_coords={value}" for key, value in settings.items() if value is not None)
-            switch = " ".join(f"rope_{key}_coords=None" for key, value in settings.items() if value is not None)
-            raise ValueError(
-                f"model {name!r} draws random RoPE coordinates once a batch in training ({active}), which would depend "
-                f"on the micro-batch; switch it off with --model-kwargs {switch}"
-            )
+            random = {
+                f"rope_{key}_coords": (value, neutral)
+                for key, neutral in (("shift", 0.0), ("jitter", 1.0), ("rescale", 1.0))
+                if (value := getattr(module, f"{key}_coords")) not in (None, neutral)
+            }
+            if random:
+                active = ", ".join(f"{key}={value}" for key, (value, _) in random.items())
+                switch = " ".join(f"{key}={neutral}" for key, (_, neutral) in random.items())
+                raise ValueError(
+                    f"model {name!r} draws random RoPE coordinates once a batch in training ({active}), which would "
+                    f"depend on the micro-batch; switch it off with --model-kwargs {switch}"
+                )
+            module.aug_active = False  # neutral settings: spare the draws and keep the cached table
 
 
 def create_model(spec: ModelSpec, *, for_training: bool = True) -> TimmViT:

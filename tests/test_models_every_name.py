@@ -1,0 +1,123 @@
+"""Every timm name of the two classes: our layer list computes what timm's own forward computes."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from timm.models import Eva, VisionTransformer
+from vits import KINDS, images, our_model, small_spec, timm_model
+
+from ds_vit.models import ModelSpec, create_model, supported_names, take_apart, timm_names
+
+# Why a name of timm that sounds like a ViT is refused. The classes have a forward of their own.
+NOT_COVERED = {
+    "VisionTransformerDistilled": "deit_base_distilled_patch16_224",
+    "NaFlexVit": "naflexvit_base_patch16_gap",
+    "VisionTransformerRelPos": "vit_relpos_base_patch16_224",
+    "VisionTransformerSAM": "samvit_base_patch16",
+    "Beit": "beit_base_patch16_224",
+    "Hiera": "hiera_tiny_224",
+}
+# Covered forward, refused for training: the statistics of BatchNorm follow the micro-batch.
+BATCH_NORM = {
+    "vit_base_mci_224",
+    "vit_base_resnet26d_224",
+    "vit_base_resnet50d_224",
+    "vit_small_resnet26d_224",
+    "vit_small_resnet50d_s16_224",
+}
+# Covered forward, refused for training as they are: random RoPE coordinates, off with rope_rescale_coords=1.0.
+RANDOM_ROPE = "sapiens2"
+
+
+def small_image_size(name: str) -> int:
+    """Four patches a side: what a name has of its own is in its blocks, and attention is quadratic in this number."""
+    patch_embed = create_model(small_spec(name), for_training=False).patch_embed
+    return 64 if hasattr(patch_embed, "backbone") else 4 * patch_embed.patch_size[0]
+
+
+@pytest.mark.parametrize("name", supported_names())
+def test_every_timm_name(name):
+    """A sub-module that is forgotten, run twice, out of order or with another's table, in eval or in train mode."""
+    random_rope = {"rope_rescale_coords": 1.0} if RANDOM_ROPE in name else {}
+    spec = small_spec(name, img_size=small_image_size(name), **random_rope)
+    reference = timm_model(spec)
+    model = our_model(spec, weights_of=reference, for_training=False)
+    pixels = images(spec)
+    for training in (False, True):
+        reference.train(training)
+        model.train(training)
+        with torch.no_grad():
+            expected, logits = reference(pixels), model(pixels, torch.arange(2))
+        assert expected.std() > 0.02, "logits that say nothing"
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert sorted(timm_names(model).values()) == sorted(dict(reference.named_parameters()))
+
+
+def test_no_name_is_forgotten():
+    """A name of the two classes that the list of supported names leaves out, or one too many."""
+    built = {name: timm.models.model_entrypoint(name).__annotations__.get("return") for name in timm.list_models()}
+    assert {name for name, cls in built.items() if cls in (VisionTransformer, Eva)} == set(supported_names())
+    assert len(supported_names()) >= 189 + 65
+
+
+@pytest.mark.parametrize("kind", NOT_COVERED)
+def test_what_is_not_covered_is_refused_by_name(kind):
+    """A class with another forward that slips in as if it were a plain VisionTransformer."""
+    name = NOT_COVERED[kind]
+    assert type(timm.create_model(name, device="meta")).__name__ == kind
+    with pytest.raises(ValueError, match=f"{name}.*nearest"):
+        create_model(ModelSpec(name))
+
+
+def test_what_is_refused_for_training():
+    """A model whose loss would depend on the micro-batch and that trains all the same."""
+    refused = {}
+    for name in supported_names():
+        try:
+            create_model(small_spec(name))
+        except ValueError as error:
+            refused[name] = str(error)
+    random_rope = {name for name in supported_names() if RANDOM_ROPE in name}
+    assert set(refused) == BATCH_NORM | random_rope
+    assert all("BatchNorm" in refused[name] for name in BATCH_NORM)
+    assert all("rope_rescale_coords=1.0" in refused[name] for name in random_rope)
+    for name in random_rope:
+        create_model(small_spec(name, rope_rescale_coords=1.0))
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_gradient_is_timms(kind, interval):
+    """A parameter that is cut off, shared wrongly or counted twice, with and without recomputation."""
+    spec = small_spec(KINDS[kind], img_size=small_image_size(KINDS[kind]))
+    reference = timm_model(spec)
+    model = our_model(spec, weights_of=reference, checkpoint_interval=interval)
+    pixels, labels = images(spec), torch.tensor([3, 7])
+    torch.nn.functional.cross_entropy(reference(pixels), labels).backward()
+    torch.nn.functional.cross_entropy(model(pixels, torch.arange(2)), labels).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    names = timm_names(model)
+    for name, parameter in model.named_parameters():
+        gradient = expected[names[name]]
+        assert gradient is not None
+        assert parameter.grad is not None, names[name]
+        torch.testing.assert_close(
+            parameter.grad,
+            gradient,
+            rtol=1e-4,
+            atol=1e-6 * float(gradient.abs().max()),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+def test_the_description_stays_as_it_is():
+    """Taking a model apart that changes the model: its names, its rotary embedding, its drop-path."""
+    model = create_model(small_spec(KINDS["learned rotary frequencies"], drop_path=0.3))
+    before = str(model)
+    layers = take_apart(model)
+    assert str(model) == before
+    assert all(parameter.is_meta for parameter in model.parameters())
+    held = {id(p) for layer in layers for p in layer.parameters()}
+    assert not held & {id(p) for p in model.parameters()}

@@ -1,0 +1,86 @@
+"""Small versions of timm's ViTs for tests: any name at depth 2, with weights that let no error hide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, load_timm_state_dict, take_apart
+
+# One name for each kind of thing that a block, an embedding or a head can be made of.
+KINDS = {
+    "class token": "vit_tiny_patch16_224",
+    "registers and layer scale": "vit_small_patch14_reg4_dinov2",
+    "packed SwiGLU": "vit_giant_patch14_dinov2",
+    "average pool": "vit_base_patch16_gap_224",
+    "attention pool": "vit_base_patch16_siglip_224",
+    "pre-norm and CLIP": "vit_base_patch16_clip_224",
+    "RMS norm, SwiGLU, no bias": "aimv2_large_patch14_224",
+    "parallel scaling": "vit_base_patch16_xp_224",
+    "two parallel branches": "vit_small_patch16_18x2_224",
+    "residual post-norm": "vit_base_patch16_rpn_224",
+    "convolutional stem": "vit_tiny_r_s16_p8_224",
+    "Eva with rotary tables": "eva02_tiny_patch14_224",
+    "Eva with norms over features": "eva02_base_patch14_224",
+    "Eva with q and v biases": "eva_giant_patch14_224",
+    "Eva with attention pool": "vit_pe_core_base_patch16_224",
+    "learned rotary frequencies": "vit_small_patch16_rope_mixed_ape_224",
+    "DINOv3": "vit_small_patch16_dinov3_qkvb",
+}
+
+
+def small_kwargs(name: str) -> dict[str, Any]:
+    """Constructor arguments that make a timm model small: depth 2 and, where the stem allows it, width 96."""
+    kwargs: dict[str, Any] = {"depth": 2}
+    if not name.startswith(("vitamin", "vit_base_mci")):  # their stems fix the width
+        kwargs |= {"embed_dim": 96, "num_heads": 3}
+    if "sapiens2" in name:  # its table of key-value heads has an entry for each block
+        kwargs["num_kv_heads"] = 3
+    return kwargs
+
+
+def small_spec(name: str, drop_path: float | None = None, img_size: int | None = None, **kwargs: Any) -> ModelSpec:
+    """The spec of a small model with 10 classes."""
+    return ModelSpec(
+        name, num_classes=10, img_size=img_size, drop_path=drop_path, model_kwargs=small_kwargs(name) | kwargs
+    )
+
+
+def shake(model: nn.Module, seed: int = 0) -> None:
+    """Move every parameter: at timm's initial values many a branch gives zero, and a zero hides whatever is wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+
+
+def timm_model(spec: ModelSpec) -> nn.Module:
+    """The same model as timm alone builds it, on the CPU, all parameters moved away from their initial values."""
+    torch.manual_seed(0)
+    extra = {} if spec.img_size is None else {"img_size": spec.img_size}
+    extra |= {} if spec.drop_path is None else {"drop_path_rate": spec.drop_path}
+    model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
+    shake(model)
+    return model
+
+
+def our_model(
+    spec: ModelSpec, weights_of: nn.Module | None = None, for_training: bool = True, **kwargs: Any
+) -> SequentialViT:
+    """The same model as this package builds it, with the weights of a timm model where one is given."""
+    description = create_model(spec, for_training=for_training)
+    layers = take_apart(description)
+    initialise(description, layers, seed=0, device="cpu")
+    model = SequentialViT(layers, **kwargs)
+    if weights_of is not None:
+        load_timm_state_dict(model, weights_of.state_dict())
+    return model
+
+
+def images(spec: ModelSpec, count: int = 2) -> torch.Tensor:
+    """Random images of the size that the model takes, [count, 3, height, width]."""
+    height, width = create_model(spec, for_training=False).patch_embed.img_size
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
