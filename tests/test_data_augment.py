@@ -164,7 +164,7 @@ def test_random_interpolation_of_a_policy_is_drawn_evenly():
 CONFIGS = {
     "timm's defaults": {},
     "flips": {"hflip": 0.3, "vflip": 0.8, "color_jitter": 0.0},
-    "crop": {"scale": (0.3, 0.6), "ratio": (0.5, 2.0), "train_interpolation": "bicubic", "hflip": 0.0},
+    "crop": {"scale": (0.3, 0.6), "ratio": (0.5, 2.0), "train_interpolation": "nearest", "hflip": 0.0},
     "rkrc": {"train_crop_mode": "rkrc"},
     "rkrr": {"train_crop_mode": "rkrr", "scale": (0.5, 1.0), "ratio": (0.8, 1.25)},
     "RandAugment": {"aa": "rand-m6-mstd0.5-inc1"},
@@ -173,7 +173,7 @@ CONFIGS = {
     "3-Augment": {"aa": "3a", "color_jitter": 0.3},
     "SimCLR": {
         "color_jitter": (0.4, 0.4, 0.2, 0.1),
-        "color_jitter_prob": 0.8,
+        "color_jitter_prob": 0.4,
         "grayscale_prob": 0.2,
         "gaussian_blur_prob": 0.1,
     },
@@ -181,16 +181,25 @@ CONFIGS = {
 IMAGE = ImageConfig(img_size=(24, 32))
 
 
+def _map_photo() -> Image.Image:
+    """A photo whose red grows to the right and whose green grows downwards: a crop's place and size can be read off."""
+    image = np.asarray(_photo()).astype(np.float64) * 0.3
+    image[:, :, 0] += np.linspace(0, 170, image.shape[1])[None, :]
+    image[:, :, 1] += np.linspace(0, 170, image.shape[0])[:, None]
+    return Image.fromarray(image.astype(np.uint8))
+
+
 def _features(pixels: torch.Tensor) -> list[float]:
-    """What the steps change: colours, contrast, saturation, sharpness, mirroring left-right and up-down."""
+    """What the steps change: colours, contrast, saturation, sharpness, mirroring, and the crop's place and size."""
     x = pixels.double()
     return [
         *x.mean(dim=(1, 2)).tolist(),
-        x.std().item(),
+        *x.std(dim=(1, 2)).tolist(),
         (x.amax(0) - x.amin(0)).mean().item(),
-        x.diff(dim=2).abs().mean().item(),
-        (x[:, :, :16].mean() - x[:, :, 16:].mean()).item(),
-        (x[:, :12].mean() - x[:, 12:].mean()).item(),
+        x[2].diff(dim=1).abs().mean().item(),
+        (x[0, :, 16:].mean() - x[0, :, :16].mean()).item(),
+        (x[1, 12:].mean() - x[1, :12].mean()).item(),
+        (x[0].std() / (1.0 + x[1].std())).item(),
     ]
 
 
@@ -203,25 +212,53 @@ def test_the_training_transform_has_timms_distribution(name):
     timms = create_transform(
         (3, 24, 32), is_training=True, use_prefetcher=True, **({"interpolation": "random"} | renamed)
     )
-    image, draws = _photo(), 400
+    image, draws = _map_photo(), 400
     mine = np.array([_features(ours(image, keyed.mix(number))) for number in range(draws)])
     theirs = []
     with seeded(0, "the test's stream"):
         while len(theirs) < draws:
             theirs.append(_features(timms(image)))
     theirs = np.array(theirs)
-    # Nine features of ten configurations: a wrong one shows p < 1e-6 (below), chance reaches 1e-4 once in a hundred.
+    # Eleven features of ten configurations: chance reaches 1e-4 once in a hundred; a wrong flag goes far below it.
     for feature in range(mine.shape[1]):
         assert stats.ks_2samp(mine[:, feature], theirs[:, feature]).pvalue > 1e-4, f"feature {feature}"
 
 
-def test_the_comparison_of_distributions_can_fail():
-    """Would catch features or a sample too weak to see a wrong probability."""
-    image = _photo()
-    right, wrong = (train_transform(IMAGE, AugmentConfig(hflip=p, color_jitter=0.0)) for p in (0.5, 0.2))
-    mine = np.array([_features(right(image, keyed.mix(number))) for number in range(400)])
-    theirs = np.array([_features(wrong(image, keyed.mix(number, 1))) for number in range(400)])
-    assert min(stats.ks_2samp(mine[:, f], theirs[:, f]).pvalue for f in range(mine.shape[1])) < 1e-6
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"hflip": 0.5, "color_jitter": 0.0}, {"hflip": 0.3, "color_jitter": 0.0}),
+        (CONFIGS["crop"], CONFIGS["crop"] | {"scale": (0.3, 0.8)}),
+        (CONFIGS["crop"], CONFIGS["crop"] | {"ratio": (0.75, 4 / 3)}),
+        ({"color_jitter": 0.4}, {"color_jitter": 0.25}),
+    ],
+    ids=["hflip", "scale", "ratio", "color_jitter"],
+)
+def test_the_comparison_of_distributions_can_fail(right, wrong):
+    """Would catch features or a sample too weak to see another probability or range."""
+    image = _map_photo()
+    transforms_ = (train_transform(IMAGE, AugmentConfig(**flags)) for flags in (right, wrong))
+    mine, theirs = (
+        np.array([_features(transform(image, keyed.mix(number, stream))) for number in range(400)])
+        for stream, transform in enumerate(transforms_)
+    )
+    assert min(stats.ks_2samp(mine[:, f], theirs[:, f]).pvalue for f in range(mine.shape[1])) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["rrc", "rkrc"])
+@pytest.mark.parametrize(("flag", "kinds"), [("random", {"bilinear", "bicubic"}), ("lanczos", {"lanczos"})])
+def test_the_interpolation_of_crops(mode, flag, kinds):
+    """Would catch --train-interpolation that does not reach the crop."""
+    crop = train_transform(IMAGE, AugmentConfig(train_crop_mode=mode, train_interpolation=flag)).steps[0]
+    assert {crop.draw(keyed.mix(number), (40, 52))[1].value for number in range(30)} == kinds
+
+
+def test_what_a_geometric_operation_uncovers_is_the_mean_colour():
+    """Would catch --mean that does not reach the policy's fill colour."""
+    image = ImageConfig(img_size=(24, 24), mean=(0.2, 0.4, 0.8))
+    rotate = train_transform(image, AugmentConfig(aa="rand-m9", hflip=0.0)).steps[-1]
+    fills = {o.keywords["fillcolor"] for number in range(50) for o in rotate.draw(keyed.mix(number), (24, 24)) or ()}
+    assert fills == {(51, 102, 204)}
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])

@@ -325,6 +325,25 @@ def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
         assert sum(batch.num_skipped for batch in batches) == sum(index in bad for index in used) > 0
 
 
+@pytest.mark.parametrize("load_images", [True, False])
+def test_a_replacement_brings_its_own_target(tmp_path, load_images):
+    """Would catch the pixels of one class trained under the label of the bad image's class."""
+    for number in range(24):
+        path = tmp_path / "train" / f"class{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (100 * (number % 3), 0, 0)).save(path)
+        if number % 2:
+            path.write_bytes(b"no image")
+    source = open_source("", str(tmp_path), "train")
+    options = {"augment": PLAIN, "mix": MixConfig(), "stop": 2, "on_bad_image": "skip"}
+    batches = _load(source, Share(0, 1, 12), **options)
+    shown = torch.cat([batch.images[:, 0, 0, 0] // 100 for batch in batches])
+    told = torch.cat([batch.targets for batch in _load(source, Share(0, 1, 12), load_images=load_images, **options)])
+    assert torch.equal(shown.long(), told)
+    asked = [source.target(index) for batch in batches for index in batch.indices.tolist()]
+    assert told.tolist() != asked
+
+
 def test_a_source_of_bad_images_alone_ends_training(tmp_path):
     """Would catch an endless search for a replacement."""
     (tmp_path / "train" / "a").mkdir(parents=True)

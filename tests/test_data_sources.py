@@ -120,6 +120,13 @@ def test_numbering_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
     assert listing() == once
 
 
+def test_class_numbers_do_not_depend_on_the_hash_seed(tmp_path):
+    """Would catch ties of the natural order (k1 and k01) left in the order of a set, another in each process."""
+    names = [f"{letter}{number}" for letter in "abcdefgh" for number in ("01", "1")]
+    _write(tmp_path / "train", *(f"{name}/x.png" for name in reversed(names)))
+    assert open_source("", str(tmp_path), "train").class_names == tuple(names)
+
+
 def test_more_kinds_of_images_than_timm_lists_and_a_count_of_the_rest(tmp_path):
     """Would catch a WebP that vanishes in silence, and files that are passed over uncounted."""
     _write(tmp_path / "train", "a/1.webp", "a/2.BMP", "b/3.tiff", "b/4.gif", "b/5.ppm", "b/6.jpe")
