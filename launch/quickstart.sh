@@ -9,19 +9,20 @@ cd -- "$root"
 bash launch/setup.sh
 python=$root/.venv/bin/python
 
-num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-if ((num_gpus > 0)); then
-    ranks=(--num_gpus "$num_gpus")
+num_ranks=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ((num_ranks > 0)); then
+    ranks=(--num_gpus "$num_ranks")
     config=ds_configs/zero1_bf16.json
 else
-    ranks=(--num_accelerators 2)
+    num_ranks=2
+    ranks=(--num_accelerators "$num_ranks")
     config=ds_configs/cpu_zero1_fp32.json
     export DS_ACCELERATOR=cpu
 fi
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
-command=(.venv/bin/deepspeed "${ranks[@]}" --master_port "$port" launch/train.py
-    --deepspeed_config "$config" --recipe launch/recipes/digits.yaml "$@")
+command=(.venv/bin/deepspeed --quiet "${ranks[@]}" --master_port "$port" launch/train.py
+    --deepspeed_config "$config" --recipe launch/recipes/digits.yaml --batch-size "$((64 / num_ranks))" "$@")
 printf 'quickstart: in %s\nquickstart: %s' "$root" "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR }"
 printf '%q ' "${command[@]}"
 printf '\n'

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from project import ROOT
 from ranks import RankPool
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ds_vit"
+PACKAGE = ROOT / "ds_vit"
 
 # From the story to its tools. A module may import modules of lower rows, and its own package; not its own row.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("api", "bench"),
     ("train",),
     ("prepare",),
     ("config", "ds_json", "output"),

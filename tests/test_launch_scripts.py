@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from project import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("bash", "sh", "env", "dirname", "rm", "mkdir", "chmod", "cat", "ln", "touch", "grep")
 
 # Makes an environment as uv would, and writes down what it was asked to install.
@@ -158,21 +158,21 @@ esac
 """
 
 COMMAND = (
-    ".venv/bin/deepspeed {ranks} --master_port 12345 launch/train.py --deepspeed_config ds_configs/{config}.json"
-    " --recipe launch/recipes/digits.yaml --epochs 3"
+    ".venv/bin/deepspeed --quiet {ranks} --master_port 12345 launch/train.py"
+    " --deepspeed_config ds_configs/{config}.json --recipe launch/recipes/digits.yaml --batch-size {batch} --epochs 3"
 )
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "accelerator", "ranks", "config"),
-    [(0, "cpu", "--num_accelerators 2", "cpu_zero1_fp32"), (8, "auto", "--num_gpus 8", "zero1_bf16")],
+    ("num_gpus", "accelerator", "ranks", "config", "batch"),
+    [(0, "cpu", "--num_accelerators 2", "cpu_zero1_fp32", 32), (8, "auto", "--num_gpus 8", "zero1_bf16", 8)],
 )
-def test_quickstart_picks_the_machine_and_shows_its_command(clone, num_gpus, accelerator, ranks, config):
+def test_quickstart_picks_the_machine_and_shows_its_command(clone, num_gpus, accelerator, ranks, config, batch):
     # Catches: one rank on a CPU, a GPU left idle, flags that get lost, a printed command that is not what runs.
     fake_venv(clone, FAKE_PYTHON)
     done = clone.run("my clone/launch/quickstart.sh", "--epochs", "3", NUM_GPUS=str(num_gpus))
     assert done.returncode == 0, done.stderr
-    command = COMMAND.format(ranks=ranks, config=config)
+    command = COMMAND.format(ranks=ranks, config=config, batch=batch)
     place, shown, ran = done.stdout.splitlines()
     assert place == f"quickstart: in {clone.root}"
     assert shown == f"quickstart: {'DS_ACCELERATOR=cpu ' if num_gpus == 0 else ''}{command} "

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from project import ROOT, project_files
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), ROOT / ".ci" / "run"]
 TEXT = {".py", ".sh", ".md", ".json", ".yaml", ".toml", ".sbatch", ".pbs", ""}
 
@@ -19,19 +19,9 @@ TEXT = {".py", ".sh", ".md", ".json", ".yaml", ".toml", ".sbatch", ".pbs", ""}
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:" + "|".join(["work", "root", r"home/\w+", r"Users/\w+"]) + r")/")
 
 
-def tracked_text_files() -> list[Path]:
-    """Files that git tracks or would add, by suffix; empty outside a git clone."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    try:
-        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [ROOT / name for name in names if Path(name).suffix in TEXT and (ROOT / name).is_file()]
-
-
 def test_no_path_of_somebodys_machine():
     # Catches: code, docs or configs that work on the machine they were written on.
-    files = tracked_text_files()
+    files = [path for path in project_files() if path.suffix in TEXT]
     if not files:
         pytest.skip("not a git clone")
     found = [

@@ -1,0 +1,139 @@
+"""The trainer started for real: by every launcher, and by the quickstart in a fresh clone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from curves import assert_same_curve, read_rows, train_in
+from project import ROOT, project_files
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+CONFIG = ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
+TRAINING = [
+    *CONFIG,
+    *("--recipe", str(ROOT / "launch" / "recipes" / "digits.yaml")),
+    *("--max-steps", "3", "--log-interval", "1", "--eval-interval", "0", "--workers", "0"),
+]
+# All that the quickstart finds on PATH beside Python: no compiler, ninja, numactl or MPI.
+TOOLS = ("bash", "sh", "git", "cat", "cp", "dirname", "env", "ls", "mkdir", "mv", "rm", "uname")
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def launch(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess:
+    """Run a launcher on the CPU, as a person would: from another folder, without a rank's variables."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def launchers() -> dict[str, tuple[list[str], int]]:
+    """Launcher → (its command before `launch/train.py`, its number of ranks)."""
+    python = sys.executable
+    return {
+        "python": ([python], 1),
+        "deepspeed": ([python, str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", free_port()], 2),
+        "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()], 2),
+        "mpirun": ([str(BIN / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none", python], 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(ranks) -> list[dict]:
+    """The same training in one rank of the pool."""
+    return train_in(ranks, 1, [*TRAINING, "--batch-size", "16"])
+
+
+@pytest.mark.parametrize("launcher", ["python", "deepspeed", "torchrun", "mpirun"])
+def test_every_launcher_trains_the_same(launcher, reference, tmp_path):
+    # Catches: a launcher whose ranks do not find each other, all take rank 0's data, or train a model each.
+    command, num_ranks = launchers()[launcher]
+    environ = {}
+    if launcher == "mpirun":
+        if not (BIN / "mpirun").exists():
+            pytest.skip("no mpirun: pip install 'ds-vit[mpi]'")
+        environ = {"MASTER_PORT": free_port(), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    output = tmp_path / "out"
+    arguments = [*TRAINING, "--batch-size", str(16 // num_ranks), "--output", str(output)]
+    done = launch([*command, str(ROOT / "launch" / "train.py"), *arguments], tmp_path, **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((output / "summary.json").read_text())["layout"]["dp"] == num_ranks
+    assert_same_curve(reference, read_rows(output), rtol=1e-5)
+
+
+@pytest.mark.parametrize("launcher", ["python", "deepspeed"])
+def test_bad_input_is_one_line_and_exit_code_2(launcher, tmp_path):
+    # Catches: an error told once a rank, lost by the launcher, or found after the run's folder was made.
+    command, _ = launchers()[launcher]
+    arguments = [*CONFIG, "--dataset", "digits", "--model", "vit_tiny_patch17_224", "--output", str(tmp_path / "out")]
+    done = launch([*command, str(ROOT / "launch" / "train.py"), *arguments], tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("train.py: error") == 1
+    assert "vit_tiny_patch16_224" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def bare_path(folder: Path) -> str:
+    """A PATH of `TOOLS` and of the Python that this environment was made from."""
+    folder.mkdir()
+    for name in TOOLS:
+        (folder / name).symlink_to(shutil.which(name))
+    (folder / "python3").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    return str(folder)
+
+
+@pytest.fixture
+def registry(tmp_path) -> None:
+    """Skip where packages cannot be had."""
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), "rich"]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no package registry within reach")
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("registry")
+def test_quickstart_in_a_fresh_clone(tmp_path):
+    # Catches: whatever a stranger meets: a file that is not in git, a hidden need for a compiler, a path with a space,
+    # a recipe that does not learn.
+    files = project_files()
+    if not files:
+        pytest.skip("not a git clone")
+    clone = tmp_path / "a clone"
+    for path in files:
+        target = clone / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    hidden = ("VIRTUAL_ENV", "PYTHON", "OMP_", "DS_", "CUDA", "CC", "CXX", "RANK", "WORLD_SIZE", "LOCAL_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    extensions = tmp_path / "extensions"
+    env |= {"PATH": bare_path(tmp_path / "bin"), "TORCH_EXTENSIONS_DIR": str(extensions), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", "a clone/launch/quickstart.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1400
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    (summary,) = [json.loads(path.read_text()) for path in clone.glob("runs/*/summary.json")]
+    print("quickstart:", summary)
+    assert summary["exit"] == "completed"
+    assert summary["layout"]["dp"] == 2
+    assert summary["last_top1"] >= 95.0
+    assert "quickstart: DS_ACCELERATOR=cpu .venv/bin/deepspeed --quiet --num_accelerators 2" in done.stdout
+    table = done.stdout[done.stdout.rindex("done") :]
+    assert all(word in table for word in ("model", "layout", "top-1", "images/s", "files", "runs/"))
+    assert not extensions.exists(), "something was compiled"
