@@ -14,9 +14,9 @@ step, share), whatever the number of ranks and workers.
 from ds_vit.data.batches import Loader, MicroBatch, eval_loader, train_loader
 from ds_vit.data.finish import finish_images, finish_keys, finish_targets, finish_valid
 from ds_vit.data.order import SampleOrder, Share, evaluation_rows, num_evaluation_batches
-from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig, idle_options
+from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
 from ds_vit.data.source import ImageDecodeError, Source
-from ds_vit.data.sources import check_same_classes, open_source
+from ds_vit.data.sources import open_source
 
 __all__ = [
     "AugmentConfig",
@@ -28,14 +28,12 @@ __all__ = [
     "SampleOrder",
     "Share",
     "Source",
-    "check_same_classes",
     "eval_loader",
     "evaluation_rows",
     "finish_images",
     "finish_keys",
     "finish_targets",
     "finish_valid",
-    "idle_options",
     "num_evaluation_batches",
     "open_source",
     "train_loader",

@@ -1,7 +1,6 @@
 """What a run says about its images: sizes, augmentation and mixing.
 
-The fields are timm's flags with underscores, with timm's defaults. Values are checked when a setting is built; what
-has no effect beside another setting is told by `idle_options`.
+The fields are timm's flags with underscores, with timm's defaults. Values are checked when a setting is built.
 """
 
 from __future__ import annotations
@@ -173,46 +172,3 @@ class MixConfig:
     def mixes_in(self, epoch: int) -> bool:
         """Whether pairs are mixed in an epoch (from 0)."""
         return self.active and (self.mixup_off_epoch == 0 or epoch < self.mixup_off_epoch)
-
-
-_AUGMENTATIONS = (
-    *("scale", "ratio", "train_crop_mode", "hflip", "vflip", "color_jitter", "color_jitter_prob", "grayscale_prob"),
-    *("gaussian_blur_prob", "aa", "train_interpolation", "reprob", "remode", "recount"),
-)
-
-
-def idle_options(explicit: set[str], augment: AugmentConfig, mix: MixConfig) -> dict[str, str]:
-    """The options that were given and have no effect beside the others, with the reason of each.
-
-    Args:
-        explicit: field names that the user set. A neutral value (0, none) is never idle.
-        augment, mix: the settings with them in.
-
-    Returns:
-        Reasons by field name, each to be read after "--name has no effect: ".
-    """
-    reasons: dict[str, str] = {}
-    if augment.no_aug:
-        reasons |= dict.fromkeys(_AUGMENTATIONS, "--no-aug turns all augmentation off")
-    else:
-        if augment.aa and "3a" not in augment.aa:
-            reasons |= dict.fromkeys(
-                ("color_jitter", "color_jitter_prob"), f"--aa {augment.aa} takes its place, as in timm"
-            )
-        elif not augment.color_jitter:
-            reasons["color_jitter_prob"] = "--color-jitter is 0"
-        if augment.reprob == 0.0:
-            reasons |= dict.fromkeys(("remode", "recount"), "--reprob is 0")
-    if not mix.active:
-        for name in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch"):
-            reasons[name] = "neither --mixup nor --cutmix is on"
-    elif not (mix.mixup and (mix.cutmix or mix.cutmix_minmax)):
-        reasons["mixup_switch_prob"] = "only one of --mixup and --cutmix is on"
-    if mix.cutmix_minmax is not None:
-        reasons["cutmix"] = "--cutmix-minmax takes its place, as in timm"
-
-    def is_neutral(name: str) -> bool:
-        value = getattr(augment if name in _AUGMENTATIONS else mix, name)
-        return not value or value == (0,) * (len(value) if isinstance(value, tuple) else 0)
-
-    return {name: reason for name, reason in reasons.items() if name in explicit and not is_neutral(name)}

@@ -135,11 +135,6 @@ def open_source(
     return source
 
 
-def check_same_classes(train: Source, val: Source) -> None:
-    """Raise ValueError when two splits do not number the same classes in the same way, naming those that differ."""
-    _refuse_differing_classes(train.class_names, val.class_names)
-
-
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:
     if train == val:
         return
