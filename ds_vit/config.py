@@ -340,9 +340,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
     if "model_kwargs" in given:
         given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
     values = {**(load_recipe(recipe) if recipe else {}), **given}
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(value)
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
+    """The table from the values that somebody wrote down, by their recipe names; see `parse`.
+
+    Raises:
+        ValueError: an unknown name (the nearest flag is named), or flags that cannot stand together.
+    """
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name in values:
+        if name not in FIELDS:
+            raise ValueError(f'there is no setting "{name}"{_nearest_flag(name)}')
     if values.get("aa") == "none":
         values["aa"] = ""
     config = RunConfig(**values)

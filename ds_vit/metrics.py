@@ -52,27 +52,40 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 
 
 class Throughput:
-    """Images a second, FLOP/s and the share of time spent waiting for data, over the window since the last look.
+    """Images a second and the share of time spent waiting for data, over the window since the last look.
 
-    The clock is meant to be read where the device has just been waited for; evaluation and other pauses are taken out
-    with `pause`/`resume`.
+    The clock is meant to be read where the device has just been waited for; evaluation is taken out with `pause` and
+    `resume`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._start = clock()
-        self._waited = 0.0
-        self._images = 0
         self.total_images = 0
         self.total_seconds = 0.0
+        self._paused = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new window now; what was in the old one is forgotten."""
+        self._start = self._clock()
+        self._waited = 0.0
+        self._images = 0
 
     def waited(self, seconds: float) -> None:
         """Time that the training loop spent waiting for a batch."""
         self._waited += seconds
 
     def step(self, images: int) -> None:
-        """An optimizer step over `images` of the global batch has been launched."""
+        """An optimizer step over a global batch of `images` has been launched."""
         self._images += images
+
+    def pause(self) -> None:
+        """Time from here to `resume` is not training."""
+        self._paused = self._clock()
+
+    def resume(self) -> None:
+        """The window goes on, as if it had begun later."""
+        self._start += self._clock() - self._paused
 
     def window(self, *, count: bool = True) -> tuple[float, float]:
         """(images a second, share of time waiting for data) since the last call; starts a new window.
@@ -80,18 +93,13 @@ class Throughput:
         Args:
             count: add the window to the run's totals (not done for the first step, which warms up).
         """
-        now = self._clock()
-        seconds = max(now - self._start, 1e-9)
+        seconds = max(self._clock() - self._start, 1e-9)
         rate, waiting = self._images / seconds, min(1.0, self._waited / seconds)
         if count:
             self.total_images += self._images
             self.total_seconds += seconds
-        self._start, self._waited, self._images = now, 0.0, 0
+        self.restart()
         return rate, waiting
-
-    def restart(self) -> None:
-        """Forget the time since the last window (an evaluation lay in it); images stay in the totals."""
-        self._start, self._waited = self._clock(), 0.0
 
 
 def _plain(value: Any) -> Any:

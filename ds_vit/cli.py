@@ -1,0 +1,69 @@
+"""`ds-vit`: what is done beside a run.
+
+ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `ds-vit`."""
+    parser = argparse.ArgumentParser(prog="ds-vit", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench = commands.add_parser("bench", help="ratios against a peer, measured in the same run")
+    kinds = bench.add_subparsers(dest="kind", required=True)
+    step = kinds.add_parser("step", help="one training step on one rank, without data loading")
+    step.add_argument("--against", choices=("timm",), default="timm", help="the peer")
+    step.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
+    step.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
+    step.add_argument("-b", "--batch-size", type=int, default=16, help="images a step [%(default)s]")
+    step.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE")
+    step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
+    step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
+    step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _bench_step(arguments)
+    except ValueError as error:
+        print(f"ds-vit: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench_step(arguments: argparse.Namespace) -> int:
+    from ds_vit.bench import bench_step, to_json
+    from ds_vit.metrics import make_console, print_table
+
+    result = bench_step(
+        model=arguments.model,
+        batch_size=arguments.batch_size,
+        deepspeed_config=arguments.deepspeed_config,
+        turns=arguments.turns,
+        steps=arguments.steps,
+        img_size=arguments.img_size,
+    )
+    if arguments.json:
+        print(to_json(result))
+        return 0
+    rows = [
+        ("model", f"{result.model}, batch {result.batch_size}, {result.deepspeed_config}"),
+        ("machine", f"{result.device}, {result.threads} threads"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
+        ("plain timm + torch", f"{result.plain_images_per_second:.2f} images/s"),
+        ("ds_vit", f"{result.ours_images_per_second:.2f} images/s"),
+        ("ratio", f"{result.ratio:.3f}"),
+    ]
+    print_table(make_console(), "training step, fastest of the turns", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

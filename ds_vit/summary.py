@@ -1,0 +1,95 @@
+"""What a run shows at its start, at its end, and in summary.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vit.evaluate import Accuracy
+from ds_vit.metrics import Throughput
+from ds_vit.models import num_parameters
+from ds_vit.prepare import Plan
+
+Rows = list[tuple[str, str]]
+
+
+def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Rows:
+    """The table of the start: model, layout, precision, batch arithmetic, steps.
+
+    Args:
+        plan: the run.
+        flops: forward FLOPs of an image.
+        device: where this rank computes.
+        folder: the output folder.
+    """
+    layout = f"{plan.layout}, ZeRO-{plan.stage}"
+    if plan.checkpointing.interval:
+        blocks = "each block" if plan.checkpointing.interval == 1 else f"every {plan.checkpointing.interval} blocks"
+        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if plan.checkpointing.cpu else "")
+    frozen = f", {len(plan.frozen)} tensors frozen" if plan.frozen else ""
+    data = f"{len(plan.train_source):,} images in {plan.train_source.num_classes} classes"
+    if plan.val_source is not None:
+        data += f", {len(plan.val_source):,} for evaluation"
+    schedule, warmup = "the JSON's scheduler", ""
+    if plan.schedule is not None:
+        schedule, warmup = plan.schedule.name, f", {plan.schedule.warmup_steps:,} of warm-up"
+    clip = plan.deepspeed["gradient_clipping"]
+    optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
+    per_epoch = plan.order.steps_per_epoch
+    return [
+        ("model", plan.config.model),
+        ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
+        ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
+        ("layout", layout),
+        ("precision", f"{plan.precision.name} on {device.type}"),
+        ("data", data),
+        ("global batch", str(plan.batch)),
+        ("steps", f"{plan.total_steps:,} ({per_epoch:,} an epoch, schedule over {plan.horizon:,}{warmup})"),
+        ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
+        ("output", str(folder)),
+    ]
+
+
+def summarise(
+    plan: Plan, accuracies: Sequence[Accuracy], throughput: Throughput, skipped_images: int, wall_seconds: float
+) -> dict[str, Any]:
+    """The contents of summary.json (DESIGN's contract names the keys)."""
+    last = accuracies[-1] if accuracies else None
+    seconds = throughput.total_seconds
+    return {
+        "model": plan.config.model,
+        "num_parameters": num_parameters(plan.model),
+        "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp, "zero_stage": plan.stage},
+        "precision": plan.precision.name,
+        "steps": plan.total_steps,
+        "best_top1": max((a.top1 for a in accuracies), default=None),
+        "last_top1": last.top1 if last else None,
+        "best_top5": max((a.top5 for a in accuracies), default=None),
+        "last_top5": last.top5 if last else None,
+        "eval_images": last.images if last else 0,
+        "images_per_second": throughput.total_images / seconds if seconds else None,
+        "wall_seconds": wall_seconds,
+        "skipped_images": skipped_images,
+        "exit": "completed",
+    }
+
+
+def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
+    """The table of the end: model, layout, top-1, images/s, where the files are."""
+    rows = [("model", summary["model"]), ("layout", f"{plan.layout}, ZeRO-{plan.stage}, {plan.precision.name}")]
+    if summary["last_top1"] is not None:
+        best, images = summary["best_top1"], summary["eval_images"]
+        rows.append(("top-1", f"{summary['last_top1']:.2f} % (best {best:.2f} %) over {images:,} images"))
+    if summary["images_per_second"]:
+        rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
+    if summary["skipped_images"]:
+        rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and were replaced"))
+    weights = "" if plan.config.eval_only else "model.safetensors, "
+    rows += [
+        ("wall time", f"{summary['wall_seconds']:.0f} s"),
+        ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),
+    ]
+    return rows
