@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,19 +107,26 @@ def registry(tmp_path) -> None:
             pytest.skip("no package registry within reach")
 
 
-@pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("registry")
-def test_quickstart_in_a_fresh_clone(tmp_path):
-    # Catches: whatever a stranger meets: a file that is not in git, a hidden need for a compiler, a path with a space,
-    # a recipe that does not learn.
+@pytest.fixture
+def clone(tmp_path) -> Iterator[Path]:
+    """A fresh clone, in a folder whose name has a space; its environment, which takes gigabytes, is removed."""
     files = project_files()
     if not files:
         pytest.skip("not a git clone")
-    clone = tmp_path / "a clone"
+    folder = tmp_path / "a clone"
     for path in files:
-        target = clone / path.relative_to(ROOT)
+        target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
+    yield folder
+    shutil.rmtree(folder / ".venv", ignore_errors=True)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("registry")
+def test_quickstart_in_a_fresh_clone(clone, tmp_path):
+    # Catches: whatever a stranger meets: a hidden need for a compiler, a path with a space, a package that is not
+    # declared, a recipe that does not learn.
     hidden = ("VIRTUAL_ENV", "PYTHON", "OMP_", "DS_", "CUDA", "CC", "CXX", "RANK", "WORLD_SIZE", "LOCAL_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     extensions = tmp_path / "extensions"
