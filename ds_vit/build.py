@@ -32,6 +32,8 @@ def build_engine(plan: Plan, device: torch.device) -> PlainEngine:
         layers,
         seed=plan.config.seed,
         device=device,
+        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+        dtype=getattr(torch, plan.precision.compute) if plan.stage == 3 else torch.float32,
         checkpoint=plan.initial_checkpoint,
         on_layer=on_layer,
     )

@@ -435,9 +435,10 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
             "recount train_interpolation train_crop_mode"
         )
         idle += [(name, "under --no-aug") for name in names.split()]
-    if config.aa:
-        idle += [("color_jitter", "under --aa, which replaces the colour jitter")]
-    if not config.color_jitter:
+    if config.aa and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
+        names = ("color_jitter", "color_jitter_prob")
+        idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
+    elif not config.color_jitter:
         idle += [("color_jitter_prob", "without --color-jitter")]
     if not config.reprob:
         idle += [(name, "without --reprob") for name in ("remode", "recount")]
@@ -446,6 +447,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [(n, "without --mixup or --cutmix") for n in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch")]
     elif config.mixup == 0 or (config.cutmix == 0 and config.cutmix_minmax is None):
         idle += [("mixup_switch_prob", "unless --mixup and --cutmix are both on")]
+    if config.cutmix_minmax is not None:
+        idle += [("cutmix", "beside --cutmix-minmax, which draws the box itself")]
     if not config.bce_loss:
         idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
     if config.dataset == "digits":

@@ -18,6 +18,7 @@ from ds_vit import config as flags
 from ds_vit import ds_json
 from ds_vit.config import RunConfig
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
+from ds_vit.data.augment import train_transform
 from ds_vit.layout import Layout, Process
 from ds_vit.losses import build_loss
 from ds_vit.models import InitialCheckpoint, ModelSpec, create_model, frozen_names, image_size
@@ -279,6 +280,7 @@ def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, Aug
         mixup_off_epoch=config.mixup_off_epoch,
         smoothing=config.smoothing,
     )
+    train_transform(image, augment)  # says now what it would say in a loader's worker
     return image, augment, mix
 
 
@@ -391,7 +393,7 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     config = plan.config
     values = {name: getattr(config, name) for name in flags.FIELDS}
     values["deepspeed_config"] = "deepspeed.json"
-    for name in ("batch_size", "grad_accum_steps", "weight_decay", "clip_grad"):
+    for name in ("output", "batch_size", "grad_accum_steps", "weight_decay", "clip_grad"):
         values[name] = None
     values |= {
         "lr": plan.lr,

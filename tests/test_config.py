@@ -120,6 +120,7 @@ REFUSED = {
     "--no-aug --aa rand-m9": "--aa has no effect under --no-aug; drop it",
     "--no-aug --reprob 0.2": "--reprob has no effect under --no-aug",
     "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
+    "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect beside --cutmix-minmax",
     "--remode const": "--remode has no effect without --reprob",
     "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup or --cutmix",
     "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless",

@@ -1,0 +1,390 @@
+"""A whole run: what it writes, what it shows, and every switch that is not in the oracle's or the promise's tests."""
+
+import contextlib
+import csv
+import io
+import json
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+import yaml
+from curves import assert_same_curve, read_rows, train_in, train_rows
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "ds_configs"
+MODEL = ["--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16]
+DIGITS = [*MODEL, "--dataset", "digits", "--workers", 0, "--log-interval", 1, "-b", 16, "--warmup-steps", 1]
+
+TRAIN_KEYS = {
+    *("kind", "step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator"),
+    *("mfu", "data_wait_fraction", "images_seen"),
+}
+SUMMARY_KEYS = {
+    *("model", "num_parameters", "layout", "precision", "steps", "best_top1", "last_top1", "best_top5", "last_top5"),
+    *("eval_images", "images_per_second", "wall_seconds", "skipped_images", "exit"),
+}
+
+
+def words(*argv):
+    """Arguments as text."""
+    return [str(arg) for arg in argv]
+
+
+def run_quietly(argv, prepare_rank=None):
+    """On a rank: main, and what it said on stdout and stderr."""
+    from ds_vit.train import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
+        if prepare_rank is not None:
+            stack.enter_context(prepare_rank())
+        code = main(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+def json_file(folder, base, **changes):
+    """A shipped file with changes."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads((CONFIGS / base).read_text()), **changes}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def digits_run(ranks, tmp_path_factory):
+    """A short run on two ranks: its folder, and what each rank said."""
+    output = tmp_path_factory.mktemp("digits") / "run"
+    argv = words(*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 5, "--output", output)
+    return output, argv, ranks.run(2, run_quietly, argv)
+
+
+def test_files_of_a_run(digits_run):
+    """The contract: names of files, keys of rows and of the summary."""
+    output, _, said = digits_run
+    assert [code for code, _, _ in said] == [0, 0]
+    names = {path.name for path in output.iterdir()}
+    expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
+    assert names == expected
+    rows = read_rows(output)
+    assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
+    assert all(set(row) == TRAIN_KEYS for row in train_rows(rows))
+    assert rows[-1].keys() == {"kind", "step", "top1", "top5", "loss", "images"}
+    assert rows[-1]["images"] == 355
+    summary = json.loads((output / "summary.json").read_text())
+    assert set(summary) == SUMMARY_KEYS
+    assert summary["layout"] == {"pp": 1, "dp": 2, "tp": 1, "zero_stage": 1}
+    assert (summary["steps"], summary["eval_images"], summary["exit"]) == (5, 355, "completed")
+    assert summary["last_top1"] == rows[-1]["top1"]
+    assert [row["images_seen"] for row in train_rows(rows)] == [32, 64, 96, 128, 160]
+    assert list((output / "tensorboard").glob("events.out.tfevents.*"))
+    deepspeed = json.loads((output / "deepspeed.json").read_text())
+    assert (deepspeed["train_batch_size"], deepspeed["gradient_clipping"]) == (32, 1.0)
+    assert "auto" not in (output / "deepspeed.json").read_text()
+
+
+def test_tensorboard_has_the_same_figures(digits_run):
+    """A curve that differs from metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output = digits_run[0]
+    board = EventAccumulator(str(output / "tensorboard"))
+    board.Reload()
+    losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    assert losses == [(row["step"], pytest.approx(row["loss"])) for row in train_rows(read_rows(output))]
+    assert board.Scalars("eval/top1")[0].value == pytest.approx(read_rows(output)[-1]["top1"])
+
+
+def test_only_rank_0_speaks(digits_run):
+    """Two ranks' lines mixed, or DeepSpeed's chatter."""
+    (_, first, first_err), (_, second, second_err) = digits_run[2]
+    assert second == second_err == ""
+    assert "step 5/5" in first
+    assert "eval at step 5: top-1" in first
+    assert "32 = 16 a micro-batch x 1 accumulated x 2 data-parallel" in first
+    assert "INFO" not in first + first_err
+
+
+def test_config_yaml_runs_the_same_again(ranks, tmp_path, digits_run):
+    """config.yaml must be enough: the same curve from it and another --output alone."""
+    output = digits_run[0]
+    rows = train_in(ranks, 2, ["--recipe", output / "config.yaml", "--output", tmp_path / "again"])
+    assert_same_curve(read_rows(output), rows, rtol=1e-6)
+    again = yaml.safe_load((tmp_path / "again" / "config.yaml").read_text())
+    first = yaml.safe_load((output / "config.yaml").read_text())
+    assert again == first
+
+
+def test_eval_only_of_the_final_weights(ranks, tmp_path, digits_run):
+    """The saved weights must be the trained ones: another rank count evaluates them to the same accuracy."""
+    output = digits_run[0]
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "--eval-only", "--output", tmp_path / "e"]
+    argv += ["--initial-checkpoint", output / "model.safetensors"]
+    [row] = [row for row in train_in(ranks, 3, argv) if row["kind"] == "eval"]
+    last = read_rows(output)[-1]
+    assert (row["top1"], row["top5"], row["images"]) == (last["top1"], last["top5"], last["images"])
+    assert row["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert not (tmp_path / "e" / "model.safetensors").exists()
+
+
+def test_python_api(ranks, tmp_path):
+    """`from ds_vit.api import train` is the same run, and gives the summary on every rank."""
+    settings = {
+        "deepspeed_config": str(CONFIGS / "cpu_zero2_fp32.json"),
+        "dataset": "digits",
+        "model": oracle.MODEL,
+        "model_kwargs": oracle.KWARGS,
+        "img_size": 16,
+        "workers": 0,
+        "max_steps": 1,
+        "warmup_steps": 0,
+        "batch_size": 8,
+        "output": str(tmp_path / "run"),
+    }
+    first, second = ranks.run(2, api_train, settings)
+    assert set(first) == SUMMARY_KEYS
+    assert first["last_top1"] == second["last_top1"]
+
+
+def api_train(settings):
+    """On a rank."""
+    from ds_vit.api import train
+
+    return train(**settings)
+
+
+@pytest.mark.parametrize(
+    ("base", "world"),
+    [
+        ("cpu_zero1_fp32.json", 1),
+        ("zero0_bf16.json", 2),
+        ("zero1_bf16.json", 2),
+        ("zero1_bf16_checkpointing.json", 2),
+        ("zero2_bf16.json", 1),
+        ("zero3_bf16.json", 2),
+        ("zero3_offload_bf16.json", 2),
+        ("zero1_fp32.json", 1),
+    ],
+)
+def test_shipped_files_train(ranks, tmp_path, base, world):
+    """A shipped file that DeepSpeed refuses, or whose curve leaves fp32's by more than bf16's rounding."""
+    data = json.loads((CONFIGS / base).read_text())
+    small = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+    if "zero_optimization" in data and data["zero_optimization"]["stage"]:
+        data["zero_optimization"].update(small)
+    path = tmp_path / base
+    path.write_text(json.dumps(data))
+    argv = [*DIGITS, "--deepspeed_config", path, "--max-steps", 3, "--val-split", "", "-b", 16 // world]
+    rows = train_in(ranks, world, argv)
+    reference = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "-b", 16])
+    assert_same_curve(reference, rows, rtol=5e-3 if "bf16" in base else 1e-5, keys=("loss",))
+
+
+def test_bf16_means_bf16_at_every_stage(ranks, tmp_path):
+    """A partitioned model that stayed in fp32 would look like a good bf16 curve."""
+    argv = [*DIGITS, "--max-steps", 3, "--val-split", ""]
+    fp32 = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
+    runs = []
+    for stage in (1, 2, 3):
+        path = json_file(tmp_path, f"cpu_zero{stage}_fp32.json", bf16={"enabled": True})
+        runs.append(train_in(ranks, 1, [*argv, "--deepspeed_config", path]))
+        assert oracle.largest_deviation(fp32, runs[-1], "loss") > 1e-5
+    # The same weights rounded to bf16 give the same first loss to the last digits; fp32's is further away.
+    first = [train_rows(run)[0]["loss"] for run in runs]
+    assert first[1:] == pytest.approx([first[0]] * 2, rel=1e-6)
+
+
+def test_offload_does_not_change_the_curve(ranks, tmp_path):
+    """Parameters and optimizer in host memory: the same arithmetic."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    zero["reduce_bucket_size"] = 100_000
+    path = json_file(tmp_path, "cpu_zero3_fp32.json", zero_optimization=zero)
+    argv = [*DIGITS, "--max-steps", 4, "--val-split", ""]
+    assert_same_curve(
+        train_in(ranks, 2, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"]),
+        train_in(ranks, 2, [*argv, "--deepspeed_config", path]),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline": {"activation_checkpoint_interval": 3}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"activation_checkpointing": {}},
+    ],
+    ids=str,
+)
+def test_ways_to_recompute(ranks, tmp_path, changes):
+    """Each way of asking for activation checkpointing, with dropout of every kind on."""
+    drops = ["--drop", 0.1, "--drop-path", 0.3, *oracle.kwargs_words({**oracle.KWARGS, "proj_drop_rate": 0.1})]
+    argv = [*DIGITS, *drops, "--max-steps", 3, "--val-split", ""]
+    plain = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
+    path = json_file(tmp_path, "cpu_zero1_fp32.json", **changes)
+    assert_same_curve(plain, train_in(ranks, 1, [*argv, "--deepspeed_config", path]), rtol=1e-6)
+
+
+KINDS = {
+    "eva rope_mixed": ("vit_small_patch16_rope_mixed_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
+    "eva q_bias, sub-norm": ("eva02_base_patch14_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
+    "registers": ("vit_small_patch14_reg4_dinov2", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
+    "map head": ("vit_base_patch16_siglip_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
+    "qk norm, swiglu": ("aimv2_large_patch14_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_kinds_under_zero3(ranks, kind):
+    """A parameter that is read outside its module's forward is not there under ZeRO-3, or gets no gradient."""
+    name, kwargs = KINDS[kind]
+    argv = [*DIGITS, "--model", name, "--model-kwargs", *kwargs.split(), "--max-steps", 3, "--val-split", ""]
+    argv += ["--drop-path", 0.1]
+    zero1 = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
+    zero3 = [*argv, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "-b", 8, "--grad-checkpointing"]
+    assert_same_curve(zero1, train_in(ranks, 2, zero3), rtol=1e-5)
+
+
+def test_evaluation_does_not_disturb_training(ranks):
+    """Evaluating after every epoch must leave the curve alone, under ZeRO-3's prefetching too."""
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "-b", 60, "--epochs", 2]
+    often = train_in(ranks, 2, argv)
+    assert [row["step"] for row in often if row["kind"] == "eval"] == [12, 24]
+    assert_same_curve(often, train_in(ranks, 2, [*argv, "--val-split", ""]), rtol=1e-6)
+
+
+def weights_before_and_after(ranks, tmp_path, *flags, stage=1):
+    """Final weights of a short run and its initial ones."""
+    oracle.write_weights(tmp_path / "w.safetensors", num_classes=10)
+    argv = [*DIGITS, "--img-size", 32, "--initial-checkpoint", tmp_path / "w.safetensors", "--max-steps", 2]
+    argv += ["--deepspeed_config", CONFIGS / f"cpu_zero{stage}_fp32.json", "--output", tmp_path / "run", *flags]
+    train_in(ranks, 2, [*argv, "--val-split", ""])
+    return load_file(str(tmp_path / "w.safetensors")), load_file(str(tmp_path / "run" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("flags", "trained"),
+    [
+        (("--linear-probe",), lambda name: name.startswith("head.")),
+        (
+            ("--freeze", "patch_embed.*", "blocks.[01].*"),
+            lambda n: not n.startswith(("patch_embed", "blocks.0", "blocks.1")),
+        ),
+    ],
+    ids=["linear probe", "freeze"],
+)
+def test_freezing(ranks, tmp_path, stage, flags, trained):
+    """A frozen tensor that moves, a trained one that does not, or a frozen one that is lost from the file."""
+    before, after = weights_before_and_after(ranks, tmp_path, *flags, stage=stage)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if trained(name)}
+
+
+def test_scheduler_of_the_json(ranks, tmp_path):
+    """The JSON's scheduler sets the rate, its "auto" values come from the flags, and the log shows it."""
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    block = {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}}
+    path = json_file(tmp_path, "cpu_zero1_fp32.json", scheduler=block)
+    argv = [*DIGITS, "--deepspeed_config", path, "--warmup-steps", 2, "--lr", 0.01, "--max-steps", 6, "--val-split", ""]
+    rates = [row["lr"] for row in train_rows(train_in(ranks, 1, argv))]
+    assert rates[1:] == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005])  # DeepSpeed's own start
+
+
+def test_monitors_of_the_json_get_the_same_figures(ranks, tmp_path):
+    """DeepSpeed's own writers: the same loss and accuracy as metrics.jsonl."""
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    path = json_file(tmp_path, "cpu_zero1_fp32.json", csv_monitor=monitor)
+    rows = train_in(ranks, 2, [*DIGITS, "--deepspeed_config", path, "--max-steps", 3])
+    with (tmp_path / "csv" / "job" / "Train_loss.csv").open() as file:
+        values = [float(line[1]) for line in list(csv.reader(file))[1:]]
+    assert values == pytest.approx([row["loss"] for row in train_rows(rows)])
+    assert list((tmp_path / "csv" / "job").glob("Eval_top1.csv"))
+
+
+def test_multi_label(ranks, tmp_path):
+    """Several labels an image, binary cross-entropy, the same on one rank and on two."""
+    import numpy as np
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 7)):
+        folder = tmp_path / "data" / split
+        folder.mkdir(parents=True)
+        lines = []
+        for i in range(count):
+            Image.fromarray(generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+            lines.append(f"{i}.png,{';'.join(sorted({f'c{i % 3}', f'c{i % 5}'}))}")
+        (folder / "labels.csv").write_text("\n".join(["file,labels", *lines]) + "\n")
+    argv = [*MODEL, "--data-dir", tmp_path / "data", "--workers", 0, "--log-interval", 1, "--warmup-steps", 0]
+    argv += ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--bce-loss", "--max-steps", 4, "--smoothing", 0.1]
+    one, two = train_in(ranks, 1, [*argv, "-b", 6]), train_in(ranks, 2, [*argv, "-b", 3])
+    assert_same_curve(one, two, rtol=1e-5)
+    counted = [{k: row[k] for k in ("top1", "top5", "images")} for row in (one[-1], two[-1])]
+    assert counted[0] == counted[1]
+    assert counted[0]["images"] == 7
+
+
+def test_initial_weights_of_another_size(ranks, tmp_path):
+    """A .pth of 32 pixels trains at 48: position embeddings are resampled as timm does it."""
+    import timm
+
+    oracle.write_weights(tmp_path / "w.safetensors", num_classes=10)
+    state = load_file(str(tmp_path / "w.safetensors"))
+    torch.save({"state_dict": state}, tmp_path / "w.pth")
+    argv = [*DIGITS, "--img-size", 48, "--initial-checkpoint", tmp_path / "w.pth", "--eval-only"]
+    argv += ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"]
+    [row] = train_in(ranks, 1, argv)
+    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=48, **oracle.KWARGS)
+    model.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(state, model))
+    save_file(model.state_dict(), str(tmp_path / "48.safetensors"))
+    again = [*argv[: argv.index("--initial-checkpoint") + 1], tmp_path / "48.safetensors", *argv[-3:]]
+    [resampled_by_timm] = train_in(ranks, 1, again)
+    assert row["loss"] == pytest.approx(resampled_by_timm["loss"], rel=1e-6)
+
+
+@contextlib.contextmanager
+def pretend_fp16():
+    """Let a CPU take fp16, as an accelerator would."""
+    import functools
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit import ds_json
+
+    precision = functools.partial(ds_json.precision)
+
+    def on_gpu(data, path, *, on_cpu):
+        return precision(data, path, on_cpu=False)
+
+    with (
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
+        mock.patch.object(ds_json, "precision", on_gpu),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_scales_its_loss(ranks, tmp_path, stage):
+    """An overflow must halve the scale and skip the step, on every rank and in every layout alike, and be seen."""
+    fp16 = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    path = json_file(tmp_path, f"cpu_zero{stage}_fp32.json", fp16=fp16)
+    runs = []
+    for world in (1, 2):
+        output = tmp_path / f"run{world}"
+        argv = words(*DIGITS, "--deepspeed_config", path, "--max-steps", 14, "--val-split", "", "-b", 16 // world)
+        said = ranks.run(world, run_quietly, [*argv, "--output", str(output)], pretend_fp16)
+        assert said[0][0] == 0, said[0][2]
+        runs.append(train_rows(read_rows(output)))
+    scales = [row["loss_scale"] for row in runs[0]]
+    skipped = [row["grad_norm"] is None for row in runs[0]]
+    assert scales[0] == 2.0**24
+    assert any(skipped)
+    assert not all(skipped)
+    for i in range(len(scales) - 1):
+        assert scales[i + 1] == (scales[i] / 2 if skipped[i] else scales[i])
+    assert scales == [row["loss_scale"] for row in runs[1]]
+    assert_same_curve(*runs, rtol=5e-3, keys=("loss",))
