@@ -18,6 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("api", "bench"),
     ("train",),
+    ("session",),
+    ("build", "summary"),
     ("prepare",),
     ("config", "ds_json", "output"),
     ("layout",),

@@ -1,0 +1,115 @@
+"""Canaries: each bug or trap of DeepSpeed 0.19 that we work around, seen as it is.
+
+When one of these fails after an upgrade, the workaround that its docstring names can go.
+"""
+
+import pytest
+import torch
+
+
+def engine_on_a_rank(config, steps=0):
+    """A linear layer under DeepSpeed after some steps of SGD; gives (engine's facts) as plain values."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    base = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**base, **config})
+    at_start = engine.module.weight.detach().float().clone()
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(1, 4, dtype=engine.module.weight.dtype)).float().square().sum())
+        engine.step()
+    return {
+        "moved at start": not torch.allclose(before, at_start, atol=1e-2, rtol=0),
+        "norm": engine.get_global_grad_norm(),
+        "clipping": engine.gradient_clipping(),
+        "wrapper": type(engine.optimizer).__name__,
+        "weight dtype": str(engine.module.weight.dtype),
+    }
+
+
+def test_zero0_throws_its_gradient_norm_away(ranks):
+    """engine.py computes the norm itself at stage 0, and clips by it."""
+    [facts] = ranks.run(1, engine_on_a_rank, {"gradient_clipping": 1.0}, steps=1)
+    assert facts["norm"] is None
+
+
+def test_silent_gradient_clipping_is_one(ranks):
+    """prepare.py writes the clipping down, because a silent file clips at 1.0."""
+    [facts] = ranks.run(1, engine_on_a_rank, {})
+    assert facts["clipping"] == 1.0
+
+
+def test_bf16_at_stage_0_gets_the_unfused_optimizer(ranks):
+    """ds_json.py refuses bf16.enabled at stage 0: this wrapper steps the optimizer before training."""
+    [facts] = ranks.run(1, engine_on_a_rank, {"bf16": {"enabled": True}})
+    assert facts["wrapper"] == "FP16_UnfusedOptimizer"
+
+
+def unknown_key_on_a_rank():
+    """Whether DeepSpeed takes a key that nobody knows."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    DeepSpeedConfig({"train_batch_size": 1, "zero_optimisation": {"stage": 3}})
+    return True
+
+
+def test_unknown_top_level_keys_pass_in_silence(ranks):
+    """ds_json.py refuses them by name."""
+    assert ranks.run(1, unknown_key_on_a_rank) == [True]
+
+
+def batch_on_a_rank():
+    """The batch that DeepSpeed makes of 7 images on 2 ranks, or its complaint."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        config = DeepSpeedConfig({"train_batch_size": 7, "gradient_accumulation_steps": 1})
+    except AssertionError as error:
+        return str(error)
+    return config.train_micro_batch_size_per_gpu
+
+
+def test_batch_is_checked_after_a_floor_division(ranks):
+    """ds_json.py checks before: DeepSpeed's complaint names 3, a number that nobody wrote."""
+    assert all("7 != 3 * 1 * 2" in said for said in ranks.run(2, batch_on_a_rank))
+
+
+def auto_on_a_rank():
+    """What DeepSpeed makes of "auto"."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with pytest.raises(TypeError):
+        DeepSpeedConfig({"train_batch_size": "auto"})
+    return True
+
+
+def test_auto_crashes(ranks):
+    """ds_json.resolve replaces every "auto"."""
+    assert ranks.run(1, auto_on_a_rank) == [True]
+
+
+def zero3_on_a_rank():
+    """The type of a model that zero.Init partitioned in fp32 under a bf16 file."""
+    import deepspeed
+
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    model = torch.nn.Linear(4, 4)
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return str(engine.module.weight.dtype)
+
+
+def test_zero3_does_not_cast_a_partitioned_model(ranks):
+    """build.py partitions the model in its type, because DeepSpeed would leave it in fp32 in silence."""
+    assert ranks.run(1, zero3_on_a_rank) == ["torch.float32"]
+
+
+def test_shared_memory_collective_is_a_jit_build():
+    """engine.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
+    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
