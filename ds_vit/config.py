@@ -60,6 +60,12 @@ class RunConfig:
     deepspeed_config: str = _flag("", _R, "DeepSpeed JSON file", spelling="--deepspeed_config", metavar="FILE")
     pp: int = _flag(1, _R, "pipeline stages", neutral=(1,), type=int)
     tp: int = _flag(1, _R, "tensor-parallel ranks", neutral=(1,), type=int)
+    sequence_parallel: bool = _flag(False, _R, "cut the tokens too, between the layers that --tp cuts")
+    class_parallel: str = _flag(
+        "auto", _R, "cut the classifier over classes under --tp", neutral=("auto",), choices=("auto", "on", "off")
+    )
+    check_replicas: int = _flag(0, _R, "steps between bitwise comparisons of replicas", neutral=(0,), type=int)
+    pp_partition: str = _flag("", _R, "first layer of each stage and the number of layers: 0,7,14", neutral=("",))
 
     model: str = _flag("vit_base_patch16_224", _M, "timm name of a VisionTransformer or Eva model")
     model_kwargs: Mapping[str, Any] = _flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
@@ -167,8 +173,6 @@ def spelling(name: str) -> str:
 
 # Flags of the contract whose mechanism has not been built yet: accepted at their neutral value, refused otherwise.
 _NOT_YET = {
-    "pp": "pipeline stages",
-    "tp": "tensor slices",
     "layer_decay": "layer-wise learning-rate decay",
     "model_ema": "the moving average of the weights",
     "model_ema_decay": "the moving average of the weights",
@@ -451,6 +455,10 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("cutmix", "beside --cutmix-minmax, which draws the box itself")]
     if not config.bce_loss:
         idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
+    if config.tp == 1:
+        idle += [(name, "without --tp") for name in ("sequence_parallel", "class_parallel")]
+    if config.pp == 1:
+        idle += [("pp_partition", "without --pp")]
     if config.dataset == "digits":
         idle += [(n, "with --dataset digits") for n in ("data_dir", "train_split", "val_split", "dataset_download")]
     elif not config.dataset.startswith("torch/"):

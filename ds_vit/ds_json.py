@@ -358,6 +358,31 @@ def idle_keys(data: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
+    """Refuse what DeepSpeed's pipeline engine cannot do or gets wrong.
+
+    Raises:
+        ValueError: with the nearest legal choice.
+    """
+    if pp == 1:
+        return
+    stage = data.get("zero_optimization", {}).get("stage", 0)
+    if stage > 1:
+        raise ValueError(
+            f"{path}: ZeRO stage {stage} does not go with --pp {pp}: DeepSpeed's pipeline takes stages 0 and 1; "
+            "use stage 1, or --pp 1"
+        )
+    for key, asked in (
+        ("wall_clock_breakdown", data.get("wall_clock_breakdown")),
+        ("flops_profiler", _on(data.get("flops_profiler"))),
+    ):
+        if asked:
+            raise ValueError(
+                f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it (the start table has the FLOPs, '
+                "metrics.jsonl the times)"
+            )
+
+
 def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
     """Which number formats the file asks for.
 

@@ -1,4 +1,4 @@
-"""One face over DeepSpeed's engine: initialise, train a step, run the model, hand out its weights.
+"""One face over DeepSpeed's engines: initialise, train a step, run the model, hand out its weights.
 
 Every workaround of DeepSpeed that is not about ZeRO's flat memory lives in this file, with a canary test each in
 tests/test_deepspeed_canaries.py.
@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 # Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# In a pipeline the first stage alone has pixels and the last alone has targets: None elsewhere.
+Inputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+# The same for evaluation, and which rows count: bool [B].
+EvalInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def quiet_deepspeed(verbose: bool) -> None:
@@ -85,7 +90,7 @@ class StepResult:
     """What one optimizer step leaves on this rank; nothing here waits for the device.
 
     Attributes:
-        loss: fp32 scalar tensor, the mean over this rank's share of the global batch, before the update.
+        loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
         applied: False where fp16 overflowed and the step was skipped.
     """
@@ -95,44 +100,55 @@ class StepResult:
     applied: bool
 
 
-class PlainEngine:
-    """DeepSpeed's engine around a sequential ViT: ZeRO 0 to 3, one pipeline stage.
+class Engine(ABC):
+    """What is common to the plain and the pipeline engine.
 
     Args:
-        model: `forward(images, keys) → logits [B, C]`.
+        model: what DeepSpeed shall train.
         optimizer: over the model's trained parameters.
-        loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
         config: the DeepSpeed JSON with every "auto" resolved.
+        grid: DeepSpeed's PipelineParallelGrid of the layout; None where the layout is data-parallel alone.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         config: Mapping[str, Any],
+        grid: Any | None = None,
     ) -> None:
         import deepspeed
 
         config = copy.deepcopy(dict(config))
         self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.accumulation = int(config["gradient_accumulation_steps"])
+        self.grid = grid
         self._clip = float(config["gradient_clipping"])
-        self._loss = loss
+        self._norm: torch.Tensor | None = None
         if self.stage == 0:
-            # Without ZeRO DeepSpeed clips by a norm that it throws away; we compute it once, clip and keep it.
+            # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             config["gradient_clipping"] = 0.0
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         config.setdefault("steps_per_print", 2**63 - 1)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
+            model=model, optimizer=optimizer, config=config, dist_init_required=False, **self._initialize_arguments()
         )
-        self.has_scheduler = self.engine.lr_scheduler is not None
+        if self.stage == 0:
+            take_step = self.engine._take_model_step
+
+            def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
+                self._norm = self._clip_gradients()
+                take_step(*args, **kwargs)
+
+            self.engine._take_model_step = clip_and_take_step
+
+    def _initialize_arguments(self) -> dict[str, Any]:
+        return {}
 
     @property
     def module(self) -> nn.Module:
-        """The model that DeepSpeed trains."""
+        """The part of the model that DeepSpeed trains on this rank."""
         return self.engine.module
 
     @property
@@ -165,50 +181,59 @@ class PlainEngine:
             return 1.0
         return float(self.engine.optimizer.cur_scale)
 
+    @abstractmethod
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """One optimizer step: `accumulation` micro-batches are taken from `inputs`."""
-        self.engine.train()
-        total: torch.Tensor | None = None
-        norm: torch.Tensor | None = None
-        for index in range(self.accumulation):
-            images, keys, targets = next(inputs)
-            loss = self._loss(self.engine(images, keys), targets)
-            self.engine.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-            if self.stage == 0 and index == self.accumulation - 1:
-                norm = self._clip_gradients()
-            self.engine.step()
-        assert total is not None
+
+    @abstractmethod
+    def forward_batches(
+        self, batches: Iterator[EvalInputs], num_batches: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Run the model without gradients or anything random (a collective; to be iterated to its end).
+
+        Args:
+            batches: this rank's evaluation batches, all of one shape.
+            num_batches: how many; the same on every rank.
+
+        Yields:
+            (logits fp32 [B, C], targets, valid) of each batch, on the ranks whose rows count: those of the last
+            pipeline stage, one of each tensor-parallel group.
+        """
+
+    def _result(self, loss: torch.Tensor) -> StepResult:
         applied = self.engine.was_step_applied()
-        if self.engine.torch_autocast_z0_gradscaler is not None:  # it skips a step without telling the engine
-            applied = applied and math.isfinite(float(norm))
         if self.stage > 0:
-            norm = self.engine.get_global_grad_norm()
-        return StepResult(loss=total / self.accumulation, grad_norm=norm, applied=applied)
+            return StepResult(loss=loss, grad_norm=self.engine.get_global_grad_norm(), applied=applied)
+        if self.engine.torch_autocast_z0_gradscaler is not None:  # it skips a step without telling the engine
+            applied = applied and math.isfinite(float(self._norm))
+        return StepResult(loss=loss, grad_norm=self._norm, applied=applied)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Norm of the reduced gradients, and clipping by it, where ZeRO does neither for us."""
+        """Norm of the reduced gradients, and clipping by it, where ZeRO does neither for us.
+
+        A tensor slice counts on its own rank, what the ranks of a tensor-parallel group hold in common counts once.
+        """
         scaler = self.engine.torch_autocast_z0_gradscaler
         if scaler is not None:
             scaler.unscale_(self.engine.optimizer)
         trained = [p for p in self.engine.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in trained])
+        once = self.grid is None or self.grid.get_slice_parallel_rank() == 0
+        counted = [p.grad for p in trained if once or getattr(p, "tensor_model_parallel", False)]
+        norm = nn.utils.get_total_norm(counted).to(self.device)
+        if self.grid is not None:
+            square = norm.square()
+            dist.all_reduce(square, group=self.grid.get_model_parallel_group())
+            norm = square.sqrt()
         if self._clip > 0:
             nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
         return norm
 
-    @torch.no_grad()
-    def eval_step(self, images: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Logits [B, C] of a batch in fp32, without gradients or anything random. ZeRO-3: a collective."""
-        self.engine.eval()
-        return self.engine(images, keys).float()
-
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean of a scalar over the data-parallel ranks (a collective)."""
+        """The mean of a scalar over all ranks (a collective)."""
         return self.sum(value) / dist.get_world_size()
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the data-parallel ranks (a collective); the argument stays as it is."""
+        """The sum of a tensor over all ranks (a collective); the argument stays as it is."""
         value = value.clone()
         dist.all_reduce(value)
         return value
@@ -217,7 +242,7 @@ class PlainEngine:
         """The whole model on rank 0's CPU, fp32 masters where there are any (a collective).
 
         Args:
-            state: names in the file → the engine's parameters and buffers, as `timm_state_dict(…, keep_vars=True)`.
+            state: names in the file → this rank's parameters and buffers, as `timm_state_dict(…, keep_vars=True)`.
 
         Returns:
             Names in the file → tensors on rank 0, None on the others.
@@ -225,8 +250,7 @@ class PlainEngine:
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
-        first = dist.get_rank() == 0
-        full: dict[str, torch.Tensor] = {}
+        own: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():
             if self.stage > 0 and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 value = safe_get_full_fp32_param(tensor)
@@ -235,9 +259,25 @@ class PlainEngine:
                     value = tensor.detach().clone()
             else:
                 value = tensor.detach()
-            if first:
-                full[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
-        return full if first else None
+            if self._hands_out:
+                own[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+        return self._gather_state(own)
+
+    @property
+    def _hands_out(self) -> bool:
+        """Whether this rank's values are needed for the whole model: one rank of each data-parallel group."""
+        return dist.get_rank() == 0 if self.grid is None else self.grid.get_data_parallel_rank() == 0
+
+    def _gather_state(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Bring the parts of the pipeline stages together on rank 0."""
+        first = dist.get_rank() == 0
+        if self.grid is None:
+            return own if first else None
+        parts: list[dict[str, torch.Tensor]] | None = [{} for _ in range(dist.get_world_size())] if first else None
+        dist.gather_object(own if self._hands_out else {}, parts)
+        if parts is None:
+            return None
+        return {name: tensor for part in parts for name, tensor in part.items()}
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Give figures to the monitors that the JSON switches on (rank 0 alone has any)."""
@@ -247,3 +287,55 @@ class PlainEngine:
     def close(self) -> None:
         """Let go of DeepSpeed's hooks and buffers."""
         self.engine.destroy()
+
+
+class PlainEngine(Engine):
+    """DeepSpeed's engine around a sequential ViT: ZeRO 0 to 3, one pipeline stage.
+
+    Args:
+        model: `forward(images, keys) → logits [B, C]`.
+        optimizer: over the model's trained parameters.
+        loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
+        config: the DeepSpeed JSON with every "auto" resolved.
+        grid: as for `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        config: Mapping[str, Any],
+        grid: Any | None = None,
+    ) -> None:
+        self._loss = loss
+        super().__init__(model, optimizer, config, grid)
+
+    def _initialize_arguments(self) -> dict[str, Any]:
+        return {} if self.grid is None else {"mpu": self.grid}
+
+    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
+        """As `Engine.train_step`; nothing waits for the device."""
+        self.engine.train()
+        total: torch.Tensor | None = None
+        for _ in range(self.accumulation):
+            images, keys, targets = next(inputs)
+            loss = self._loss(self.engine(images, keys), targets)
+            self.engine.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            self.engine.step()
+        assert total is not None
+        return self._result(total / self.accumulation)
+
+    @torch.no_grad()
+    def forward_batches(
+        self, batches: Iterator[EvalInputs], num_batches: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As `Engine.forward_batches`."""
+        self.engine.eval()
+        counts = self.grid is None or self.grid.get_slice_parallel_rank() == 0
+        for _ in range(num_batches):
+            images, keys, targets, valid = next(batches)
+            logits = self.engine(images, keys).float()
+            if counts:
+                yield logits, targets, valid

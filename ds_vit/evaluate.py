@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ds_vit.engine import PlainEngine
+from ds_vit.engine import Engine, EvalInputs
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Accuracy:
 
 
 def evaluate(
-    engine: PlainEngine,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
+    engine: Engine,
+    batches: Iterator[EvalInputs],
+    num_batches: int,
     *,
     bce: bool = False,
 ) -> Accuracy:
@@ -33,6 +34,7 @@ def evaluate(
         engine: runs the model.
         batches: (images [B, 3, H, W], keys [B], targets [B] or multi-hot [B, C], valid bool [B]); rows that are not
             valid are padding and count nowhere.
+        num_batches: how many this rank brings.
         bce: the loss is binary cross-entropy (multi-label); else softmax cross-entropy without smoothing.
 
     Returns:
@@ -43,8 +45,8 @@ def evaluate(
         ValueError: no image was valid.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=engine.device)  # right at 1, right at 5, loss, images
-    for images, keys, targets, valid in batches:
-        totals += count(engine.eval_step(images, keys), targets, valid, bce=bce)
+    for logits, targets, valid in engine.forward_batches(batches, num_batches):
+        totals += count(logits, targets, valid, bce=bce)
     top1, top5, loss, images = engine.sum(totals).tolist()
     if not images:
         raise ValueError("the validation split has no image that can be decoded")

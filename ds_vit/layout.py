@@ -119,5 +119,13 @@ class Layout:
         """The data-parallel coordinate of a global rank, 0 to dp - 1."""
         return rank // self.tp % self.dp
 
+    def tp_rank(self, rank: int) -> int:
+        """The tensor-parallel coordinate of a global rank, 0 to tp - 1."""
+        return rank % self.tp
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a global rank, 0 to pp - 1."""
+        return rank // (self.dp * self.tp)
+
     def __str__(self) -> str:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,20 @@ from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Shar
 from ds_vit.data.augment import train_transform
 from ds_vit.layout import Layout, Process
 from ds_vit.losses import build_loss
-from ds_vit.models import InitialCheckpoint, ModelSpec, create_model, frozen_names, image_size
+from ds_vit.models import (
+    InitialCheckpoint,
+    ModelSpec,
+    balance,
+    check_bounds,
+    create_model,
+    frozen_names,
+    image_size,
+    layer_costs,
+    take_apart,
+)
 from ds_vit.optim.build import optimizer_class
 from ds_vit.optim.schedules import Schedule
+from ds_vit.tensor_parallel import check_cut, pays
 
 DEFAULT_EPOCHS = 300  # timm's
 DEFAULT_WARMUP_EPOCHS = 5  # timm's
@@ -44,6 +56,8 @@ class Plan:
     batch: ds_json.BatchSizes
     precision: ds_json.Precision
     checkpointing: ds_json.Checkpointing
+    class_parallel: bool  # the classifier is cut over classes
+    bounds: tuple[int, ...]  # stage i has the layers from bounds[i] up to, and without, bounds[i + 1]
     model: torch.nn.Module  # on the meta device: names and shapes
     initial_checkpoint: InitialCheckpoint | None
     frozen: frozenset[str]
@@ -65,6 +79,21 @@ class Plan:
     def stage(self) -> int:
         """The ZeRO stage."""
         return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def pipeline_stage(self) -> int:
+        """Which pipeline stage this rank is in."""
+        return self.layout.stage(self.process.rank)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether this rank's stage takes images: the first one."""
+        return self.pipeline_stage == 0
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether this rank's stage takes targets: the last one."""
+        return self.pipeline_stage == self.layout.pp - 1
 
     @property
     def share(self) -> Share:
@@ -94,6 +123,7 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     ds_json.check_keys(data, path)
     notes = [f"idle in this run: {line}" for line in ds_json.idle_keys(data)]
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
+    ds_json.check_pipeline(data, path, config.pp)
     precision = ds_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     checkpointing = ds_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
     batch = ds_json.batch_sizes(
@@ -140,6 +170,14 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     if initial is not None and initial.newly_initialised:
         notes.append(f"not in {config.initial_checkpoint}, newly initialised: {', '.join(initial.newly_initialised)}")
 
+    if config.tp > 1:
+        check_cut(model, config.tp)
+    frozen = frozen_names(model, config.freeze, config.linear_probe)
+    bounds = _stages(config, model, frozen)
+    if config.pp > 1:
+        bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
+        line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
+        notes.append(line + (" (more accumulation makes it smaller)" if batch.accumulation < config.pp else ""))
     image, augment, mix = _pixels(config, model)
     if mix.active and batch.global_batch % 2:
         raise ValueError(
@@ -160,9 +198,11 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         batch=batch,
         precision=precision,
         checkpointing=checkpointing,
+        bounds=bounds,
+        class_parallel=_class_parallel(config, num_classes),
         model=model,
         initial_checkpoint=initial,
-        frozen=frozen_names(model, config.freeze, config.linear_probe),
+        frozen=frozen,
         image=image,
         augment=augment,
         mix=mix,
@@ -177,6 +217,42 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         horizon=horizon,
         notes=tuple(notes),
     )
+
+
+def _class_parallel(config: RunConfig, num_classes: int) -> bool:
+    """--class-parallel, "auto" resolved."""
+    if config.tp == 1 or config.class_parallel == "off":
+        return False
+    return config.class_parallel == "on" or pays(num_classes, config.tp)
+
+
+def _stages(config: RunConfig, model: torch.nn.Module, frozen: frozenset[str]) -> tuple[int, ...]:
+    """Where the pipeline is cut: --pp-partition, or balanced by FLOPs and activation bytes.
+
+    Raises:
+        ValueError: bounds that do not fit, more stages than layers, or a stage with nothing to train.
+    """
+    layers = take_apart(model)
+    if config.pp_partition:
+        try:
+            bounds = [int(piece) for piece in config.pp_partition.split(",")]
+        except ValueError:
+            message = f"--pp-partition {config.pp_partition!r} is not a list of whole numbers such as 0,7,14"
+            raise ValueError(message) from None
+        bounds = check_bounds(bounds, len(layers), config.pp)
+    elif config.pp == 1:
+        bounds = [0, len(layers)]
+    else:
+        costs = layer_costs(model)
+        bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], config.pp)
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        names = {name for layer in layers[start:stop] for name, _ in layer.named_parameters()}
+        if names <= frozen:
+            raise ValueError(
+                f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
+                "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
+            )
+    return tuple(bounds)
 
 
 def _auto_precision(on_cpu: bool) -> dict[str, bool]:

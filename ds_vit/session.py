@@ -15,6 +15,9 @@ from ds_vit import config as flags
 from ds_vit.build import build_engine
 from ds_vit.checkpoint import save_weights
 from ds_vit.data import (
+    AugmentConfig,
+    MicroBatch,
+    MixConfig,
     eval_loader,
     finish_images,
     finish_keys,
@@ -120,6 +123,8 @@ class Session:
             augment=plan.augment,
             mix=plan.mix,
             stop_step=plan.total_steps,
+            load_images=plan.has_images,
+            load_targets=plan.has_targets,
             on_bad_image=config.on_bad_image,
             num_workers=config.workers,
             pin_memory=self.device.type == "cuda",
@@ -131,12 +136,19 @@ class Session:
             self.throughput.waited(time.perf_counter() - before)
             if batch is None:
                 return
-            self.skipped_images += batch.num_skipped
-            yield (
-                finish_images(batch, plan.image, plan.augment, device=self.device, dtype=self.engine.dtype),
-                finish_keys(batch, device=self.device),
-                finish_targets(batch, config.num_classes, plan.mix, device=self.device),
-            )
+            if plan.has_images:
+                self.skipped_images += batch.num_skipped
+            yield self._finish(batch, plan.augment, plan.mix)
+
+    def _finish(self, batch: MicroBatch, augment: AugmentConfig | None = None, mix: MixConfig | None = None) -> Inputs:
+        """The model's inputs; no pixels behind the first pipeline stage, no targets before the last."""
+        plan = self.plan
+        images = targets = None
+        if plan.has_images:
+            images = finish_images(batch, plan.image, augment, device=self.device, dtype=self.engine.dtype)
+        if plan.has_targets:
+            targets = finish_targets(batch, plan.config.num_classes, mix, device=self.device)
+        return images, finish_keys(batch, device=self.device), targets
 
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
@@ -167,26 +179,21 @@ class Session:
         """Exact accuracy on the validation split (a collective)."""
         plan, config = self.plan, self.plan.config
         self.throughput.pause()
+        batch_size = config.validation_batch_size or plan.batch.micro_batch
         loader = eval_loader(
             plan.val_source,
             image=plan.image,
-            batch=config.validation_batch_size or plan.batch.micro_batch,
+            batch=batch_size,
             dp_rank=plan.share.dp_rank,
             dp_size=plan.layout.dp,
+            load_images=plan.has_images,
+            load_targets=plan.has_targets,
             on_bad_image=config.on_bad_image,
             num_workers=config.workers,
             pin_memory=self.device.type == "cuda",
         )
-        finished = (
-            (
-                finish_images(batch, plan.image, device=self.device, dtype=self.engine.dtype),
-                finish_keys(batch, device=self.device),
-                finish_targets(batch, config.num_classes, device=self.device),
-                finish_valid(batch, device=self.device),
-            )
-            for batch in loader
-        )
-        accuracy = evaluate(self.engine, finished, bce=config.bce_loss)
+        batches = ((*self._finish(batch), finish_valid(batch, device=self.device)) for batch in loader)
+        accuracy = evaluate(self.engine, batches, len(loader), bce=config.bce_loss)
         self.accuracies.append(accuracy)
         if self.reporter:
             figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         folder: the output folder.
     """
     layout = f"{plan.layout}, ZeRO-{plan.stage}"
+    if plan.layout.pp > 1:
+        stages = " | ".join(str(b - a) for a, b in itertools.pairwise(plan.bounds))
+        layout += f", layers a stage {stages}"
+    if plan.config.sequence_parallel:
+        layout += ", sequence parallel"
+    if plan.class_parallel:
+        layout += ", classifier cut over classes"
     if plan.checkpointing.interval:
         blocks = "each block" if plan.checkpointing.interval == 1 else f"every {plan.checkpointing.interval} blocks"
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if plan.checkpointing.cpu else "")

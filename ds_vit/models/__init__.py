@@ -1,11 +1,12 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
-from ds_vit.models.flops import forward_flops
+from ds_vit.models.flops import LayerCost, forward_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
-from ds_vit.models.sequential import SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
+from ds_vit.models.partition import balance, check_bounds
+from ds_vit.models.sequential import Segment, SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -22,9 +23,13 @@ __all__ = [
     "HeadLayer",
     "InitialCheckpoint",
     "Layer",
+    "LayerCost",
     "ModelSpec",
+    "Segment",
     "SequentialViT",
     "TimmViT",
+    "balance",
+    "check_bounds",
     "classifier_names",
     "create_model",
     "forward_flops",
@@ -32,6 +37,7 @@ __all__ = [
     "frozen_names",
     "image_size",
     "initialise",
+    "layer_costs",
     "load_timm_state_dict",
     "names_and_shapes",
     "no_weight_decay_names",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_vit.models.layers import take_apart
 from ds_vit.models.zoo import TimmViT, image_size
 
 
@@ -28,3 +31,34 @@ def forward_flops(model: TimmViT) -> int:
     finally:
         model.train(training)
     return counter.get_total_flops()
+
+
+class LayerCost(NamedTuple):
+    """What one layer costs for one image: forward FLOPs, and fp32 bytes of what its backward pass keeps."""
+
+    flops: int
+    activation_bytes: int
+
+
+def layer_costs(model: TimmViT) -> list[LayerCost]:
+    """The cost of each layer of `take_apart(model)`, counted on the meta device.
+
+    Args:
+        model: from `create_model`, on the meta device.
+    """
+    height, width = image_size(model)
+    value = (torch.empty(1, model.in_chans, height, width, device="meta"), torch.zeros(1, dtype=torch.int64))
+    costs = []
+    for layer in take_apart(model):
+        layer.eval()
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[id(tensor.untyped_storage())] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            value = layer(value)
+        costs.append(LayerCost(counter.get_total_flops(), max(0, sum(kept.values()) - weights)))
+    return costs

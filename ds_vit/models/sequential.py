@@ -17,7 +17,7 @@ from ds_vit.models.layers import BlockLayer, Layer
 CheckpointFunction = Callable[..., torch.Tensor]
 
 
-class _Segment(nn.Module):
+class Segment(nn.Module):
     """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it."""
 
     def __init__(self, blocks: Sequence[BlockLayer]) -> None:
@@ -61,7 +61,7 @@ class SequentialViT(nn.Module):
         )
         blocks = layers[1:-1]
         self.__dict__["segments"] = tuple(
-            _Segment(blocks[start : start + checkpoint_interval])
+            Segment(blocks[start : start + checkpoint_interval])
             for start in range(0, len(blocks) if checkpoint_interval else 0, checkpoint_interval or 1)
         )
 
