@@ -19,7 +19,7 @@ from ds_vit.models import Layer, SequentialViT, freeze, initialise, no_weight_de
 from ds_vit.optim.build import build_optimizer, parameter_groups
 from ds_vit.pipe_engine import PipeEngine, StagedViT
 from ds_vit.prepare import Plan
-from ds_vit.tensor_parallel import TensorParallel, class_parallel_loss, cut_layer
+from ds_vit.tensor_parallel import TensorParallel, class_parallel_loss, cut_layer, gather_logits
 
 
 def build_engine(plan: Plan, device: torch.device) -> Engine:
@@ -59,13 +59,16 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
         on_layer=on_layer,
     )
     loss = _loss(plan, tp)
+    shared: dict[str, Any] = {}
+    if tp is not None and plan.class_parallel:
+        shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
     if layout.pp == 1:
         model = SequentialViT(
             layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
         )
-        return PlainEngine(model, _optimizer(plan, model, device), loss, plan.deepspeed, grid)
+        return PlainEngine(model, _optimizer(plan, model, device), loss, plan.deepspeed, grid=grid, **shared)
     model = StagedViT(
         layers,
         plan.bounds,
@@ -74,7 +77,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
         checkpoint_interval=interval,
         checkpoint_function=checkpoint,
     )
-    return PipeEngine(model, _optimizer(plan, model, device), plan.deepspeed)
+    return PipeEngine(model, _optimizer(plan, model, device), plan.deepspeed, **shared)
 
 
 def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:

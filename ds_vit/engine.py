@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.tensor_parallel import TensorSlice, assemble
+
 # Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
 # In a pipeline the first stage alone has pixels and the last alone has targets: None elsewhere.
 Inputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -108,6 +110,7 @@ class Engine(ABC):
         optimizer: over the model's trained parameters.
         config: the DeepSpeed JSON with every "auto" resolved.
         grid: DeepSpeed's PipelineParallelGrid of the layout; None where the layout is data-parallel alone.
+        whole_logits: puts logits together that are cut over classes (a collective of the tensor-parallel group).
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Engine(ABC):
         optimizer: torch.optim.Optimizer,
         config: Mapping[str, Any],
         grid: Any | None = None,
+        whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
         import deepspeed
 
@@ -123,6 +127,7 @@ class Engine(ABC):
         self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.accumulation = int(config["gradient_accumulation_steps"])
         self.grid = grid
+        self._whole_logits = whole_logits
         self._clip = float(config["gradient_clipping"])
         self._norm: torch.Tensor | None = None
         if self.stage == 0:
@@ -259,14 +264,27 @@ class Engine(ABC):
                     value = tensor.detach().clone()
             else:
                 value = tensor.detach()
+            value = self._whole(tensor, value)
             if self._hands_out:
                 own[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
         return self._gather_state(own)
 
     @property
     def _hands_out(self) -> bool:
-        """Whether this rank's values are needed for the whole model: one rank of each data-parallel group."""
-        return dist.get_rank() == 0 if self.grid is None else self.grid.get_data_parallel_rank() == 0
+        """Whether this rank's values are needed for the whole model: the first of its data and tensor groups."""
+        if self.grid is None:
+            return dist.get_rank() == 0
+        return self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0
+
+    def _whole(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Put the tensor-parallel slices of a parameter together (a collective of the tensor-parallel group)."""
+        description: TensorSlice | None = getattr(tensor, "tp_slice", None)
+        if self.grid is None or description is None or description.dim is None:
+            return value
+        value = value.contiguous()
+        slices = [torch.empty_like(value) for _ in range(description.size)]
+        dist.all_gather(slices, value, group=self.grid.get_slice_parallel_group())
+        return assemble(slices, description)
 
     def _gather_state(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Bring the parts of the pipeline stages together on rank 0."""
@@ -297,7 +315,7 @@ class PlainEngine(Engine):
         optimizer: over the model's trained parameters.
         loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
         config: the DeepSpeed JSON with every "auto" resolved.
-        grid: as for `Engine`.
+        shared: `grid` and `whole_logits`, as for `Engine`.
     """
 
     def __init__(
@@ -306,10 +324,10 @@ class PlainEngine(Engine):
         optimizer: torch.optim.Optimizer,
         loss: Loss,
         config: Mapping[str, Any],
-        grid: Any | None = None,
+        **shared: Any,
     ) -> None:
         self._loss = loss
-        super().__init__(model, optimizer, config, grid)
+        super().__init__(model, optimizer, config, **shared)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {} if self.grid is None else {"mpu": self.grid}
@@ -336,6 +354,6 @@ class PlainEngine(Engine):
         counts = self.grid is None or self.grid.get_slice_parallel_rank() == 0
         for _ in range(num_batches):
             images, keys, targets, valid = next(batches)
-            logits = self.engine(images, keys).float()
+            logits = self._whole_logits(self.engine(images, keys)).float()
             if counts:
                 yield logits, targets, valid

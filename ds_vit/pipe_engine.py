@@ -74,12 +74,14 @@ class PipeEngine(Engine):
     # Evaluation runs this many micro-batches through the pipeline at a time: the bubble against the logits kept.
     _EVAL_CHUNK = 32
 
-    def __init__(self, model: StagedViT, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: StagedViT, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], **shared: Any
+    ) -> None:
         config = dict(config)
         # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.
         config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
         config.pop("activation_checkpointing", None)
-        super().__init__(model, optimizer, config, grid=model._grid)
+        super().__init__(model, optimizer, config, grid=model._grid, **shared)
 
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """As `Engine.train_step`; stages between the first and the last take nothing from `inputs`."""
@@ -103,8 +105,9 @@ class PipeEngine(Engine):
             outputs = engine.eval_batch(
                 feed, compute_loss=False, reduce_output=None, bcast_loss=False, num_micro_batches=size
             )
-            if counts:
-                for logits, (_, _, targets, valid) in zip(outputs, chunk, strict=True):
-                    yield logits.float(), targets, valid
+            for logits, (_, _, targets, valid) in zip(outputs if engine.is_last_stage() else [], chunk, strict=False):
+                whole = self._whole_logits(logits).float()
+                if counts:
+                    yield whole, targets, valid
         engine.reset_activation_shape()
         engine.monitor.enabled = monitoring

@@ -178,6 +178,8 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
         line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
         notes.append(line + (" (more accumulation makes it smaller)" if batch.accumulation < config.pp else ""))
+    if config.check_replicas:
+        _check_has_replicas(config, layout, data.get("zero_optimization", {}).get("stage", 0))
     image, augment, mix = _pixels(config, model)
     if mix.active and batch.global_batch % 2:
         raise ValueError(
@@ -217,6 +219,15 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         horizon=horizon,
         notes=tuple(notes),
     )
+
+
+def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:
+    """Refuse --check-replicas where there is nothing to compare."""
+    flag = f"--check-replicas {config.check_replicas}"
+    if layout.dp * layout.tp == 1:
+        raise ValueError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
+    if stage == 3:
+        raise ValueError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
 
 
 def _class_parallel(config: RunConfig, num_classes: int) -> bool:

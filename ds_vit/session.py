@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,13 @@ import torch.distributed as dist
 from ds_vit import config as flags
 from ds_vit.build import build_engine
 from ds_vit.checkpoint import save_weights
-from ds_vit.data import (
-    AugmentConfig,
-    MicroBatch,
-    MixConfig,
-    eval_loader,
-    finish_images,
-    finish_keys,
-    finish_targets,
-    finish_valid,
-    train_loader,
-)
-from ds_vit.engine import Inputs, StepResult, device_of
+from ds_vit.engine import StepResult, device_of
 from ds_vit.evaluate import Accuracy, evaluate
+from ds_vit.feed import Feed
 from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
 from ds_vit.models import forward_flops, timm_state_dict
 from ds_vit.prepare import Plan, resolved_flags
+from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
 
 
@@ -51,7 +41,6 @@ class Session:
         self.peak = peak_tflops(self.device, plan.precision.name)
         self.throughput = Throughput()
         self.accuracies: list[Accuracy] = []
-        self.skipped_images = 0
         self.reporter: Reporter | None = None
 
     def run(self) -> dict[str, Any]:
@@ -68,6 +57,7 @@ class Session:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
         self.engine = build_engine(plan, self.device)
+        self.feed = Feed(plan, self.engine, self.throughput)
         if console is not None:
             events = self.engine.write_events
             self.reporter = Reporter(self.folder, total_steps=plan.total_steps, events=events, console=console)
@@ -80,7 +70,7 @@ class Session:
         finally:
             if self.reporter:
                 self.reporter.close()
-        skipped = int(self.engine.sum(torch.tensor(self.skipped_images, device=self.device)))
+        skipped = int(self.engine.sum(torch.tensor(self.feed.skipped_images, device=self.device)))
         summary = summarise(plan, self.accuracies, self.throughput, skipped, time.perf_counter() - self.started)
         if console is not None:
             temporary = self.folder / ".summary.json.partial"
@@ -92,7 +82,7 @@ class Session:
 
     def _train(self) -> None:
         plan, config = self.plan, self.plan.config
-        inputs = self._inputs()
+        inputs = self.feed.training()
         per_epoch = plan.order.steps_per_epoch
         self.throughput.restart()
         for step in range(plan.total_steps):
@@ -102,6 +92,8 @@ class Session:
             result = self.engine.train_step(inputs)
             self.throughput.step(plan.batch.global_batch)
             done = step + 1
+            if config.check_replicas and done % config.check_replicas == 0:
+                check_replicas(self.engine, done)
             if done == 1 or done % config.log_interval == 0 or done == plan.total_steps:
                 self._log(done, lr, scale, result)
             elif self.reporter:
@@ -111,44 +103,6 @@ class Session:
                 due = config.eval_interval > 0 and rest == 0 and epochs % config.eval_interval == 0
                 if due or done == plan.total_steps:
                     self._evaluate(done)
-
-    def _inputs(self) -> Iterator[Inputs]:
-        """This rank's micro-batches, finished on the device, for the whole run; the time it waits is counted."""
-        plan, config = self.plan, self.plan.config
-        loader = train_loader(
-            plan.train_source,
-            order=plan.order,
-            share=plan.share,
-            image=plan.image,
-            augment=plan.augment,
-            mix=plan.mix,
-            stop_step=plan.total_steps,
-            load_images=plan.has_images,
-            load_targets=plan.has_targets,
-            on_bad_image=config.on_bad_image,
-            num_workers=config.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        batches = iter(loader)
-        while True:
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.throughput.waited(time.perf_counter() - before)
-            if batch is None:
-                return
-            if plan.has_images:
-                self.skipped_images += batch.num_skipped
-            yield self._finish(batch, plan.augment, plan.mix)
-
-    def _finish(self, batch: MicroBatch, augment: AugmentConfig | None = None, mix: MixConfig | None = None) -> Inputs:
-        """The model's inputs; no pixels behind the first pipeline stage, no targets before the last."""
-        plan = self.plan
-        images = targets = None
-        if plan.has_images:
-            images = finish_images(batch, plan.image, augment, device=self.device, dtype=self.engine.dtype)
-        if plan.has_targets:
-            targets = finish_targets(batch, plan.config.num_classes, mix, device=self.device)
-        return images, finish_keys(batch, device=self.device), targets
 
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
@@ -177,23 +131,8 @@ class Session:
 
     def _evaluate(self, step: int) -> None:
         """Exact accuracy on the validation split (a collective)."""
-        plan, config = self.plan, self.plan.config
         self.throughput.pause()
-        batch_size = config.validation_batch_size or plan.batch.micro_batch
-        loader = eval_loader(
-            plan.val_source,
-            image=plan.image,
-            batch=batch_size,
-            dp_rank=plan.share.dp_rank,
-            dp_size=plan.layout.dp,
-            load_images=plan.has_images,
-            load_targets=plan.has_targets,
-            on_bad_image=config.on_bad_image,
-            num_workers=config.workers,
-            pin_memory=self.device.type == "cuda",
-        )
-        batches = ((*self._finish(batch), finish_valid(batch, device=self.device)) for batch in loader)
-        accuracy = evaluate(self.engine, batches, len(loader), bce=config.bce_loss)
+        accuracy = evaluate(self.engine, *self.feed.evaluation(), bce=self.plan.config.bce_loss)
         self.accuracies.append(accuracy)
         if self.reporter:
             figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}
