@@ -65,7 +65,8 @@ class StagedViT(PipelineModule):
                 del layers[: len(blocks)]
             else:
                 inputs = layers.pop(0)(inputs)
-        return inputs
+        # Point-to-point transfers take contiguous tensors alone; a model without class token has others.
+        return tuple(tensor.contiguous() for tensor in inputs) if isinstance(inputs, tuple) else inputs
 
 
 class PipeEngine(Engine):

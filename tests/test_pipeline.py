@@ -1,0 +1,315 @@
+"""Pipeline stages: where they are cut, who decodes what, exact evaluation, every model kind, and what is refused."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import oracle
+import pytest
+from curves import assert_same_curve, read_rows, train_in
+
+from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
+from ds_vit.train import main
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "ds_configs"
+RTOL = 1e-5
+TINY = {"patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
+BASE = [
+    *("--model", oracle.MODEL, *oracle.kwargs_words(TINY), "--img-size", 16, "--workers", 0, "--log-interval", 1),
+    *("--warmup-steps", 1, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"),
+]
+
+
+def brute_force(flops, memory, stages):
+    """The best (busiest stage's work, largest peak) over all cuts."""
+    layers = len(flops)
+    scores = []
+    for inner in itertools.combinations(range(1, layers), stages - 1):
+        cut = [0, *inner, layers]
+        parts = list(itertools.pairwise(cut))
+        work = max(sum(flops[a:b]) for a, b in parts)
+        peak = max(sum(memory[a:b]) * (stages - i) for i, (a, b) in enumerate(parts))
+        scores.append((work, peak))
+    return min(scores)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_are_balanced(seed):
+    """A cut that is not the best one: the slowest stage sets the pace of a pipeline."""
+    draw = random.Random(seed)
+    layers, stages = draw.randint(2, 9), draw.randint(1, 4)
+    stages = min(stages, layers)
+    flops = [draw.randint(0, 5) for _ in range(layers)]
+    memory = [draw.randint(0, 5) for _ in range(layers)]
+    bounds = balance(flops, memory, stages)
+    parts = list(itertools.pairwise(bounds))
+    assert (bounds[0], bounds[-1], len(parts)) == (0, layers, stages)
+    assert all(a < b for a, b in parts)
+    work = max(sum(flops[a:b]) for a, b in parts)
+    peak = max(sum(memory[a:b]) * (stages - i) for i, (a, b) in enumerate(parts))
+    best = brute_force(flops, memory, stages)
+    assert work == best[0]
+    assert peak >= best[1]
+
+
+def test_equal_blocks_are_cut_evenly_and_early_stages_get_fewer():
+    """12 equal blocks over 5 stages: no stage has more than 3, and the first, which keeps most, is not the fullest."""
+    bounds = balance([0, *[1] * 12, 0], [0, *[1] * 12, 0], 5)
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
+    assert max(sizes) <= 4
+    assert bounds[1] - 1 <= 3
+
+
+def test_layer_costs_add_up():
+    """Costs that miss a layer would unbalance the stages."""
+    model = create_model(ModelSpec("vit_base_patch16_siglip_224"))
+    costs = layer_costs(model)
+    assert sum(cost.flops for cost in costs) == forward_flops(model)
+    assert len(costs) == len(model.blocks) + 2
+    # sbd(20 + 4r) bytes in fp32 with r = 4 and no fused layers below, within a factor: attention's tables aside.
+    tokens, width = 196, 768
+    assert 0.5 < costs[1].activation_bytes / (2 * tokens * width * 34) < 2.0
+
+
+def test_check_bounds():
+    """Explicit bounds that lose a layer."""
+    assert check_bounds([0, 2, 5], 5, 2) == [0, 2, 5]
+    for bad in ([0, 5], [0, 2, 4], [1, 2, 5], [0, 3, 3, 5], [0, 4, 2, 5]):
+        with pytest.raises(ValueError, match="rising numbers"):
+            check_bounds(bad, 5, 2)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """43 training and 103 validation images."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 43, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 103, "val")
+    return folder
+
+
+def count_decodes(argv):
+    """On a rank: train, and give (stage's images decoded, targets read)."""
+    from ds_vit.data import folders
+    from ds_vit.train import main
+
+    counts = {"images": 0, "targets": 0}
+    cls = folders.FolderSource if hasattr(folders, "FolderSource") else None
+    sources = [c for c in vars(folders).values() if isinstance(c, type) and "image" in vars(c)]
+    originals = []
+    for source in [cls] if cls else sources:
+        for what, method in (("images", "image"), ("targets", "target")):
+            original = getattr(source, method)
+            originals.append((source, method, original))
+
+            def counted(self, index, what=what, original=original):
+                counts[what] += 1
+                return original(self, index)
+
+            setattr(source, method, counted)
+    try:
+        assert main(argv) == 0
+    finally:
+        for source, method, original in originals:
+            setattr(source, method, original)
+    return counts
+
+
+def test_only_the_first_stage_decodes(ranks, cifar, tmp_path):
+    """An image decoded behind the first stage is work thrown away; a target read on it too."""
+    argv = [*BASE, "--data-dir", cifar, "--pp", 2, "-b", 4, "--max-steps", 3, "--output", tmp_path / "run"]
+    argv += ["--mixup", 0.5]
+    first, second, third, fourth = ranks.run(4, count_decodes, [str(a) for a in argv])
+    # dp 2: 3 steps of 4 images a rank, and half of the 103 validation images.
+    assert (first["targets"], second["targets"], third["images"], fourth["images"]) == (0, 0, 0, 0)
+    assert first["images"] + second["images"] == 3 * 8 + 103
+    assert third["targets"] + fourth["targets"] == 3 * 8 + 103
+
+
+def evals(rows):
+    """What evaluation counted."""
+    return [{k: row[k] for k in ("step", "top1", "top5", "images")} for row in rows if row["kind"] == "eval"]
+
+
+@pytest.mark.parametrize(("world", "pp", "val_batch"), [(2, 2, 8), (4, 2, 8), (3, 3, 50), (4, 4, 1), (2, 2, 103)])
+def test_exact_evaluation_between_steps(ranks, cifar, world, pp, val_batch):
+    """103 images, any batch and layout, after every epoch: the same counts and accuracy, and training undisturbed."""
+    argv = [*BASE, "--data-dir", cifar, "--epochs", 2, "-vb", val_batch]
+    reference = train_in(ranks, 1, [*argv, "-b", 8])
+    assert [row["images"] for row in evals(reference)] == [103, 103]
+    dp = world // pp
+    rows = train_in(ranks, world, [*argv, "--pp", pp, "-b", 4 // dp, "--grad-accum-steps", 2])
+    assert_same_curve(reference, rows, rtol=RTOL)
+    assert evals(rows) == evals(reference)
+
+
+KINDS = {
+    "registers, average pool": ("vit_small_patch14_reg4_dinov2", {"global_pool": "avg"}),
+    "SigLIP map head": ("vit_base_patch16_siglip_224", {}),
+    "SwiGLU, qk norm": ("aimv2_large_patch14_224", {}),
+    "GluMlp": ("vit_giant_patch14_dinov2", {}),
+    "parallel scaling block": ("vit_base_patch16_xp_224", {}),
+    "layer scale": ("deit3_small_patch16_224", {}),
+    "Eva, fixed RoPE": ("vit_small_patch16_rope_224", {}),
+    "Eva, learned RoPE": ("vit_small_patch16_rope_mixed_224", {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_kinds(ranks, kind):
+    """What crosses a stage boundary beside the tokens: keys, learned rotary frequencies with their gradient."""
+    name, extra = KINDS[kind]
+    kwargs = {**TINY, **extra}
+    argv = [*BASE, "--dataset", "digits", "--model", name, *oracle.kwargs_words(kwargs), "--drop-path", 0.1]
+    argv += ["--max-steps", 3, "--val-split", ""]
+    reference = train_in(ranks, 1, [*argv, "-b", 8])
+    rows = train_in(ranks, 2, [*argv, "--pp", 2, "-b", 2, "--grad-accum-steps", 4, "--grad-checkpointing"])
+    assert_same_curve(reference, rows, rtol=RTOL)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast"])
+def test_bf16_pipeline_stays_with_bf16_alone(ranks, tmp_path, precision):
+    """The deviation of a 16-bit pipeline from one 16-bit rank is rounding: below 0.2 %."""
+    blocks = {
+        "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    }
+    data = json.loads((CONFIGS / "cpu_zero1_fp32.json").read_text()) | blocks[precision]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 6, "--val-split", "", "--deepspeed_config", path]
+    alone = train_in(ranks, 1, [*argv, "-b", 8, "--grad-accum-steps", 2])
+    staged = train_in(ranks, 2, [*argv, "--pp", 2, "-b", 8, "--grad-accum-steps", 2])
+    assert_same_curve(alone, staged, rtol=2e-3, keys=("loss",))
+
+
+def test_monitor_in_a_pipeline(ranks, tmp_path):
+    """Evaluating with a monitor on crashes DeepSpeed's rank 0, which has no output to log."""
+    monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
+    data = json.loads((CONFIGS / "cpu_zero1_fp32.json").read_text()) | {"csv_monitor": monitor}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--pp", 2, "-b", 8, "--deepspeed_config", path]
+    rows = train_in(ranks, 2, argv)
+    assert [row["images"] for row in evals(rows)] == [355]
+    assert (tmp_path / "csv" / "job" / "Eval_top1.csv").exists()
+
+
+def test_weights_of_all_stages_are_saved(ranks, tmp_path):
+    """A stage's weights missing from model.safetensors; another layout must evaluate them to the same accuracy."""
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "-b", 8]
+    train_in(ranks, 4, [*argv, "--pp", 2, "--output", tmp_path / "run"])
+    weights = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
+    [again] = train_in(ranks, 1, [*argv, *weights, "--eval-only"])
+    last = read_rows(tmp_path / "run")[-1]
+    assert (again["top1"], again["images"]) == (last["top1"], last["images"])
+    assert again["loss"] == pytest.approx(last["loss"], rel=RTOL)
+
+
+ILLEGAL = {
+    "--pp 2 --deepspeed_config cpu_zero2_fp32.json": "ZeRO stage 2 does not go with --pp 2",
+    "--pp 2 --deepspeed_config cpu_zero3_fp32.json": "use stage 1, or --pp 1",
+    "--pp 6": "5 layers cannot be cut into --pp 6 stages; --pp may be 1 to 5",
+    "--pp 4": "6 ranks cannot be cut into --pp 4",
+    "--pp 2 --pp-partition 0,9": "--pp 2 needs 3 rising numbers from 0 to the model's 5 layers",
+    "--pp 2 --pp-partition a,b": "'a,b' is not a list of whole numbers",
+    "--pp 2 --linear-probe": "pipeline stage 0 (layers 0 to 1) has nothing to train",
+    "--pp-partition 0,5": "--pp-partition has no effect without --pp",
+    "--check-replicas 1 --deepspeed_config cpu_zero3_fp32.json": "at ZeRO stage 3, where every weight exists once",
+}
+
+
+@pytest.mark.parametrize("words", ILLEGAL)
+def test_illegal_combinations(capsys, monkeypatch, tmp_path, words):
+    """One message with the numbers and the nearest legal choice, before a process group exists."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "6")):
+        monkeypatch.setenv(name, value)
+    asked = [str(CONFIGS / w) if w.endswith(".json") else w for w in words.split()]
+    argv = [str(a) for a in [*BASE, "--dataset", "digits", "-b", 4, "--output", tmp_path / "run", *asked]]
+    if words == "--pp 6":
+        argv += ["--grad-accum-steps", "1"]
+    assert main(argv) == 2
+    line = capsys.readouterr().err.strip()
+    assert ILLEGAL[words] in line
+    assert "\n" not in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["wall_clock_breakdown", "flops_profiler"])
+def test_timers_that_crash_a_pipeline_are_refused(capsys, monkeypatch, tmp_path, key):
+    """DeepSpeed 0.19.8 dies with "bwd_microstep timer has already been started"."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    value = True if key == "wall_clock_breakdown" else {"enabled": True}
+    data = json.loads((CONFIGS / "cpu_zero1_fp32.json").read_text()) | {key: value}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    argv = [*BASE, "--dataset", "digits", "-b", 4, "--pp", 2, "--deepspeed_config", path]
+    assert main([str(a) for a in argv]) == 2
+    assert f'"{key}" crashes DeepSpeed 0.19.8 with --pp 2' in capsys.readouterr().err
+
+
+def test_bubble_is_said(ranks, tmp_path):
+    """Accumulation smaller than pp runs, with one line that gives the bubble."""
+    from test_run import run_quietly
+
+    argv = [*BASE, "--dataset", "digits", "-b", 4, "--pp", 3, "--max-steps", 2, "--val-split", ""]
+    said = ranks.run(3, run_quietly, [str(a) for a in [*argv, "--output", tmp_path / "run"]])
+    assert [code for code, _, _ in said] == [0, 0, 0]
+    assert "pipeline: 1 micro-batches through 3 stages, bubble 67% of a step" in said[0][1]
+
+
+def drift(argv, rank_that_drifts):
+    """On a rank: train, and move one weight of one rank by one unit in the last place after the second step."""
+    import contextlib
+    import io
+
+    import torch
+
+    from ds_vit import engine
+    from ds_vit.train import main
+
+    original = engine.Engine._result
+    steps = 0
+
+    def drifting(self, loss):
+        nonlocal steps
+        steps += 1
+        if steps == 2 and torch.distributed.get_rank() == rank_that_drifts:
+            weight = next(self.module.parameters()).data.view(-1)
+            weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
+        return original(self, loss)
+
+    engine.Engine._result = drifting
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return main(argv), said.getvalue()
+    finally:
+        engine.Engine._result = original
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_check_replicas_finds_one_bit(ranks, tmp_path, stage):
+    """A replica that differs in one unit in the last place must stop the run, by name, on every rank."""
+    config = CONFIGS / f"cpu_zero{stage}_fp32.json"
+    argv = [
+        *BASE,
+        "--dataset",
+        "digits",
+        "-b",
+        4,
+        "--max-steps",
+        4,
+        "--check-replicas",
+        1,
+        "--deepspeed_config",
+        config,
+    ]
+    said = ranks.run(2, drift, [str(a) for a in [*argv, "--output", tmp_path / "run"]], 1)
+    assert [code for code, _ in said] == [2, 2]
+    assert "at step 2" in said[0][1]
+    assert "(data-parallel ranks)" in said[0][1]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
