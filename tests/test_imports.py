@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("evaluate", "checkpoint"),
     ("engine",),
+    ("tensor_parallel",),
     ("metrics", "optim", "losses"),
     ("data", "models"),
     ("keyed",),

@@ -82,11 +82,15 @@ class KeyedPatchDropout(KeyedDrop):
         self.ordered = ordered
         self.with_indices = with_indices
 
+    def num_kept(self, num_patches: int) -> int:
+        """How many of `num_patches` stay in training."""
+        return max(1, int(num_patches * (1.0 - self.prob)))
+
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
         if self.prob == 0.0 or not self.training:
             return None
-        num_keep = max(1, int(num_patches * (1.0 - self.prob)))
+        num_keep = self.num_kept(num_patches)
         keep = torch.argsort(self.uniform((num_patches,)), dim=-1, stable=True)[:, :num_keep]
         return keep.sort(dim=-1)[0] if self.ordered else keep
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from timm.layers.pos_embed_sincos import (
@@ -34,8 +35,23 @@ _EMBED = ("patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "pat
 _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
 
 
+@dataclass(frozen=True)
+class TokenCount:
+    """How many tokens a sample has between the layers, class and register tokens included.
+
+    Attributes:
+        training: in training, where patch dropout leaves some out.
+        evaluating: in evaluation.
+    """
+
+    training: int
+    evaluating: int
+
+
 class Layer(nn.Module):
-    """One element of the list; its parameter names are timm's."""
+    """One element of the list; its parameter names are timm's. `num_tokens` says how long its sequences are."""
+
+    num_tokens: TokenCount
 
     def keyed_drops(self) -> list[KeyedDrop]:
         """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""
@@ -218,6 +234,11 @@ def _rope_of_blocks(model: TimmViT) -> nn.Module | None:
     return rope
 
 
+def _token_count(model: TimmViT, patch_drop: KeyedPatchDropout | None) -> TokenCount:
+    prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
+    return TokenCount(prefix + (patch_drop.num_kept(patches) if patch_drop else patches), prefix + patches)
+
+
 def take_apart(model: TimmViT) -> list[Layer]:
     """The layers of a timm model: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`.
 
@@ -241,6 +262,8 @@ def take_apart(model: TimmViT) -> list[Layer]:
         *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
         _part(model, head_kind, _HEAD),
     ]
+    for layer in layers:
+        layer.num_tokens = _token_count(model, random_patches)
     held = [name for layer in layers for name in layer.state_dict()]
     assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
     return layers

@@ -1,0 +1,18 @@
+"""Tensor parallelism (Megatron's) of timm's ViTs: layers cut over a group of ranks, on tokens whole or shared."""
+
+from ds_vit.tensor_parallel.class_parallel import class_parallel_loss, gather_logits, pays
+from ds_vit.tensor_parallel.collectives import TensorParallel
+from ds_vit.tensor_parallel.cut import check_cut, cut_layer, legal_degrees
+from ds_vit.tensor_parallel.slices import TensorSlice, assemble
+
+__all__ = [
+    "TensorParallel",
+    "TensorSlice",
+    "assemble",
+    "check_cut",
+    "class_parallel_loss",
+    "cut_layer",
+    "gather_logits",
+    "legal_degrees",
+    "pays",
+]

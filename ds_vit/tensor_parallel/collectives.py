@@ -1,0 +1,178 @@
+"""Megatron's f and g, and their counterparts for sequence parallelism, as autograd functions over a given group.
+
+f and g: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3; the ones along the tokens: Korthikanti et al.
+2022, https://arxiv.org/abs/2205.05198, section 4.2. A *region* is what lies between entering and leaving: there, every
+rank holds all tokens and a share of the heads or hidden features. Outside it, a rank holds all features of all tokens,
+or under sequence parallelism of its share of the tokens: ceil(S / t) of them, the last shares padded with zeros.
+
+Nothing here changes its input. Every collective is one of `all_reduce`, `all_gather_into_tensor` and
+`reduce_scatter_tensor` of `torch.distributed`, looked up at the call, so that a test can count what is moved.
+
+Shapes: B samples, S tokens, D features, t ranks of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """One rank's place in its tensor-parallel group.
+
+    Attributes:
+        rank: 0 to size - 1 within the group.
+        size: ranks of the group.
+        group: the process group; its rank order is the order of the shards.
+        sequence_parallel: between the regions each rank holds a share of the tokens.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    sequence_parallel: bool = False
+
+    def share_of(self, count: int) -> int:
+        """ceil(count / size): what each rank holds of `count` tokens or classes, padding included."""
+        return -(-count // self.size)
+
+
+def sum_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The sum of the ranks' tensors, a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=tp.group)
+    return out
+
+
+def stack_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The ranks' tensors [...], stacked by rank: [t, ...]."""
+    out = x.new_empty(tp.size * x.numel())
+    dist.all_gather_into_tensor(out, x.reshape(-1), group=tp.group)
+    return out.view(tp.size, *x.shape)
+
+
+def _padded(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """[B, S, D] -> [B, t * ceil(S / t), D], zeros appended."""
+    missing = tp.share_of(x.shape[1]) * tp.size - x.shape[1]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """[B, S, D] -> [B, ceil(S / t), D]: this rank's tokens."""
+    share = tp.share_of(x.shape[1])
+    return _padded(x, tp)[:, tp.rank * share : (tp.rank + 1) * share].clone(memory_format=torch.contiguous_format)
+
+
+def _all_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+    """[B, ceil(S / t), D] on each rank -> [B, S, D], the padding dropped."""
+    assert share.shape[1] == tp.share_of(num_tokens), f"{share.shape[1]} tokens are no share of {num_tokens}"
+    stacked = stack_over_group(share, tp)
+    return stacked.movedim(0, 1).flatten(1, 2)[:, :num_tokens].contiguous()
+
+
+def _sum_of_own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """[B, S, D] on each rank -> [B, ceil(S / t), D]: the sum over the ranks, this rank's tokens of it."""
+    by_rank = _padded(x, tp).unflatten(1, (tp.size, -1)).movedim(1, 0)
+    out = x.new_empty(by_rank[0].shape)
+    dist.reduce_scatter_tensor(out.view(-1), by_rank.reshape(-1), group=tp.group)
+    return out
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over_group(grad, ctx.tp), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        return sum_over_group(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp = tp
+        return _all_tokens(share, num_tokens, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum_of_own_share(grad, ctx.tp), None, None
+
+
+class _ReduceScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp, ctx.num_tokens = tp, x.shape[1]
+        return _sum_of_own_share(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_tokens(grad, ctx.num_tokens, ctx.tp), None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp, ctx.num_tokens = tp, x.shape[1]
+        return _own_share(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_tokens(grad, ctx.num_tokens, ctx.tp), None
+
+
+class _JoinTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+        ctx.tp = tp
+        return _all_tokens(share, num_tokens, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own_share(grad, ctx.tp), None, None
+
+
+def copy_to_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """f: identity forward, all-reduce backward. What is whole outside and used by every rank's share inside."""
+    return _Copy.apply(x, tp)
+
+
+def reduce_from_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """g: all-reduce forward, identity backward. Every rank's summand -> the sum."""
+    return _Reduce.apply(x, tp)
+
+
+def gather_to_region(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+    """All-gather forward, reduce-scatter backward: tokens [B, ceil(S / t), D] -> [B, S, D] (S = `num_tokens`)."""
+    return _GatherTokens.apply(share, num_tokens, tp)
+
+
+def scatter_from_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """Reduce-scatter forward, all-gather backward: every rank's summand [B, S, D] -> a share [B, ceil(S / t), D]."""
+    return _ReduceScatterTokens.apply(x, tp)
+
+
+def split_tokens(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """Split forward, all-gather backward: tokens [B, S, D], the same on every rank -> a share [B, ceil(S / t), D]."""
+    return _SplitTokens.apply(x, tp)
+
+
+def join_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+    """All-gather forward, split backward: shares -> [B, S, D], of which every rank then computes the same."""
+    return _JoinTokens.apply(share, num_tokens, tp)

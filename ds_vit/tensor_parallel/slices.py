@@ -1,0 +1,94 @@
+"""Which part of a whole tensor a tensor-parallel rank holds, and how the parts make the whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One rank's slice of a tensor, or the whole of one that every rank holds.
+
+    A tensor is cut along one dimension. Several matrices may lie packed there (q, k and v; gate and value): each is
+    a section, cut by itself into `size` equal contiguous shares, of which this rank has number `rank`. A fused qkv
+    weight [3 * heads * head_dim, D] is so cut by heads. Where a section does not divide (the class axis alone), shares
+    have the size of the largest, and what lies past the end is zero.
+
+    Attributes:
+        full_shape: of the whole tensor.
+        dim: the dimension that is cut; None for a tensor that every rank holds whole.
+        sections: lengths along `dim` of what is packed there.
+        rank: of this slice, within the tensor-parallel group.
+        size: ranks of the group.
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None
+    sections: tuple[int, ...]
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        assert self.dim is None or sum(self.sections) == self.full_shape[self.dim], self
+
+    def shares(self) -> list[int]:
+        """Length of this slice's share of each section, padding included."""
+        return [-(-length // self.size) for length in self.sections]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        if self.dim is None:
+            return self.full_shape
+        return (*self.full_shape[: self.dim], sum(self.shares()), *self.full_shape[self.dim + 1 :])
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the whole tensor, in memory of its own.
+
+        Raises:
+            ValueError: the tensor has another shape.
+        """
+        if tuple(full.shape) != self.full_shape:
+            raise ValueError(f"a tensor of shape {tuple(full.shape)} is no whole of shape {self.full_shape}")
+        if self.dim is None:
+            return full.clone()
+        pieces = []
+        for section, share in zip(full.split(self.sections, self.dim), self.shares(), strict=True):
+            start = min(self.rank * share, section.shape[self.dim])
+            length = min(share, section.shape[self.dim] - start)
+            pieces.append(section.narrow(self.dim, start, length))
+            if length < share:
+                pieces.append(full.new_zeros((*full.shape[: self.dim], share - length, *full.shape[self.dim + 1 :])))
+        return torch.cat(pieces, self.dim)
+
+
+def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.Tensor:
+    """The whole tensor.
+
+    Args:
+        slices: every rank's slice, in rank order.
+        description: of any one of them.
+
+    Returns:
+        a tensor of shape `description.full_shape`; where every rank holds the whole, the first rank's own tensor.
+
+    Raises:
+        ValueError: the number of slices or a shape does not fit.
+    """
+    if len(slices) != description.size:
+        raise ValueError(f"{len(slices)} slices of a tensor that was cut in {description.size}")
+    for rank, piece in enumerate(slices):
+        if tuple(piece.shape) != description.local_shape:
+            raise ValueError(f"slice {rank} has shape {tuple(piece.shape)}, not {description.local_shape}")
+    dim = description.dim
+    if dim is None:
+        return slices[0]
+    by_section = zip(*(piece.split(description.shares(), dim) for piece in slices), strict=True)
+    whole = [
+        torch.cat(shares, dim).narrow(dim, 0, length)
+        for length, shares in zip(description.sections, by_section, strict=True)
+    ]
+    return torch.cat(whole, dim)

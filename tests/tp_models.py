@@ -1,0 +1,149 @@
+"""Cut models for the tests of tensor parallelism: what each rank computes, put together, beside the uncut layer's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from vits import shake
+
+from ds_vit.models import Layer, ModelSpec, create_model, initialise, take_apart
+from ds_vit.tensor_parallel import TensorParallel, assemble, cut_layer
+
+WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
+
+# Every kind of block, by what is special about cutting it: timm's name and arguments.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Attention and Mlp": ("vit_tiny_patch16_224", {}),
+    "layer scale": ("vit_small_patch14_reg4_dinov2", {}),
+    "qk-norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
+    "norms over features": ("vit_tiny_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}),
+    "packed SwiGLU": ("vit_giant_patch14_dinov2", {}),
+    "SwiGLU, RMS norm, no bias": ("aimv2_large_patch14_224", {}),
+    "parallel scaling, qk-norm, no bias": ("vit_base_patch16_xp_224", {}),
+    "parallel scaling, bias": ("vit_pwee_patch16_reg1_gap_256", {}),
+    "two parallel branches": ("vit_small_patch16_18x2_224", {}),
+    "residual post-norm": ("vit_base_patch16_rpn_224", {}),
+    "differential": ("vit_dwee_patch16_reg1_gap_256", {}),
+    "differential, parallel scaling": ("vit_dpwee_patch16_reg1_gap_256", {}),
+    "differential, norms": ("vit_tiny_patch16_224", {"attn_layer": "diff", "qk_norm": True, "scale_attn_norm": True}),
+    "beit3": ("beit3_base_patch16_224", {}),
+    "ViTamin": ("vitamin_small_224", {"depth": 2}),
+    "Eva, fused qkv, RoPE": ("eva02_tiny_patch14_224", {}),
+    "Eva, separate qkv, norm in SwiGLU": ("eva02_base_patch14_224", {}),
+    "Eva, norm in attention": ("eva02_base_patch16_clip_224", {}),
+    "Eva, q and v biases": ("eva_giant_patch14_224", {}),
+    "Eva, post-norm": ("eva02_enormous_patch14_clip_224", {}),
+    "Eva, qk-norm": ("eva02_tiny_patch14_224", {"qk_norm": True}),
+    "Attention, gated": ("vit_tiny_patch16_224", {}),
+    "EvaAttention, gated": ("eva02_base_patch16_clip_224", {}),
+    "AttentionRope, gated": ("vit_base_patch16_rope_224", {}),
+    "AttentionRope": ("vit_pe_core_base_patch16_224", {"attn_pool_num_heads": 6}),
+    "grouped queries": (
+        "vit_base_patch16_sapiens2",
+        {"num_heads": 12, "embed_dim": 96, "num_kv_heads": 6, "rope_rescale_coords": 1.0},
+    ),
+    "DINOv3": ("vit_small_patch16_dinov3_qkvb", {}),
+    "learned rotary frequencies": ("vit_small_patch16_rope_mixed_ape_224", {}),
+}
+
+# Every kind of head.
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "class token": ("vit_tiny_patch16_224", {}),
+    "average pool": ("vit_base_patch16_gap_224", {}),
+    "attention pool": ("vit_base_patch16_siglip_224", {}),
+    "attention pool of Eva": ("vit_pe_core_base_patch16_224", {"attn_pool_num_heads": 6}),
+}
+
+NUM_CLASSES = 10  # three ranks hold 4, 4 and 2
+
+
+def spec_of(name: str, kwargs: dict[str, Any], grid: int = 3, **more: Any) -> ModelSpec:
+    """A small model of `grid` x `grid` patches (with a class token 10 of them, which 3 ranks do not share evenly)."""
+    arguments = ({} if name.startswith("vitamin") else WIDTH) | kwargs
+    patch = create_model(ModelSpec(name, model_kwargs=arguments), for_training=False).patch_embed.patch_size[0]
+    return ModelSpec(name, NUM_CLASSES, img_size=grid * patch, model_kwargs=arguments, **more)
+
+
+def whole_layers(spec: ModelSpec, dtype: torch.dtype = torch.float64, gated: bool = False) -> list[Layer]:
+    """The uncut layers, with weights away from their initial values: the same on every rank.
+
+    `gated` gives the blocks' attention timm's output gate, which its models do not pass on to their blocks.
+    """
+    description = create_model(spec, for_training=False)
+    layers = take_apart(description)
+    initialise(description, layers, seed=0, device="cpu", dtype=dtype)
+    for layer in layers[1:-1] if gated else ():
+        attention = layer.block.attn
+        attention.gate = torch.nn.Linear(attention.proj.out_features, attention.proj.in_features, dtype=dtype)
+    for index, layer in enumerate(layers):
+        shake(layer, seed=index)
+    return layers
+
+
+def tensor_parallel(sequence_parallel: bool = False) -> TensorParallel:
+    """The whole world as one tensor-parallel group."""
+    return TensorParallel(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, sequence_parallel)
+
+
+def cut_copies(layers: list[Layer], tp: TensorParallel, class_parallel: bool = False) -> list[Layer]:
+    """This rank's share of the layers; the layers stay whole."""
+    copies = copy.deepcopy(layers)
+    for layer in copies:
+        cut_layer(layer, tp, class_parallel=class_parallel)
+    return copies
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def whole_gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a cut layer put together; AssertionError where what every rank holds differs bitwise."""
+    mine = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    everyone = from_all_ranks(mine)
+    out = {}
+    for name, parameter in layer.named_parameters():
+        slices = [gradients[name] for gradients in everyone]
+        assert all(gradient is not None for gradient in slices), f"{name} has no gradient"
+        if parameter.tp_slice.dim is None:
+            assert all(torch.equal(slices[0], other) for other in slices), f"the ranks' gradients of {name} differ"
+        out[name] = assemble(slices, parameter.tp_slice)
+    return out
+
+
+def own_tokens(tokens: torch.Tensor, tp: TensorParallel, fill: float = 0.0) -> torch.Tensor:
+    """What a rank holds of tokens [B, S, D] outside a region, a leaf; `fill` where they pad."""
+    if tp.sequence_parallel:
+        share = -(-tokens.shape[1] // tp.size)
+        padded = tokens.new_full((tokens.shape[0], share * tp.size, tokens.shape[2]), fill)
+        padded[:, : tokens.shape[1]] = tokens
+        tokens = padded[:, tp.rank * share : (tp.rank + 1) * share]
+    return tokens.detach().clone().requires_grad_()
+
+
+def all_tokens(own: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tensor:
+    """The inverse: [B, count, D]."""
+    everyone = from_all_ranks(own.detach())
+    if tp.sequence_parallel:
+        return torch.cat(everyone, 1)[:, :count]
+    assert all(torch.equal(everyone[0], other) for other in everyone), "the ranks' tokens differ"
+    return everyone[0]
+
+
+def run(layer: Layer, inputs: tuple[torch.Tensor, ...], recompute: bool = False) -> torch.Tensor:
+    """The tokens or logits that a layer makes of its inputs, with or without activation checkpointing."""
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        out = layer(inputs)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    return (
+        checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False) if recompute else forward(*inputs)
+    )
