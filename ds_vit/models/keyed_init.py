@@ -100,8 +100,9 @@ class _KeyedDraws(TorchDispatchMode):
         if func is _aten.rand.default:
             out = torch.empty(args[0], **{key: value for key, value in kwargs.items() if key != "generator"})
             return out if out.is_meta else self._fill(out, _uniform, 0.0, 1.0)
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        assert not random or all(a.is_meta for a in args if isinstance(a, torch.Tensor)), f"{func} cannot be keyed"
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            on_meta = {argument.is_meta for argument in args if isinstance(argument, torch.Tensor)}
+            assert on_meta == {True}, f"{func} cannot be keyed"
         return func(*args, **kwargs)
 
 
