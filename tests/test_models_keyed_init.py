@@ -111,7 +111,7 @@ def test_no_generator_is_read_or_moved():
 def test_values_do_not_depend_on_the_chunks(monkeypatch):
     """A large parameter whose chunks repeat or shift the numbers."""
     whole = initial("vit_tiny_patch16_224")
-    monkeypatch.setattr(module_under_test, "_CHUNK", 1000)
+    monkeypatch.setattr(module_under_test, "_CPU_CHUNK", 1000)
     chunked = initial("vit_tiny_patch16_224")
     assert all(torch.equal(whole[name], chunked[name]) for name in whole)
 
