@@ -15,7 +15,7 @@ module counter of `DeepSpeedZeRoOffload`, 0.19.8 keeps the process groups in `ut
 `runtime/pipe/p2p.py`, the autocast type in `runtime/torch_autocast.py` and the settings of activation checkpointing in
 module globals. And a rank that fails closes its sockets as it exits: its peers fail too, instead of waiting.
 
-A job meets through a file, so no port can be taken. A rank takes 0.1 to 0.2 GB of its own.
+A job meets through a file, so no port can be taken. A rank takes 0.2 GB of its own; the rest it shares with the server.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -92,7 +94,10 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How one rank ended: it returned `value`, or `failure` says what happened at `seconds` of the job."""
+    """How one rank ended: it returned `value`, or `failure` says what happened at `seconds` of the job.
+
+    The first line of `failure` is the whole of it in short.
+    """
 
     rank: int
     seconds: float
@@ -226,8 +231,9 @@ def _outcome(rank: int, exit_code: int | None, folder: Path, start: float) -> _O
 
 def _report(fn: Callable[..., Any], world_size: int, failed: list[_Outcome], folder: Path) -> str:
     """One text for people: every failing rank's traceback, the first failure first, then what the ranks printed."""
-    name = f"{fn.__module__}.{fn.__qualname__}"
-    lines = [f"{len(failed)} of {world_size} ranks failed in {name}; rank {failed[0].rank} was the first"]
+    first, name = failed[0], f"{fn.__module__}.{fn.__qualname__}"
+    short = str(first.failure).partition("\n")[0]
+    lines = [f"rank {first.rank}: {short} ({len(failed)} of {world_size} ranks failed in {name})"]
     for outcome in failed:
         lines += [f"---- rank {outcome.rank}, after {outcome.seconds:.2f} s ----", str(outcome.failure)]
     for rank in range(world_size):
@@ -255,7 +261,8 @@ def _free_port() -> int:
 
 def _rank_main(rank: int, world_size: int, folder: Path, port: int, job: bytes) -> None:
     """A rank's life: join the group, run the job, leave the result or the failure in a file."""
-    _die_with_parent()
+    threading.Thread(target=_end_with_session, daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that is made to show its stacks leaves no core file
     with _output_file(folder, rank).open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -280,15 +287,10 @@ def _rank_main(rank: int, world_size: int, folder: Path, port: int, job: bytes) 
         os._exit(1)
 
 
-def _die_with_parent() -> None:
-    """End with the server, and so with pytest, however that is killed (Linux: PR_SET_PDEATHSIG); leave no core file."""
-    import ctypes
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _end_with_session() -> None:
+    """Wait for pytest to end, however it is killed, and end too. (A clean end finds no rank: `run` leaves none.)"""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 @contextmanager
@@ -332,15 +334,13 @@ def _world(rank: int, world_size: int, folder: Path, port: int):
 
 
 def _format(error: BaseException) -> str:
-    """The traceback as pytest prints it, with the local variables, less the frames of this file."""
+    """The error in a line, and the traceback as pytest prints it, with the local variables, less this file's frames."""
     import pytest
 
-    info = pytest.ExceptionInfo.from_exception(error)
-    return str(
-        info.getrepr(
-            style="short",
-            showlocals=True,
-            truncate_locals=True,
-            tbfilter=lambda info: info.traceback.filter(lambda entry: str(entry.path) != __file__) or info.traceback,
-        )
+    trace = pytest.ExceptionInfo.from_exception(error).getrepr(
+        style="short",
+        showlocals=True,
+        truncate_locals=True,
+        tbfilter=lambda info: info.traceback.filter(lambda entry: str(entry.path) != __file__) or info.traceback,
     )
+    return f"{type(error).__name__}: {error}".partition("\n")[0] + f"\n{trace}"

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models import Eva, VisionTransformer
-from vits import KINDS, images, our_model, small_spec, timm_model
+from vits import KINDS, images, our_model, small_image_size, small_spec, timm_model
 
 from ds_vit.models import ModelSpec, create_model, supported_names, take_apart, timm_names
 
@@ -29,12 +29,6 @@ BATCH_NORM = {
 }
 # Covered forward, refused for training as they are: random RoPE coordinates, off with rope_rescale_coords=1.0.
 RANDOM_ROPE = "sapiens2"
-
-
-def small_image_size(name: str) -> int:
-    """Four patches a side: what a name has of its own is in its blocks, and attention is quadratic in this number."""
-    patch_embed = create_model(small_spec(name), for_training=False).patch_embed
-    return 64 if hasattr(patch_embed, "backbone") else 4 * patch_embed.patch_size[0]
 
 
 @pytest.mark.parametrize("name", supported_names())

@@ -83,6 +83,16 @@ def test_a_draw_depends_on_seed_and_name():
     assert abs(float(correlation)) < 5 / math.sqrt(first.numel())
 
 
+def test_a_parameter_drawn_in_parts_gets_no_part_twice():
+    """An initialiser that treats q, k and v apart and gives them the same numbers."""
+    parameter = nn.Parameter(torch.zeros(6, 4))
+    with module_under_test._KeyedDraws(0, {parameter.untyped_storage().data_ptr(): "qkv.weight"}), torch.no_grad():
+        for part in parameter.chunk(3):
+            part.normal_()
+        parameter.t()[1].uniform_()
+    assert len(parameter.unique()) == parameter.numel()
+
+
 def test_no_generator_is_read_or_moved():
     """A model that depends on what was drawn before it, or changes what is drawn after it."""
     results = []
@@ -101,7 +111,7 @@ def test_no_generator_is_read_or_moved():
 def test_values_do_not_depend_on_the_chunks(monkeypatch):
     """A large parameter whose chunks repeat or shift the numbers."""
     whole = initial("vit_tiny_patch16_224")
-    monkeypatch.setattr(module_under_test, "_CHUNK", 1000)
+    monkeypatch.setattr(module_under_test, "_CPU_CHUNK", 1000)
     chunked = initial("vit_tiny_patch16_224")
     assert all(torch.equal(whole[name], chunked[name]) for name in whole)
 
@@ -146,6 +156,8 @@ def test_an_unkeyed_random_operation_is_found():
     draws = module_under_test._KeyedDraws(0, {})
     with draws, pytest.raises(AssertionError, match="bernoulli_"):
         torch.empty(3).bernoulli_(0.5)
+    with draws, pytest.raises(AssertionError, match="randn"):
+        torch.randn(3)
     with draws, pytest.raises(AssertionError, match="no parameter"):
         torch.empty(3).uniform_()
     with draws:

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from timm.optim import param_groups_weight_decay
-from vits import KINDS, small_spec, timm_model
+from vits import KINDS, our_model, small_spec, timm_model
 
 from ds_vit.models import (
     ModelSpec,
@@ -83,6 +83,14 @@ def test_a_spec_reaches_timm():
     assert model.blocks[2].drop_path1.drop_prob == pytest.approx(0.2)
     with_default = create_model(ModelSpec("vit_tiny_patch16_224"))
     assert isinstance(with_default.blocks[2].drop_path1, torch.nn.Identity)
+
+
+def test_the_image_size_is_fixed():
+    """Rotary tables computed anew at every call, or images of another size that pass."""
+    spec = small_spec("vit_small_patch16_dinov3", img_size=64)
+    assert create_model(spec).rope.feat_shape == (4, 4)
+    with pytest.raises(AssertionError, match="80"):
+        our_model(spec)(torch.zeros(1, 3, 80, 80))
 
 
 def test_neutral_rope_settings_draw_nothing():

@@ -49,6 +49,12 @@ def small_spec(name: str, drop_path: float | None = None, img_size: int | None =
     )
 
 
+def small_image_size(name: str) -> int:
+    """Four patches a side: what a name has of its own is in its blocks, and attention is quadratic in this number."""
+    patch_embed = create_model(small_spec(name), for_training=False).patch_embed
+    return 64 if hasattr(patch_embed, "backbone") else 4 * patch_embed.patch_size[0]
+
+
 def shake(model: nn.Module, seed: int = 0) -> None:
     """Move every parameter: at timm's initial values many a branch gives zero, and a zero hides whatever is wrong."""
     generator = torch.Generator().manual_seed(seed)

@@ -102,7 +102,7 @@ def _open(path: Path) -> Mapping[str, torch.Tensor]:
             f"initial checkpoint {path} holds more than tensors and is not loaded, because unpickling it could run "
             f"code; save its state dict as safetensors ({str(error).splitlines()[0]})"
         ) from error
-    except (EOFError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"initial checkpoint {path} cannot be read: {error}") from error
 
 
@@ -159,20 +159,24 @@ class InitialCheckpoint:
         differences += [f"{name} {tuple(given[name])} is not in the model" for name in given if name not in wanted]
         if differences:
             raise ValueError(
-                f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: {len(differences)} of "
-                f"{len(wanted)} tensors differ: {'; '.join(differences[:5])}"
+                f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}, a model of "
+                f"{len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}"
             )
 
     def _translate(self, path: Path, model: TimmViT, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The named tensors as timm's filter gives them: resampled, and under timm's names."""
         tensors = {name: self._tensors[name] for name in names if name in self._tensors}
         try:
-            return _filter_function(model)(tensors, model)
+            translated = _filter_function(model)(tensors, model)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: timm cannot translate "
                 f"it ({type(error).__name__}: {error})"
             ) from error
+        others = [f"{name} ({type(v).__name__})" for name, v in translated.items() if not isinstance(v, torch.Tensor)]
+        if others:
+            raise ValueError(f"initial checkpoint {path} is no state dict: it holds {', '.join(others[:5])}")
+        return translated
 
     @staticmethod
     def _new_classifier(

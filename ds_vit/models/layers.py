@@ -97,7 +97,8 @@ class EvaEmbed(EmbedLayer, Eva):
 class RopeFrequencies(nn.Module):
     """The learned frequencies of timm's `RotaryEmbeddingMixed`, read in the forward of the module that owns them.
 
-    ZeRO-3 gathers a parameter around its owner's forward and frees it after, so `forward` hands on a copy.
+    ZeRO-3 gathers a parameter around its owner's forward and frees it after. `forward` hands on a copy, because
+    DeepSpeed keeps a parameter that a forward returns gathered for good.
     """
 
     def __init__(self, rope: RotaryEmbeddingMixed) -> None:
