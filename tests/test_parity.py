@@ -31,6 +31,14 @@ LAYOUTS = {
     "pp4": (4, 1, 1, ()),
     "pp2 dp2": (2, 2, 1, ()),
     "pp3 uneven": (3, 1, 1, ("--pp-partition", "0,2,7,9")),
+    "tp2": (1, 1, 2, ()),
+    "tp3": (1, 1, 3, ()),
+    "tp2 dp2": (1, 2, 2, ()),
+    "pp2 tp2": (2, 1, 2, ()),
+    "pp2 dp2 tp2": (2, 2, 2, ()),
+    "tp2 sequence": (1, 1, 2, ("--sequence-parallel",)),
+    "pp2 tp2 sequence": (2, 1, 2, ("--sequence-parallel",)),
+    "tp3 classes": (1, 1, 3, ("--class-parallel", "on")),
 }
 
 
@@ -147,10 +155,32 @@ def test_pairwise(ranks, cifar, reference, case, tmp_path):
     check(ranks, cifar, reference, case, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def plain(cifar):
+    """A plain loop of timm and torch on the same images, all at once: 96 are one batch."""
+    return oracle.train_plainly(cifar, cifar / "weights.safetensors", num_classes=10, **KWARGS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plain_timm(ranks, cifar, plain, layout):
+    """Without anything random, every layout against timm itself, which knows nothing of layouts."""
+    pp, dp, tp, words = LAYOUTS[layout]
+    data = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text())
+    data |= {"gradient_clipping": oracle.CLIP}
+    data["optimizer"]["params"]["weight_decay"] = oracle.WEIGHT_DECAY
+    config = cifar / "plain.json"
+    config.write_text(json.dumps(data))
+    argv = [*BASE, "--drop-path", 0, "--mixup", 0, "--smoothing", 0, "--check-replicas", 0, "--lr", oracle.LR, *words]
+    argv += ["--data-dir", cifar, "--initial-checkpoint", cifar / "weights.safetensors", "--val-split", ""]
+    argv += ["--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--deepspeed_config", config, "--pp", pp, "--tp", tp]
+    rows = train_in(ranks, pp * dp * tp, [*argv, "-b", 24 // dp, "--grad-accum-steps", 4])
+    assert_same_curve(plain, rows, rtol=RTOL)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [c for c in full_product() if c not in pairwise_cover()], ids=name)
 def test_full_product(ranks, cifar, reference, case, tmp_path):
-    """All the others."""
+    """All the others; `pytest --exhaustive` runs them."""
     check(ranks, cifar, reference, case, tmp_path / "run")
 
 
