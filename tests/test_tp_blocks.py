@@ -22,13 +22,13 @@ from tp_models import (
 SAMPLES = 2
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal within 1e-11 of the largest element; timm computes differential attention's lambda in float32."""
+def close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-11) -> None:
+    """Equal within `rtol` of the largest element; timm computes differential attention's lambda in float32."""
     largest = float(expected.abs().max())
     if what.endswith("k_norm.bias") and largest < 1e-12:
         largest = 1.0  # softmax does not feel what is added to every key alike: zero but for rounding
     assert largest > 1e-9, f"{what} is zero: it would hide anything"
-    tolerance = (1e-6 if "lambda" in what else 1e-11) * largest
+    tolerance = (1e-6 if "lambda" in what else rtol) * largest
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 

@@ -1,0 +1,179 @@
+"""What a cut leaves behind on the parameters, what it moves, and that the checks of the cut can fail."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure
+from test_tp_blocks import compare_block
+from tp_models import HEADS, KINDS, cut_copies, from_all_ranks, own_tokens, run, spec_of, tensor_parallel, whole_layers
+
+from ds_vit.models import BlockLayer, SequentialViT, timm_names
+from ds_vit.tensor_parallel import TensorParallel, assemble, cut, cut_layer, region
+
+# Whole on every rank, of all that is two-dimensional in a block or a pooling head.
+WHOLE_MATRICES = ("latent",)
+
+
+def inspect_cut(kind: str, table: str) -> None:
+    name, kwargs = {"blocks": KINDS, "heads": HEADS}[table][kind]
+    layers = whole_layers(spec_of(name, kwargs), gated="gated" in kind)
+    layers[1].block.requires_grad_(False)  # frozen before the cut: stays so
+    tp = tensor_parallel()
+    cut_layers = cut_copies(layers, tp, class_parallel=True)
+    for layer, cut_one in zip(layers, cut_layers, strict=True):
+        wholes = layer.state_dict(keep_vars=True)
+        cuts = cut_one.state_dict(keep_vars=True)
+        assert list(wholes) == list(cuts), "names or their order changed"
+        for parameter_name, parameter in cut_one.named_parameters():
+            whole, description = wholes[parameter_name], parameter.tp_slice
+            assert parameter.requires_grad == whole.requires_grad
+            assert parameter.is_contiguous()
+            assert description.full_shape == tuple(whole.shape)
+            assert (description.rank, description.size) == (tp.rank, tp.size)
+            assert tuple(parameter.shape) == description.local_shape
+            sharded = description.dim is not None
+            assert sharded == getattr(parameter, "tensor_model_parallel", False)
+            if sharded:
+                assert parameter.untyped_storage().nbytes() == parameter.nbytes, "the whole is still held"
+            elif isinstance(cut_one, BlockLayer) or "attn_pool" in parameter_name:
+                assert whole.ndim < 2 or parameter_name.endswith(WHOLE_MATRICES), f"{parameter_name} was not cut"
+            assert torch.equal(assemble(from_all_ranks(parameter.detach()), description), whole)
+    assert cut_layers[-1].head.weight.tensor_model_parallel
+
+
+@pytest.mark.parametrize(("kind", "table"), [(k, "blocks") for k in KINDS] + [(k, "heads") for k in HEADS])
+def test_every_parameter_is_described_and_tagged(ranks, kind, table):
+    """A shard without DeepSpeed's tag, a whole one with it, slices that do not make the file's tensor, a lost name."""
+    ranks.run(3, inspect_cut, kind, table)
+
+
+def cut_of_size_one() -> None:
+    layers = whole_layers(spec_of(*KINDS["beit3"]))
+    kinds = [type(module) for layer in layers for module in layer.modules()]
+    alone = TensorParallel(0, 1, dist.group.WORLD, sequence_parallel=True)
+    for layer in layers:
+        cut_layer(layer, alone, class_parallel=True)
+    assert kinds == [type(module) for layer in layers for module in layer.modules()]
+    for parameter in SequentialViT(layers).parameters():
+        assert parameter.tp_slice.dim is None
+        assert not hasattr(parameter, "tensor_model_parallel")
+
+
+def test_size_one_changes_nothing(ranks):
+    """Collectives of one rank in every layer of a run without tensor parallelism."""
+    ranks.run(1, cut_of_size_one)
+
+
+# Broken cuts. Each must be caught by the comparison that the other tests rely on.
+
+
+def bias_on_every_rank(self, x):
+    return self.region.leave(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+def with_a_doubled_bias() -> None:
+    with mock.patch.object(region.RowLinear, "forward", bias_on_every_rank):
+        compare_block("Attention and Mlp", sequence_parallel=False, recompute=False)
+
+
+def without_gradient_sums(kind: str, sequence_parallel: bool) -> None:
+    with mock.patch.object(cut, "_sum_gradient", return_value=None):
+        compare_block(kind, sequence_parallel, recompute=False)
+
+
+def with_local_norms() -> None:
+    with mock.patch.object(cut, "_cut_norm", local_norm):
+        compare_block("norms over features", sequence_parallel=False, recompute=False)
+
+
+def local_norm(norm, tp) -> None:
+    for name in ("weight", "bias"):
+        cut._shard(norm, name, 0, tuple(getattr(norm, name).shape), tp)
+    norm.normalized_shape = tuple(norm.weight.shape)
+
+
+def with_qkv_in_one_piece() -> None:
+    with mock.patch.object(cut, "_lengths", lambda sections, module, total: (total,)):
+        compare_block("Attention and Mlp", sequence_parallel=False, recompute=False)
+
+
+@pytest.mark.parametrize(
+    ("broken", "arguments", "message"),
+    [
+        (with_a_doubled_bias, (), "AssertionError: output"),
+        (without_gradient_sums, ("qk-norm", False), "gradients of blocks.0.attn.q_norm.weight differ"),
+        (without_gradient_sums, ("differential", False), "gradients of blocks.0.attn.lambda_q1 differ"),
+        (without_gradient_sums, ("Attention and Mlp", True), "gradients of blocks.0.norm1.weight differ"),
+        (with_local_norms, (), "AssertionError: output"),
+        (with_qkv_in_one_piece, (), "AssertionError: output"),
+    ],
+    ids=["doubled bias", "q_norm", "lambda", "norm on shared tokens", "local norm", "qkv in one piece"],
+)
+def test_a_broken_cut_is_caught(ranks, broken, arguments, message):
+    """A comparison that nothing can fail."""
+    with pytest.raises(RankFailure, match=message):
+        ranks.run(2, broken, *arguments)
+
+
+SAMPLES = 2
+
+
+def bytes_sent(kind: str, sequence_parallel: bool) -> int:
+    """Bytes that a rank sends in a block's forward and backward, if every collective is a ring (as NCCL's)."""
+    tp = tensor_parallel(sequence_parallel)
+    layers = whole_layers(spec_of(*KINDS[kind]))
+    (block,) = cut_copies([layers[1]], tp)
+    block.requires_grad_(False)  # the activations alone; sums of small replicated gradients come on top
+    tokens = torch.randn(SAMPLES, block.num_tokens.training, layers[0].embed_dim, dtype=torch.float64)
+    own = own_tokens(tokens, tp)
+    sent = 0
+
+    def counting(collective, ring):
+        def call(output, *args, **kwargs):
+            nonlocal sent
+            sent += ring(output, *args)
+            return collective(output, *args, **kwargs)
+
+        return call
+
+    others = tp.size - 1
+    rings = {
+        "all_reduce": lambda x: 2 * others * x.nbytes // tp.size,
+        "all_gather_into_tensor": lambda out, own: others * own.nbytes,
+        "reduce_scatter_tensor": lambda own, whole: others * own.nbytes,
+    }
+    with mock.patch.multiple(dist, **{name: counting(getattr(dist, name), ring) for name, ring in rings.items()}):
+        out = run(block, (own, torch.arange(SAMPLES)))
+        out.backward(torch.ones_like(out))
+    return sent
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(("kind", "regions"), [("Attention and Mlp", 2), ("parallel scaling, bias", 1)])
+def test_bytes_moved(ranks, kind, regions, sequence_parallel):
+    """A collective too many: each region costs one all-reduce (or gather and scatter) forward and one backward."""
+    size = 2
+    (name, kwargs) = KINDS[kind]
+    tokens = whole_layers(spec_of(name, kwargs))[1].num_tokens.training
+    if sequence_parallel:
+        tokens += -tokens % size
+    activation = SAMPLES * tokens * 48 * 8
+    # A ring all-reduce of n bytes sends 2 (t - 1) / t n; a gather or scatter (t - 1) / t n.
+    expected = regions * 2 * 2 * (size - 1) * activation // size
+    assert ranks.run(size, bytes_sent, kind, sequence_parallel) == [expected] * size
+
+
+def names_of_cut_model() -> list[str]:
+    layers = whole_layers(spec_of(*KINDS["two parallel branches"]))
+    whole, split = SequentialViT(layers), SequentialViT(cut_copies(layers, tensor_parallel(True)))
+    assert timm_names(whole) == timm_names(split)
+    return list(timm_names(split).values())
+
+
+def test_names_stay_timms(ranks):
+    """A rewired sub-layer whose weights a checkpoint would call something else."""
+    assert ranks.run(2, names_of_cut_model)[0]
