@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks or dist.is_initialized():
             where = f" (rank {rank})" if dist.is_initialized() and dist.get_world_size() > 1 else ""
             print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return 2
     return 0
 

@@ -1,0 +1,101 @@
+"""What only a GPU can show; `pytest -m gpu` on a machine that has one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from curves import assert_same_curve, read_rows, train_rows
+
+from ds_vit import keyed
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TRAIN = [
+    *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--no-aug", "--smoothing", 0),
+    *("--lr", oracle.LR, "--sched", "constant", "--warmup-epochs", 0, "--max-steps", oracle.STEPS),
+    *("--log-interval", 1, "--workers", 2, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""),
+]
+
+
+def train_alone(argv):
+    """Plain python on one GPU."""
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """64 images, random weights, and the plain loop's curve on the CPU."""
+    folder = tmp_path_factory.mktemp("gpu")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10)
+    return folder, oracle.train_plainly(folder, folder / "weights.safetensors", num_classes=10)
+
+
+def config_file(folder, base, **changes):
+    """A shipped file with the oracle's clipping and weight decay."""
+    data = json.loads((ROOT / "ds_configs" / base).read_text())
+    data["gradient_clipping"] = oracle.CLIP
+    data["optimizer"]["params"]["weight_decay"] = oracle.WEIGHT_DECAY
+    data.update(changes)
+    path = folder / base
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("base", [f"cpu_zero{stage}_fp32.json" for stage in range(4)])
+def test_fp32_equals_the_cpu(cifar, tmp_path, base):
+    """A GPU's fp32 curve is the CPU's but for rounding; TF32 in matrix products would leave it."""
+    folder, plain = cifar
+    argv = [*TRAIN, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "-b", 64]
+    train_alone([*argv, "--deepspeed_config", config_file(tmp_path, base), "--output", tmp_path / "run"])
+    assert_same_curve(plain, read_rows(tmp_path / "run"), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        *(f"zero{stage}_bf16.json" for stage in range(4)),
+        "zero3_offload_bf16.json",
+        "zero1_bf16_checkpointing.json",
+        "zero1_fp16.json",
+    ],
+)
+def test_16_bits_stay_near_fp32(cifar, tmp_path, base):
+    """Each shipped file within 0.3 % of the fp32 curve; fp16 may skip its first steps while its scale settles."""
+    folder, plain = cifar
+    argv = [*TRAIN, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "-b", 64]
+    changes = {"fp16": {"enabled": True, "initial_scale_power": 12}} if "fp16" in base else {}
+    train_alone([*argv, "--deepspeed_config", config_file(tmp_path, base, **changes), "--output", tmp_path / "run"])
+    rows = read_rows(tmp_path / "run")
+    assert_same_curve(plain, rows, rtol=3e-3, keys=("loss",))
+    assert all(row["mfu"] is None or 0 < row["mfu"] < 1 for row in train_rows(rows))
+
+
+def test_draws_are_those_of_the_cpu():
+    """Randomness that depends on the device would make a GPU's curve another experiment."""
+    keys = torch.from_numpy(keyed.sample_keys(3, 1, range(1000)))
+    on_gpu = keyed.uniform(keys.cuda(), "blocks.0.drop_path1", (7,)).cpu()
+    assert torch.equal(on_gpu, keyed.uniform(keys, "blocks.0.drop_path1", (7,)))
+    normal = keyed.normal(keys.cuda(), "erase", (7,)).cpu()
+    torch.testing.assert_close(normal, keyed.normal(keys, "erase", (7,)), rtol=1e-5, atol=1e-6)
+
+
+def test_everything_random_is_the_cpus(cifar, tmp_path):
+    """Augmentation, mixing, erasing and drop-path from keys: the same curve on the GPU as on the CPU."""
+    folder, _ = cifar
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 32, "--data-dir", folder, "-b", 32]
+    argv += ["--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--cutmix", 1.0, "--reprob", 0.5, "--drop-path", 0.2]
+    argv += ["--max-steps", 4, "--warmup-steps", 1, "--log-interval", 1, "--val-split", "", "--workers", 2]
+    argv += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    train_alone([*argv, "--output", tmp_path / "gpu"])
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *map(str, argv), "--output", str(tmp_path / "cpu")]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    assert_same_curve(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), rtol=1e-4)
