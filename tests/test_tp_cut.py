@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,9 +19,8 @@ from ds_vit.tensor_parallel import TensorParallel, assemble, cut, cut_layer, reg
 WHOLE_MATRICES = ("latent",)
 
 
-def inspect_cut(kind: str, table: str) -> None:
-    name, kwargs = {"blocks": KINDS, "heads": HEADS}[table][kind]
-    layers = whole_layers(spec_of(name, kwargs), gated="gated" in kind)
+def inspect_cut(name: str, kwargs: dict[str, Any], gated: bool) -> None:
+    layers = whole_layers(spec_of(name, kwargs), gated=gated)
     layers[1].block.requires_grad_(False)  # frozen before the cut: stays so
     tp = tensor_parallel()
     cut_layers = cut_copies(layers, tp, class_parallel=True)
@@ -45,10 +45,14 @@ def inspect_cut(kind: str, table: str) -> None:
     assert cut_layers[-1].head.weight.tensor_model_parallel
 
 
-@pytest.mark.parametrize(("kind", "table"), [(k, "blocks") for k in KINDS] + [(k, "heads") for k in HEADS])
-def test_every_parameter_is_described_and_tagged(ranks, kind, table):
+def inspect_cuts() -> None:
+    for kind, (name, kwargs) in (KINDS | HEADS).items():
+        inspect_cut(name, kwargs, gated="gated" in kind)
+
+
+def test_every_parameter_is_described_and_tagged(ranks):
     """A shard without DeepSpeed's tag, a whole one with it, slices that do not make the file's tensor, a lost name."""
-    ranks.run(3, inspect_cut, kind, table)
+    ranks.run(3, inspect_cuts)
 
 
 def cut_of_size_one() -> None:
