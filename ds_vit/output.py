@@ -12,9 +12,12 @@ from pathlib import Path
 from ds_vit.layout import Process
 
 
+DEFAULT_PARENT = "runs"
+
+
 def default_folder(model: str) -> str:
     """`runs/<time>-<model>`."""
-    return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{model.split('/')[-1]}"
+    return f"{DEFAULT_PARENT}/{time.strftime('%Y%m%d-%H%M%S')}-{model.split('/')[-1]}"
 
 
 def check_folder(output: str) -> None:

@@ -61,16 +61,15 @@ def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Proce
     quiet_deepspeed(config.verbose)
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.output import check_folder, check_shared, default_folder
+    from ds_vit.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.prepare import prepare
     from ds_vit.session import Session
 
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
-    if config.output:
-        if process.rank == 0:
-            check_folder(config.output)
-        check_shared(config.output, process)
+    if config.output and process.rank == 0:
+        check_folder(config.output)
+    check_shared(config.output or DEFAULT_PARENT, process)
 
     if on_cpu:
         share_cores(process.local_world_size)

@@ -113,3 +113,64 @@ def test_shared_memory_collective_is_a_jit_build():
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
     assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+
+
+def pipeline_norm_on_a_rank():
+    """Two stages in fp32 without ZeRO: the norm that DeepSpeed clips by, and the true one."""
+    import contextlib
+    import io
+
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime import engine as runtime
+
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        model = PipelineModule(
+            [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)],
+            num_stages=2,
+            loss_fn=lambda out, label: (out - label).square().sum(),
+            partition_method="uniform",
+        )
+    seen = {}
+    clip = runtime.clip_grad_norm_
+
+    def recording(parameters, max_norm, **kwargs):
+        parameters = list(parameters)
+        square = sum(p.grad.square().sum() for p in parameters)
+        dist.all_reduce(square)
+        seen["true"] = square.sqrt().item()
+        seen["DeepSpeed's"] = float(clip(parameters=parameters, max_norm=max_norm, **kwargs))
+        return seen["DeepSpeed's"]
+
+    runtime.clip_grad_norm_ = recording
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_batch_size": 1, "gradient_clipping": 0.1}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.train_batch(iter([(torch.ones(1, 4), torch.zeros(1, 4))]))
+    return seen
+
+
+def test_pipeline_without_zero_clips_by_a_wrong_norm(ranks):
+    """engine.py computes the norm over stages and slices itself at stage 0: DeepSpeed's counts one stage."""
+    first, last = ranks.run(2, pipeline_norm_on_a_rank)
+    assert first["true"] == pytest.approx(last["true"])
+    assert first["DeepSpeed's"] != pytest.approx(first["true"], rel=1e-3)
+
+
+def fp16_wrapper_on_a_rank(stage):
+    """The optimizer wrapper of an fp16 file, on a CPU that is told to take fp16."""
+    from unittest import mock
+
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+        config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}
+        return engine_on_a_rank(config)["wrapper"]
+
+
+def test_fp16_at_stage_0_gets_the_unfused_optimizer(ranks):
+    """ds_json.py refuses fp16 at stage 0: this wrapper steps before training, and loses slices from its norm."""
+    assert ranks.run(1, fp16_wrapper_on_a_rank, 0) == ["FP16_UnfusedOptimizer"]
+    assert ranks.run(1, fp16_wrapper_on_a_rank, 1) == ["DeepSpeedZeroOptimizer"]
