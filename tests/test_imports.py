@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("api", "bench"),
     ("train",),
-    ("session",),
+    ("parity", "session"),
     ("build", "feed", "summary"),
     ("prepare",),
     ("config", "ds_json", "output"),

@@ -1,0 +1,17 @@
+"""Train a few steps in each layout, and print how far each is from the reference.
+
+    deepspeed launch/parity.py --deepspeed_config FILE [flags of train.py] --layouts "pp2 tp2, tp2, zero3"
+
+The same under torchrun, mpirun and plain python. docs/parallelism.md reads its output.
+"""
+
+import sys
+from pathlib import Path
+
+# This clone's package, installed or not, and not another clone's.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ds_vit.parity import main
+
+if __name__ == "__main__":
+    sys.exit(main())
