@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ds_vit.layout import Process
 
-
 DEFAULT_PARENT = "runs"
 
 
