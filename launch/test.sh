@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests, in .venv.
+# Run the tests, in .venv, in two processes that take a file at a time.
 #
-#     bash launch/test.sh [arguments of pytest]        for example: -m 'not slow'
+#     bash launch/test.sh [arguments of pytest]        for example: -m 'not slow', or -n 0 for one process
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 bash launch/setup.sh test
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

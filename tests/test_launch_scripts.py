@@ -183,7 +183,7 @@ def test_test_sh_passes_its_arguments_on(clone):
     # Catches: `-m 'not slow'` torn into words.
     fake_venv(clone, '#!/bin/sh\n[ "$1" = -m ] || exit 0\nshift\nfor word; do echo "<$word>"; done\n')
     done = clone.run("my clone/launch/test.sh", "-m", "not slow")
-    assert done.stdout.splitlines() == ["<pytest>", "<-m>", "<not slow>"]
+    assert done.stdout.splitlines() == ["<pytest>", "<-n>", "<2>", "<--dist>", "<loadfile>", "<-m>", "<not slow>"]
 
 
 @pytest.mark.parametrize(("pytest_exit", "ruff_exit", "code"), [(0, 0, 0), (1, 0, 1), (5, 0, 1), (0, 1, 1)])
