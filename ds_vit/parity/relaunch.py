@@ -129,10 +129,17 @@ class Relauncher:
         return self._agree(f"parity/{name}", lambda: value)
 
     def close(self) -> None:
-        """Wait for the others: the store lives in rank 0."""
-        self._meet("parity/closed")
-        if self.process.rank == 0:
-            time.sleep(5 * _POLL_SECONDS)  # the others still ask whether all have come
+        """Leave together, after rank 0 has said what it has to say (all ranks call this, once).
+
+        The store lives in rank 0, and a launcher ends all ranks with the first that exits with another code than 0.
+        """
+        self.agree("said", True)
+        self._store.add("parity/left", 1)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self.process.rank == 0 and self._store.add("parity/left", 0) < self.process.world_size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
 
     def _agree(self, key: str, value: Callable[[], Any]) -> Any:
         if self.process.rank == 0:

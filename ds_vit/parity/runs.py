@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 PROBE = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.05}}
 PROBE_CLIPPING = 0.1
 
-# A tensor whose norm is below this share of the whole model's is judged against that share: one that starts at zero
-# and has no gradient in exact arithmetic holds nothing but rounding.
-_SMALL_TENSOR = 1e-6
+# A tensor whose root mean square is below this share of the whole model's is judged against that share: one that
+# starts at zero and has no gradient in exact arithmetic (a bias of the keys) holds nothing but rounding.
+_SMALL_TENSOR = 1e-3
 
 _OPTIMIZER_FLAGS = ("lr", "weight_decay", "clip_grad")
 _SCHEDULE_FLAGS = ("sched", "warmup_steps", "warmup_epochs", "warmup_lr", "min_lr", "wsd_decay_fraction", "epochs")
@@ -271,11 +271,16 @@ def worst_weight(reference: Path, weights: Mapping[str, torch.Tensor]) -> tuple[
         if set(names) != set(weights):
             raise ValueError(f"these tensors are in one model alone: {sorted(set(names) ^ set(weights))[:5]}")
         names = [name for name in names if weights[name].is_floating_point()]
-        norms = {name: float(torch.linalg.vector_norm(file.get_tensor(name).double())) for name in names}
-        floor = _SMALL_TENSOR * math.hypot(*norms.values())
-        parts = {}
+        parts, count, square = {}, 0, 0.0
         for name in names:
-            distance = float(torch.linalg.vector_norm(file.get_tensor(name).double() - weights[name].double()))
-            parts[name] = distance / max(norms[name], floor) if math.isfinite(distance) else math.inf
-    worst = max(parts, key=lambda name: parts[name])
-    return worst, parts[worst]
+            a = file.get_tensor(name).double()
+            count, square = count + a.numel(), square + float(a.square().sum())
+            distance = float(torch.linalg.vector_norm(a - weights[name].double()))
+            parts[name] = (distance, float(torch.linalg.vector_norm(a)), math.sqrt(a.numel()))
+    floor = _SMALL_TENSOR * math.sqrt(square / count)
+    relative = {
+        name: distance / max(norm, floor * size) if math.isfinite(distance) else math.inf
+        for name, (distance, norm, size) in parts.items()
+    }
+    worst = max(relative, key=lambda name: relative[name])
+    return worst, relative[worst]
