@@ -80,8 +80,7 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
     process = layout.discover()
     path = request.values["deepspeed_config"]
     data = ds_json.load_json(path)
-    dropped = _IDLE_FLAGS if request.own_optimizer else (*_IDLE_FLAGS, *_OPTIMIZER_FLAGS, *_SCHEDULE_FLAGS)
-    values = {name: value for name, value in request.values.items() if name not in dropped}
+    values = {name: value for name, value in request.values.items() if name not in _idle(request)}
     values |= {**cut.flags, "max_steps": request.steps, "val_split": ""}
     if not request.own_optimizer:
         data.pop("scheduler", None)
@@ -104,6 +103,12 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
         return prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
     except ValueError as error:
         raise ValueError(str(error).replace(str(file), path)) from None
+
+
+def _idle(request: Request) -> list[str]:
+    """The flags that were written down and do nothing here, by their recipe names."""
+    idle = _IDLE_FLAGS if request.own_optimizer else (*_IDLE_FLAGS, *_OPTIMIZER_FLAGS, *_SCHEDULE_FLAGS)
+    return [name for name in idle if name in request.values]
 
 
 def _zero_block(block: Mapping[str, Any], stage: int) -> dict[str, Any]:
@@ -181,6 +186,7 @@ def survey(request: Request) -> Survey:
         f"norm clipped to {plan.deepspeed['gradient_clipping']:g}"
         + ("" if request.own_optimizer else " (a probe, in place of the JSON's; --own-optimizer keeps that)"),
         f"reference: {reference.text} ({_describe(plan)})",
+        *(f"idle here: {flags.spelling(name)}" for name in _idle(request)),
     )
     return Survey(reference, tuple(layouts), precision, batch, issubclass(optimizer, SGD), facts)
 
