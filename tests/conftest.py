@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# One thread a process, set before torch is imported: ranks and test processes share the cores, and OpenMP threads that
+# wait for each other busily make everything several times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from project import ROOT
 from ranks import RankPool
