@@ -11,6 +11,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def save_weights(folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str | int = "5GB") -> Path:
     """Write `model.safetensors`, or shards with Hugging Face's `model.safetensors.index.json` where it is larger.
 
@@ -32,6 +38,7 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor], max_shard_size
     for name, keys in split.filename_to_tensors.items():
         temporary = folder / f".{name}.partial"
         save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata={"format": "pt"})
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
         os.replace(temporary, folder / name)
     if not split.is_sharded:
         return folder / "model.safetensors"

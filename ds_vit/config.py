@@ -222,7 +222,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _help(name: str) -> str:
     default = default_of(name)
     shown = "" if default in (None, "", (), {}, False) else f" [{default}]"
-    return (FIELDS[name].metadata["help"] + shown).replace("%", "%%")
+    if isinstance(default, tuple) and default:
+        shown = f" [{' '.join(f'{value:g}' for value in default)}]"
+    later = " (another value: not in this release)" if name in _NOT_YET else ""
+    return (FIELDS[name].metadata["help"] + shown + later).replace("%", "%%")
 
 
 def _literal(text: str) -> Any:

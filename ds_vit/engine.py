@@ -6,7 +6,9 @@ tests/test_deepspeed_canaries.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import math
 import os
@@ -38,6 +40,7 @@ def quiet_deepspeed(verbose: bool) -> None:
     if not any(isinstance(f, _WarningsOnly) for f in logger.filters):
         logger.addFilter(_WarningsOnly())
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine
     warnings.filterwarnings("ignore", message=".*c10d::.*autograd kernel was not registered.*")
 
 
@@ -136,9 +139,11 @@ class Engine(ABC):
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         config.setdefault("steps_per_print", 2**63 - 1)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False, **self._initialize_arguments()
-        )
+        arguments = {"model": model, "optimizer": optimizer, "config": config, **self._initialize_arguments()}
+        # BF16_Optimizer prints its memory line by line, past every log level.
+        quiet = any(isinstance(f, _WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
+        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+            self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 0:
             take_step = self.engine._take_model_step
 

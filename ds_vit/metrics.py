@@ -135,7 +135,7 @@ class Reporter:
         self._events = events
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"))
-        self._accuracy = ""
+        self._figures = self._accuracy = ""
         self._progress: Progress | None = None
         self._total = total_steps
         if self.console.is_terminal:
@@ -165,9 +165,9 @@ class Reporter:
             self._scalar(f"train/{key}", row.get(key), step)
         self._scalar("train/data_wait_fraction", row.get("data_wait_fraction"), step)
         self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
-        figures = f"loss {row['loss']:.4f}  {row['images_per_second']:.1f} img/s{self._accuracy}"
+        self._figures = f"loss {row['loss']:.4f}  {row['images_per_second']:.1f} img/s"
         if self._progress:
-            self._progress.update(self._task, completed=step, figures=figures)
+            self._progress.update(self._task, completed=step, figures=self._figures + self._accuracy)
         else:
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
@@ -182,6 +182,8 @@ class Reporter:
             self._scalar(f"eval/{key}", row[key], row["step"])
         self._monitor(row["step"], "Eval", row, ("top1", "top5", "loss"))
         self._accuracy = f"  top-1 {row['top1']:.2f} %"
+        if self._progress:
+            self._progress.update(self._task, figures=self._figures + self._accuracy)
         self.say(
             f"eval at step {row['step']}: top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %  "
             f"loss {row['loss']:.5f}  over {row['images']} images"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,12 @@ class Session:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
         plan = self.plan
         loss = float(self.engine.mean(result.loss))
+        skips = "fp16" in plan.precision.name and not result.applied  # its loss scale is being found
+        if not math.isfinite(loss) and not skips:
+            raise ValueError(
+                f"the loss is {loss} at step {step}: training has diverged, and nothing is saved; lower the learning "
+                f"rate ({lr:g}), warm up for longer, or clip the gradients harder"
+            )
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rate, waiting = self.throughput.window(count=step > 1)
         if self.reporter is None:

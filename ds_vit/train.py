@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch/train.py` with these arguments.
 
     Returns:
-        0; 2 for input that cannot be, where one line on stderr says what is wrong and what to do.
+        0; 2 for input that cannot be or a loss that is not finite, where one line on stderr says what is wrong and
+        what to do; 130 after Ctrl-C.
     """
     rank, speaks = 0, True
     try:
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return 2
+    except KeyboardInterrupt:
+        if speaks:
+            print("train.py: interrupted; the weights of this run are not saved", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

@@ -9,9 +9,14 @@ from pathlib import Path
 # wait for each other busily make everything several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 from project import ROOT
 from ranks import RankPool
+
+# No timed assertions: a loaded machine is slow, not wrong.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,9 @@ def cifar_folder(archive: Path, folder: Path, num_images: int, split: str) -> No
 def write_weights(path: Path, *, num_classes: int, seed: int = 0, **kwargs: Any) -> None:
     """A timm model's random weights as a safetensors file; random also where timm starts at zero or one."""
     generator = torch.Generator().manual_seed(seed)
-    model = timm.create_model(MODEL, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = timm.create_model(MODEL, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
     state = {n: p + 0.05 * torch.randn(p.shape, generator=generator) for n, p in model.state_dict().items()}
     save_file(state, str(path))
 

@@ -388,3 +388,43 @@ def test_fp16_scales_its_loss(ranks, tmp_path, stage):
         assert scales[i + 1] == (scales[i] / 2 if skipped[i] else scales[i])
     assert scales == [row["loss_scale"] for row in runs[1]]
     assert_same_curve(*runs, rtol=5e-3, keys=("loss",))
+
+
+def test_a_diverged_run_is_no_success(ranks, tmp_path):
+    """A loss that is not a number must stop the run on every rank, in one line, without weights or summary."""
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 6, "--lr", 1e20]
+    said = ranks.run(2, run_quietly, words(*argv, "--output", tmp_path / "run"))
+    assert [code for code, _, _ in said] == [2, 2]
+    assert "training has diverged" in said[0][2]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_bf16_sums_gradients_in_fp32(ranks, tmp_path):
+    """The usual file must not add gradients of many ranks up in bf16."""
+    argv = [*DIGITS, "--max-steps", 1, "--warmup-steps", 0, "--val-split", ""]
+    argv += ["--deepspeed_config", CONFIGS / "zero1_bf16.json", "--output", tmp_path / "run"]
+    types = ranks.run(2, reduced_types, words(*argv))
+    assert types == [["torch.float32"]] * 2
+
+
+def reduced_types(argv):
+    """On a rank: train, and give the floating types of the larger all-reduces."""
+    import torch.distributed as dist
+
+    from ds_vit.train import main
+
+    seen = set()
+    original = dist.all_reduce
+
+    def recording(tensor, *args, **kwargs):
+        if tensor.is_floating_point() and tensor.numel() > 1000:
+            seen.add(str(tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = recording
+    try:
+        assert main(argv) == 0
+    finally:
+        dist.all_reduce = original
+    return sorted(seen)
