@@ -109,7 +109,7 @@ REFUSED = {
     "--epochs two": "--epochs",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
     "--sched cosin": "cosin",
-    "--pp 2": "--pp 2: pipeline stages: not in this release",
+    "--layer-decay 0.75": "--layer-decay 0.75: layer-wise learning-rate decay: not in this release",
     "--model-ema": "--model-ema True: the moving average",
     "--resume auto": "--resume auto: going on from a checkpoint",
     "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
