@@ -188,7 +188,7 @@ def initialise(
         layers: from `take_apart(model)`; all of them, or the ones of a pipeline stage.
         seed: the run's seed.
         device: where the parameters shall live.
-        dtype: the parameters' type in the end; buffers keep theirs, as where DeepSpeed casts a model.
+        dtype: the type of parameters and floating buffers in the end.
         checkpoint: values that take the place of the drawn ones.
         on_layer: called with each layer when it is filled, before the next one gets memory. For ZeRO-3:
             `lambda layer: deepspeed.zero.Init(module=layer, config_dict_or_path=config)`.
@@ -202,7 +202,6 @@ def initialise(
             checkpoint.load(layer)
         unset = [name for name, tensor in _tensors(layer, recurse=True) if tensor.isnan().any()]
         assert not unset, f"{len(unset)} tensors of {type(layer).__name__} have no value: {unset[:5]}"
-        for parameter in layer.parameters():
-            parameter.data = parameter.data.to(dtype)
+        layer.to(dtype)
         if on_layer is not None:
             on_layer(layer)
