@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from ds_vit.engine import Engine, EvalInputs, Inputs, Loss, StepResult
-from ds_vit.models import BlockLayer, Segment
+from ds_vit.models import BlockLayer, BlockRun
 
 
 class StagedViT(PipelineModule):
@@ -60,7 +60,7 @@ class StagedViT(PipelineModule):
         while layers:
             blocks = list(itertools.takewhile(lambda layer: isinstance(layer, BlockLayer), layers))[: self._interval]
             if recompute and blocks:
-                tokens = self._checkpoint(Segment(blocks), *inputs)
+                tokens = self._checkpoint(BlockRun(blocks), *inputs)
                 inputs = (tokens, *inputs[1:])
                 del layers[: len(blocks)]
             else:

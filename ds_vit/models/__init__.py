@@ -6,7 +6,7 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
-from ds_vit.models.sequential import Segment, SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
+from ds_vit.models.sequential import BlockRun, SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -19,13 +19,13 @@ from ds_vit.models.zoo import (
 
 __all__ = [
     "BlockLayer",
+    "BlockRun",
     "EmbedLayer",
     "HeadLayer",
     "InitialCheckpoint",
     "Layer",
     "LayerCost",
     "ModelSpec",
-    "Segment",
     "SequentialViT",
     "TimmViT",
     "balance",

@@ -17,7 +17,7 @@ from ds_vit.models.layers import BlockLayer, Layer
 CheckpointFunction = Callable[..., torch.Tensor]
 
 
-class Segment(nn.Module):
+class BlockRun(nn.Module):
     """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it."""
 
     def __init__(self, blocks: Sequence[BlockLayer]) -> None:
@@ -60,8 +60,8 @@ class SequentialViT(nn.Module):
             checkpoint, use_reentrant=False, preserve_rng_state=False
         )
         blocks = layers[1:-1]
-        self.__dict__["segments"] = tuple(
-            Segment(blocks[start : start + checkpoint_interval])
+        self.__dict__["runs"] = tuple(
+            BlockRun(blocks[start : start + checkpoint_interval])
             for start in range(0, len(blocks) if checkpoint_interval else 0, checkpoint_interval or 1)
         )
 
@@ -72,9 +72,9 @@ class SequentialViT(nn.Module):
             ValueError: no keys, in training, for a model with drop-path or dropout.
         """
         tokens, *rest = self.layers[0]((images, keys))
-        if self.segments and torch.is_grad_enabled():
-            for segment in self.segments:
-                tokens = self.checkpoint_function(segment, tokens, *rest)
+        if self.runs and torch.is_grad_enabled():
+            for run in self.runs:
+                tokens = self.checkpoint_function(run, tokens, *rest)
         else:
             for block in self.layers[1:-1]:
                 tokens, *rest = block((tokens, *rest))
