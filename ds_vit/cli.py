@@ -1,13 +1,16 @@
 """`ds-vit`: what is done beside a run.
 
 ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
+ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,6 +28,15 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
     step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
     step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    step.set_defaults(run=_bench_step)
+
+    hosts = commands.add_parser("hosts", help="a DeepSpeed hostfile from a file or a scheduler's lists")
+    hosts.add_argument(
+        "--from", dest="source", metavar="FILE|slurm|pbs|lsf", help="where to read (default: the job's scheduler)"
+    )
+    hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
+    hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
+    hosts.set_defaults(run=_hosts)
     return parser
 
 
@@ -32,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
     arguments = build_parser().parse_args(argv)
     try:
-        return _bench_step(arguments)
+        return arguments.run(arguments)
     except ValueError as error:
         print(f"ds-vit: error: {error}", file=sys.stderr)
         return 2
@@ -62,6 +74,20 @@ def _bench_step(arguments: argparse.Namespace) -> int:
         ("ratio", f"{result.ratio:.3f}"),
     ]
     print_table(make_console(), "training step, fastest of the turns", rows)
+    return 0
+
+
+def _hosts(arguments: argparse.Namespace) -> int:
+    from ds_vit.hosts import read_hosts, to_hostfile
+
+    text = to_hostfile(read_hosts(arguments.source, os.environ, arguments.slots))
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(arguments.output).write_text(text)
+    except OSError as error:
+        raise ValueError(f"--output {arguments.output}: {error.strerror}") from None
     return 0
 
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor_parallel",),
     ("metrics", "optim", "losses"),
     ("data", "models"),
-    ("keyed",),
+    ("hosts", "keyed"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 

@@ -1,0 +1,274 @@
+"""Which hosts a run has, and how many slots each: hostfiles, Slurm, PBS and LSF in; a DeepSpeed hostfile out.
+
+    ds-vit hosts --from slurm --output hostfile
+
+A slot is a rank's place: one accelerator, or one CPU rank. Nothing here starts a process or asks a network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SCHEDULERS = ("slurm", "pbs", "lsf")
+"""What `read_hosts` takes besides a file."""
+
+# Names reach ssh and pdsh as arguments: no leading dash (an option), nothing that a shell or pdsh's own lists expand.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%@-]*")
+_HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")  # DeepSpeed's runner.py: ^(\S+)\s+slots=(\d+)
+_MAX_HOSTS = 100_000  # a range that is longer is a slip of the pen
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of a run and the number of ranks that it takes (1 or more)."""
+
+    name: str
+    slots: int
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{self.name!r} is not a host name: letters, digits and . _ - : % @ only, and no dash at the start"
+            )
+        if self.slots < 1:
+            raise ValueError(f"host {self.name} has {self.slots} slots; it needs at least 1, or leave the host out")
+
+
+def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
+    """Read a DeepSpeed hostfile: `name slots=N` a line, blank lines and lines of `#` left out.
+
+    Raises:
+        ValueError: a line that DeepSpeed would not take, a host twice, or no host at all; with the line's number.
+    """
+    hosts: list[Host] = []
+    seen: dict[str, int] = {}
+    for number, line in _lines(text):
+        match = _HOSTFILE_LINE.fullmatch(line)
+        if match is None:
+            raise ValueError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
+        name, slots = match.group(1), int(match.group(2))
+        if name in seen:
+            raise ValueError(
+                f"{path}, line {number}: host {name} is already on line {seen[name]}; "
+                "give it one line with the sum of its slots"
+            )
+        seen[name] = number
+        hosts.append(_host(name, slots, f"{path}, line {number}: "))
+    if not hosts:
+        raise ValueError(f"{path} names no host; a line is `name slots=N`")
+    return tuple(hosts)
+
+
+def parse_names(text: str, path: str = "node file") -> tuple[Host, ...]:
+    """Read a node file of PBS or a machine file of MPI: a name a line and slot, or `name:N`; repeats add up.
+
+    Raises:
+        ValueError: more than a name on a line, or no host at all; with the line's number.
+    """
+    slots: Counter[str] = Counter()
+    for number, line in _lines(text):
+        if len(line.split()) != 1:
+            raise ValueError(f"{path}, line {number}: {line!r} is not one host name")
+        match = re.fullmatch(r"([^:]+):(\d+)", line)
+        host = _host(match.group(1), int(match.group(2)), f"{path}, line {number}: ") if match else None
+        host = host or _host(line, 1, f"{path}, line {number}: ")
+        slots[host.name] += host.slots
+    if not slots:
+        raise ValueError(f"{path} names no host")
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def to_hostfile(hosts: tuple[Host, ...]) -> str:
+    """The text of a DeepSpeed hostfile; `parse_hostfile` gives the same hosts back."""
+    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """`n[1-3,7]-ib,gpu[08-10]` → every name, in order, as `scontrol show hostnames` would.
+
+    Raises:
+        ValueError: brackets that do not match, or a range that runs backwards.
+    """
+    names: list[str] = []
+    for item in _split_outside_brackets(text):
+        names += _expand(item, text)
+        if len(names) > _MAX_HOSTS:
+            raise ValueError(f"node list {text!r} names more than {_MAX_HOSTS} hosts")
+    if not names:
+        raise ValueError("the node list is empty")
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """`4(x2),3` → [4, 4, 3]: Slurm's tasks a node, in the order of its node list.
+
+    Raises:
+        ValueError: anything else.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of counts such as 4(x2),3")
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts
+
+
+def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of a Slurm job: GPUs a node where the job asked for them so, tasks a node otherwise.
+
+    Raises:
+        ValueError: not inside a job, or variables that contradict each other.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        raise ValueError("SLURM_JOB_NODELIST is not set: this is not inside a Slurm job (salloc, sbatch)")
+    names = expand_nodelist(nodes)
+    gpus = environ.get("SLURM_GPUS_PER_NODE", "")  # "4", "h100:4" or "h100:2,a100:2"
+    if gpus:
+        try:
+            counts = [sum(int(kind.split(":")[-1]) for kind in gpus.split(","))] * len(names)
+        except ValueError:
+            raise ValueError(f"SLURM_GPUS_PER_NODE={gpus!r} is not a number of GPUs; give --slots N") from None
+    else:
+        tasks = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE") or "1"
+        try:
+            counts = expand_counts(tasks)
+        except ValueError as error:
+            raise ValueError(f"SLURM_TASKS_PER_NODE: {error}") from None
+        if len(counts) == 1:
+            counts *= len(names)
+    if len(counts) != len(names):
+        raise ValueError(
+            f"SLURM_JOB_NODELIST={nodes} has {len(names)} hosts, and SLURM_TASKS_PER_NODE has {len(counts)} counts"
+        )
+    return tuple(_host(name, count, "SLURM_JOB_NODELIST: ") for name, count in zip(names, counts, strict=True))
+
+
+def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of a PBS job: how often each occurs in the file that PBS_NODEFILE names.
+
+    Raises:
+        ValueError: not inside a job, or the file cannot be read.
+    """
+    path = environ.get("PBS_NODEFILE")
+    if not path:
+        raise ValueError("PBS_NODEFILE is not set: this is not inside a PBS job (qsub)")
+    return parse_names(_read(path, "PBS_NODEFILE="), path)
+
+
+def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of an LSF job, by LSB_MCPU_HOSTS (`a 4 b 2`), LSB_HOSTS (`a a b`) or the file LSB_DJOB_HOSTFILE.
+
+    Raises:
+        ValueError: not inside a job, or a list that is not of that form.
+    """
+    pairs = environ.get("LSB_MCPU_HOSTS", "").split()
+    if pairs:
+        if len(pairs) % 2 or not all(count.isdecimal() for count in pairs[1::2]):
+            raise ValueError(f"LSB_MCPU_HOSTS={' '.join(pairs)!r} is not a list of `host count` pairs")
+        slots: Counter[str] = Counter()
+        for name, count in zip(pairs[::2], pairs[1::2], strict=True):
+            slots[name] += int(count)
+        return tuple(_host(name, count, "LSB_MCPU_HOSTS: ") for name, count in slots.items())
+    if environ.get("LSB_HOSTS", "").split():
+        return tuple(_host(n, c, "LSB_HOSTS: ") for n, c in Counter(environ["LSB_HOSTS"].split()).items())
+    path = environ.get("LSB_DJOB_HOSTFILE")
+    if path:
+        return parse_names(_read(path, "LSB_DJOB_HOSTFILE="), path)
+    raise ValueError("neither LSB_MCPU_HOSTS nor LSB_HOSTS is set: this is not inside an LSF job (bsub)")
+
+
+def scheduler_of(environ: Mapping[str, str]) -> str | None:
+    """The scheduler whose job this process is in: one of `SCHEDULERS`, or None."""
+    signs = {
+        "slurm": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "pbs": ("PBS_NODEFILE",),
+        "lsf": ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE"),
+    }
+    return next((name for name, variables in signs.items() if any(environ.get(v) for v in variables)), None)
+
+
+def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None = None) -> tuple[Host, ...]:
+    """The hosts of a run.
+
+    Args:
+        source: "slurm", "pbs", "lsf", a file (a hostfile, or names alone), or None for the scheduler of this job.
+        environ: where a scheduler left its lists.
+        slots: ranks a host, in place of what the source says.
+
+    Raises:
+        ValueError: there is no such source, or it is not of its form.
+    """
+    if source is None:
+        source = scheduler_of(environ)
+        if source is None:
+            raise ValueError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
+    if source in SCHEDULERS:
+        hosts = {"slurm": from_slurm, "pbs": from_pbs, "lsf": from_lsf}[source](environ)
+    else:
+        text = _read(source, "")
+        with_slots = any("slots" in line for _, line in _lines(text))
+        hosts = parse_hostfile(text, source) if with_slots else parse_names(text, source)
+    return hosts if slots is None else tuple(Host(host.name, slots) for host in hosts)
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, stripped line) of what is neither blank nor a comment."""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if line and not line.startswith("#"):
+            yield number, line
+
+
+def _host(name: str, slots: int, where: str) -> Host:
+    try:
+        return Host(name, slots)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+def _read(path: str, named_by: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"{named_by}{path}: {reason}") from None
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    items, depth = [""], 0
+    for character in text.strip():
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth not in (0, 1):
+            raise ValueError(f"node list {text!r}: the brackets do not match")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    if depth:
+        raise ValueError(f"node list {text!r}: a bracket is not closed")
+    return [item.strip() for item in items if item.strip()]
+
+
+def _expand(item: str, whole: str) -> list[str]:
+    """Expand the first bracket of one item, then the rest of it."""
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    inside, _, after = rest.partition("]")
+    tails = _expand(after, whole)
+    names = []
+    for piece in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
+        if match is None:
+            raise ValueError(f"node list {whole!r}: {piece!r} is neither a number nor a range")
+        first, last = match.group(1), match.group(2) or match.group(1)
+        if int(last) < int(first) or int(last) - int(first) >= _MAX_HOSTS:
+            raise ValueError(f"node list {whole!r}: the range {piece} runs backwards or names too many hosts")
+        names += [f"{before}{n:0{len(first)}d}{tail}" for n in range(int(first), int(last) + 1) for tail in tails]
+    return names

@@ -1,0 +1,142 @@
+"""`ds-vit hosts`: every way in which a cluster says who takes part."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_vit import cli
+from ds_vit.hosts import (
+    Host,
+    expand_counts,
+    expand_nodelist,
+    from_lsf,
+    from_pbs,
+    from_slurm,
+    parse_hostfile,
+    parse_names,
+    read_hosts,
+    to_hostfile,
+)
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True)
+
+
+@given(st.dictionaries(NAMES, st.integers(1, 64), min_size=1, max_size=20))
+def test_a_hostfile_reads_back(slots):
+    # Catches: a writer and a reader that disagree, order lost.
+    hosts = tuple(Host(name, n) for name, n in slots.items())
+    assert parse_hostfile(to_hostfile(hosts)) == hosts
+
+
+@given(st.dictionaries(NAMES, st.integers(1, 64), min_size=1, max_size=20))
+def test_deepspeed_reads_the_same(slots):
+    # Catches: a hostfile that DeepSpeed's launcher takes for something else.
+    from deepspeed.launcher.runner import _parse_hostfile as theirs
+    from deepspeed.launcher.runner import parse_resource_filter
+
+    text = "# comment\n\n" + to_hostfile(tuple(Host(name, n) for name, n in slots.items()))
+    read = theirs(text.splitlines())
+    assert list(read.items()) == [(host.name, host.slots) for host in parse_hostfile(text)]
+    assert parse_resource_filter(read, include_str="", exclude_str="")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a slots=2\nb slot=2\n", r"hosts, line 2: 'b slot=2' is not of the form"),
+        ("a slots=2\n\n# b\na slots=1\n", r"line 4: host a is already on line 1"),
+        ("a slots=0\n", r"line 1: host a has 0 slots"),
+        ("-oProxyCommand=x slots=1\n", r"line 1: '-oProxyCommand=x' is not a host name"),
+        ("a;reboot slots=1\n", r"line 1: 'a;reboot' is not a host name"),
+        ("# nothing\n", r"names no host"),
+    ],
+)
+def test_a_bad_hostfile_says_which_line(text, says):
+    # Catches: an error without its line; a name that ssh would take for an option or a shell for a command.
+    with pytest.raises(ValueError, match=says):
+        parse_hostfile(text, "hosts")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("n[098-101]-ib,login", ["n098-ib", "n099-ib", "n100-ib", "n101-ib", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a,b[3],c", ["a", "b3", "c"]),
+    ],
+)
+def test_node_lists(text, names):
+    # Catches: lost zeros, lost suffixes, brackets cut at the comma inside them. Expected as scontrol prints.
+    assert expand_nodelist(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[1-3", "n1]", "n[[1]]", "n[3-1]", "n[a-b]", "n[1-999999999]"])
+def test_bad_node_lists(text):
+    # Catches: an endless list, a name with a bracket in it.
+    with pytest.raises(ValueError, match="node list"):
+        expand_nodelist(text)
+
+
+def test_slurm():
+    # Catches: counts given to the wrong node, GPUs forgotten where one task starts them all.
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+    assert from_slurm(job) == (Host("n1", 4), Host("n2", 4), Host("n3", 3))
+    assert from_slurm({**job, "SLURM_TASKS_PER_NODE": "2"}) == (Host("n1", 2), Host("n2", 2), Host("n3", 2))
+    gpus = {**job, "SLURM_TASKS_PER_NODE": "1(x3)", "SLURM_GPUS_PER_NODE": "h100:8"}
+    assert from_slurm(gpus) == (Host("n1", 8), Host("n2", 8), Host("n3", 8))
+    with pytest.raises(ValueError, match="3 hosts, and SLURM_TASKS_PER_NODE has 2 counts"):
+        from_slurm({**job, "SLURM_TASKS_PER_NODE": "4,3"})
+    with pytest.raises(ValueError, match="not inside a Slurm job"):
+        from_slurm({})
+    assert expand_counts("4(x2),3") == [4, 4, 3]
+
+
+def test_pbs_and_lsf(tmp_path):
+    # Catches: a host that occurs once a slot taken for several hosts.
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\nb\na\n")
+    assert from_pbs({"PBS_NODEFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
+    assert from_lsf({"LSB_MCPU_HOSTS": "a 4 b 2"}) == (Host("a", 4), Host("b", 2))
+    assert from_lsf({"LSB_HOSTS": "a a b"}) == (Host("a", 2), Host("b", 1))
+    assert from_lsf({"LSB_DJOB_HOSTFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
+    with pytest.raises(ValueError, match="pairs"):
+        from_lsf({"LSB_MCPU_HOSTS": "a 4 b"})
+    with pytest.raises(ValueError, match="No such file"):
+        from_pbs({"PBS_NODEFILE": str(tmp_path / "gone")})
+    assert parse_names("a:4\nb:2\n") == (Host("a", 4), Host("b", 2))
+    with pytest.raises(ValueError, match="line 2: 'b 2' is not one host name"):
+        parse_names("a\nb 2\n")
+
+
+def test_the_source_is_found(tmp_path):
+    # Catches: a file of names read as a bad hostfile, --slots without effect, a guess outside any job.
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb slots=1\n")
+    assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 1))
+    path.write_text("a\na\nb\n")
+    assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 1))
+    assert read_hosts(str(path), {}, slots=4) == (Host("a", 4), Host("b", 4))
+    assert read_hosts(None, {"PBS_NODEFILE": str(path)}) == (Host("a", 2), Host("b", 1))
+    with pytest.raises(ValueError, match="give --from FILE"):
+        read_hosts(None, {})
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    # Catches: a command that writes nothing, or half a file; a wrong exit code.
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    monkeypatch.delenv("SLURM_GPUS_PER_NODE", raising=False)
+    assert cli.main(["hosts"]) == 0
+    assert capsys.readouterr().out == "n1 slots=4\nn2 slots=4\n"
+    output = tmp_path / "hostfile"
+    assert cli.main(["hosts", "--from", "slurm", "--slots", "8", "--output", str(output)]) == 0
+    assert output.read_text() == "n1 slots=8\nn2 slots=8\n"
+    assert cli.main(["hosts", "--from", str(tmp_path / "gone")]) == 2
+    assert "gone: No such file" in capsys.readouterr().err
+    assert cli.main(["hosts", "--slots", "0"]) == 2
+    assert cli.main(["hosts", "--output", str(tmp_path / "no" / "folder")]) == 2
