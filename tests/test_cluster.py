@@ -1,0 +1,65 @@
+"""The cluster of namespaces itself: what the tests of launchers and of the doctor stand on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from cluster import cluster
+
+
+def test_hosts_are_hosts(tmp_path):
+    # Catches: hosts that share a network or a name, so that "across hosts" proves nothing; processes left behind.
+    with cluster(tmp_path / "c", 3) as hosts:
+        done = hosts[0].run(["pdsh", "-S", "-R", "ssh", "-w", "node[1-3]", "hostname; hostname -I"], timeout=60)
+        assert sorted(done.stdout.split()) == sorted(
+            word for i in (1, 2, 3) for word in (f"node{i}:", f"node{i}", f"node{i}:", f"10.77.0.{i}")
+        )
+        assert done.returncode == 0
+        hosts[1].link("down")
+        assert hosts[0].run(["ssh", "-o", "ConnectTimeout=1", "node2", "true"]).returncode == 255
+        hosts[1].link("up")
+        hosts[0].check("ssh", "node2", "true")
+        hosts[2].stop_sshd()
+        refused = hosts[0].run(["ssh", "node3", "true"])
+        assert refused.returncode == 255
+        assert "Connection refused" in refused.stderr
+        sleeper = hosts[2].popen(["sleep", "600"])
+        assert "sleep 600" in hosts[2].processes()
+        hosts[2].kill()
+        assert sleeper.wait(20) != 0
+        inits = [host.init for host in hosts]
+    assert not any(Path(f"/proc/{init}").exists() for init in inits)
+
+
+COUNT = """
+import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(20)
+s.bind(("", 4000))
+seen = 0
+while s.recv(9) != b"end":
+    seen += 1
+print(seen)
+"""
+SEND = """
+import socket, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for payload in [b"x"] * 200 + [b"end"] * 20:
+    s.sendto(payload, ("node2", 4000))
+    time.sleep(0.005)
+"""
+
+
+@pytest.mark.slow
+def test_a_bad_network_is_slow_and_loses_packets(tmp_path):
+    # Catches: a delay or a loss that is not there.
+    with cluster(tmp_path / "c", 2, delay_seconds=0.05, loss=0.3) as hosts:
+        start = time.monotonic()
+        assert hosts[0].check("ssh", "node2", "hostname").strip() == "node2"
+        assert time.monotonic() - start > 0.3  # at least three round trips
+        listening = hosts[1].popen(["python", "-c", COUNT], stdout=-1, text=True)
+        time.sleep(1)
+        hosts[0].check("python", "-c", SEND)
+        assert 80 < int(listening.communicate(timeout=60)[0]) < 180
