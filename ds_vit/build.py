@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from ds_vit.engine import Engine, Loss, PlainEngine
 from ds_vit.losses import build_loss
 from ds_vit.models import Layer, SequentialViT, freeze, initialise, no_weight_decay_names, take_apart, timm_names
-from ds_vit.optim.build import build_optimizer, parameter_groups
+from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.pipe_engine import PipeEngine, StagedViT
 from ds_vit.prepare import Plan
 from ds_vit.tensor_parallel import TensorParallel, class_parallel_loss, cut_layer, gather_logits
@@ -64,20 +64,26 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
+    engine: Engine
     if layout.pp == 1:
         model = SequentialViT(
             layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
         )
-        return PlainEngine(model, _optimizer(plan, model, device), loss, plan.deepspeed, grid=grid, **shared)
-    model = StagedViT(
-        layers,
-        plan.bounds,
-        topology,
-        loss,
-        checkpoint_interval=interval,
-        checkpoint_function=checkpoint,
-    )
-    return PipeEngine(model, _optimizer(plan, model, device), plan.deepspeed, **shared)
+        optimizer = _optimizer(plan, model, device)
+        engine = PlainEngine(model, optimizer, loss, plan.deepspeed, grid=grid, **shared)
+    else:
+        staged = StagedViT(
+            layers,
+            plan.bounds,
+            topology,
+            loss,
+            checkpoint_interval=interval,
+            checkpoint_function=checkpoint,
+        )
+        optimizer = _optimizer(plan, staged, device)
+        engine = PipeEngine(staged, optimizer, plan.deepspeed, **shared)
+    attach(optimizer, engine.fragments, plan.model, plan.config.layer_decay)
+    return engine
 
 
 def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:

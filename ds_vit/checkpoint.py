@@ -17,8 +17,10 @@ def _umask() -> int:
     return mask
 
 
-def save_weights(folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str | int = "5GB") -> Path:
-    """Write `model.safetensors`, or shards with Hugging Face's `model.safetensors.index.json` where it is larger.
+def save_weights(
+    folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str | int = "5GB", name: str = "model"
+) -> Path:
+    """Write `<name>.safetensors`, or shards with Hugging Face's `<name>.safetensors.index.json` where it is larger.
 
     Each file is written under another name and then renamed, so a reader sees a whole file or none.
 
@@ -26,6 +28,7 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor], max_shard_size
         folder: an existing folder.
         state: timm names → CPU tensors.
         max_shard_size: bytes, or "5GB".
+        name: of the file, without its suffix.
 
     Returns:
         The file that a reader opens: the weights, or the index.
@@ -33,17 +36,17 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor], max_shard_size
     import json
 
     split = split_torch_state_dict_into_shards(
-        dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(state), filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
-    for name, keys in split.filename_to_tensors.items():
-        temporary = folder / f".{name}.partial"
+    for file, keys in split.filename_to_tensors.items():
+        temporary = folder / f".{file}.partial"
         save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata={"format": "pt"})
         temporary.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
-        os.replace(temporary, folder / name)
+        os.replace(temporary, folder / file)
     if not split.is_sharded:
-        return folder / "model.safetensors"
+        return folder / f"{name}.safetensors"
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    temporary = folder / ".model.safetensors.index.json.partial"
+    temporary = folder / f".{name}.safetensors.index.json.partial"
     temporary.write_text(json.dumps(index, indent=1))
-    os.replace(temporary, folder / "model.safetensors.index.json")
-    return folder / "model.safetensors.index.json"
+    os.replace(temporary, folder / f"{name}.safetensors.index.json")
+    return folder / f"{name}.safetensors.index.json"

@@ -127,8 +127,24 @@ class RunConfig:
     weight_decay: float | None = _flag(None, _O, 'value for an "auto" weight_decay in the JSON', type=float)
     clip_grad: float | None = _flag(None, _O, 'value for an "auto" gradient_clipping in the JSON', type=float)
     layer_decay: float | None = _flag(None, _O, "layer-wise learning-rate decay", neutral=(None, 1.0), type=float)
-    model_ema: bool = _flag(False, _O, "keep an exponential moving average", neutral=(False,))
-    model_ema_decay: float = _flag(0.9998, _O, "decay of the average", neutral=(0.9998,), type=float)
+    lr_scale_by_batch: str = _flag(
+        "none",
+        _O,
+        "scale the learning rate with global batch / --lr-base-size",
+        neutral=("none",),
+        choices=("none", "linear", "sqrt"),
+    )
+    lr_base_size: int = _flag(256, _O, "global batch that the unscaled learning rate is meant for", type=int)
+    model_ema: bool = _flag(False, _O, "keep an exponential moving average of the weights, and evaluate it too")
+    model_ema_decay: float = _flag(0.9998, _O, "decay of the average", type=float)
+    model_ema_warmup: bool = _flag(False, _O, "let the decay of the average grow from 0")
+    on_nonfinite: str = _flag("stop", _O, "a step whose gradient is not finite", choices=("stop", "skip"))
+    spike_factor: float | None = _flag(
+        None, _O, "treat a loss or gradient norm above this many times its recent mean alike", type=float
+    )
+    grad_stats_interval: int = _flag(
+        0, _O, "steps between gradient statistics by layer (0: none)", neutral=(0,), type=int
+    )
     batch_size: int | None = _flag(
         None, _O, 'micro-batch a rank where the JSON says "auto" (128)', short=("-b",), type=int
     )
@@ -173,9 +189,6 @@ def spelling(name: str) -> str:
 
 # Flags of the contract whose mechanism has not been built yet: accepted at their neutral value, refused otherwise.
 _NOT_YET = {
-    "layer_decay": "layer-wise learning-rate decay",
-    "model_ema": "the moving average of the weights",
-    "model_ema_decay": "the moving average of the weights",
     "resume": "going on from a checkpoint",
     "checkpoint_interval": "checkpoints during training (the final weights are saved as model.safetensors)",
     "keep_checkpoints": "checkpoints during training (the final weights are saved as model.safetensors)",
@@ -417,15 +430,36 @@ def _check_ranges(config: RunConfig) -> None:
     ):
         must(0 <= getattr(config, name) <= 1, name, "between 0 and 1")
     must(0 <= config.smoothing < 1, "smoothing", "at least 0 and below 1")
-    for name in ("epochs", "max_steps", "img_size", "num_classes", "log_interval", "recount", "validation_batch_size"):
+    for name in (
+        "epochs",
+        "max_steps",
+        "img_size",
+        "num_classes",
+        "log_interval",
+        "recount",
+        "validation_batch_size",
+        "lr_base_size",
+    ):
         value = getattr(config, name)
         must(value is None or value >= 1, name, "at least 1")
-    for name in ("workers", "eval_interval", "warmup_steps", "warmup_epochs", "mixup", "cutmix", "aug_repeats"):
+    for name in (
+        "workers",
+        "eval_interval",
+        "warmup_steps",
+        "warmup_epochs",
+        "mixup",
+        "cutmix",
+        "aug_repeats",
+        "grad_stats_interval",
+    ):
         value = getattr(config, name)
         must(value is None or value >= 0, name, "at least 0")
     for name in ("lr", "min_lr", "warmup_lr", "weight_decay", "clip_grad"):
         value = getattr(config, name)
         must(value is None or (value >= 0 and value < float("inf")), name, "a number >= 0")
+    must(config.layer_decay is None or 0 < config.layer_decay <= 1, "layer_decay", "above 0 and at most 1")
+    must(0 <= config.model_ema_decay < 1, "model_ema_decay", "at least 0 and below 1")
+    must(config.spike_factor is None or config.spike_factor > 1, "spike_factor", "above 1")
     must(0 < config.wsd_decay_fraction <= 1, "wsd_decay_fraction", "above 0 and at most 1")
     for name in ("mean", "std"):
         value = getattr(config, name)
@@ -470,6 +504,10 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("warmup_lr", "without warm-up")]
     if config.sched == "constant":
         idle += [("min_lr", "with --sched constant")]
+    if config.lr_scale_by_batch == "none":
+        idle += [("lr_base_size", "without --lr-scale-by-batch")]
+    if not config.model_ema:
+        idle += [(name, "without --model-ema") for name in ("model_ema_decay", "model_ema_warmup")]
     if config.sched != "wsd":
         idle += [("wsd_decay_fraction", "unless --sched wsd")]
     return idle

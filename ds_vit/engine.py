@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.fragments import build_fragments
+from ds_vit.models import timm_names
 from ds_vit.tensor_parallel import TensorSlice, assemble
 
 # Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
@@ -152,6 +154,7 @@ class Engine(ABC):
                 take_step(*args, **kwargs)
 
             self.engine._take_model_step = clip_and_take_step
+        self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}

@@ -175,17 +175,19 @@ class Reporter:
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
             )
 
-    def eval(self, row: Mapping[str, Any]) -> None:
-        """A row of kind "eval"."""
-        self._write({"kind": "eval", **row})
+    def eval(self, row: Mapping[str, Any], kind: str = "eval") -> None:
+        """A row of kind "eval", or "eval_ema" for the moving average of the weights."""
+        self._write({"kind": kind, **row})
         for key in ("top1", "top5", "loss"):
-            self._scalar(f"eval/{key}", row[key], row["step"])
-        self._monitor(row["step"], "Eval", row, ("top1", "top5", "loss"))
-        self._accuracy = f"  top-1 {row['top1']:.2f} %"
+            self._scalar(f"{kind}/{key}", row[key], row["step"])
+        self._monitor(row["step"], "Eval" if kind == "eval" else "EvalEma", row, ("top1", "top5", "loss"))
+        if kind == "eval":
+            self._accuracy = f"  top-1 {row['top1']:.2f} %"
         if self._progress:
             self._progress.update(self._task, figures=self._figures + self._accuracy)
+        what = "eval" if kind == "eval" else "eval of the average"
         self.say(
-            f"eval at step {row['step']}: top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %  "
+            f"{what} at step {row['step']}: top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %  "
             f"loss {row['loss']:.5f}  over {row['images']} images"
         )
 

@@ -33,7 +33,7 @@ from ds_vit.models import (
     layer_costs,
     take_apart,
 )
-from ds_vit.optim.build import optimizer_class
+from ds_vit.optim.build import check_layer_decay, optimizer_class
 from ds_vit.optim.schedules import Schedule
 from ds_vit.tensor_parallel import check_cut, pays
 
@@ -130,7 +130,11 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
     )
     optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
+    if config.layer_decay not in (None, 1.0):
+        check_layer_decay(optimizer)
     lr = _learning_rate(config, optimizer, arguments, path)
+    lr, scaling = _scaled_by_batch(config, lr, batch.global_batch)
+    notes += scaling
     clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down so that nobody has to know
@@ -306,6 +310,18 @@ def _learning_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, A
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
         raise ValueError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
     return float(lr)
+
+
+def _scaled_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[float, list[str]]:
+    """--lr-scale-by-batch, and a line that says what came of it."""
+    if config.lr_scale_by_batch == "none":
+        return lr, []
+    ratio = global_batch / config.lr_base_size
+    scaled = lr * (ratio if config.lr_scale_by_batch == "linear" else ratio**0.5)
+    formula = (
+        f"{lr:g} x {'' if config.lr_scale_by_batch == 'linear' else 'sqrt '}({global_batch} / {config.lr_base_size})"
+    )
+    return scaled, [f"learning rate {formula} = {scaled:g}"]
 
 
 def _open_validation(config: RunConfig, train: Source) -> Source | None:
@@ -484,6 +500,8 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
         values[name] = None
     values |= {
         "lr": plan.lr,
+        "lr_scale_by_batch": "none",  # done
+        "lr_base_size": flags.default_of("lr_base_size"),
         "grad_checkpointing": False,
         "mean": plan.image.mean,
         "std": plan.image.std,

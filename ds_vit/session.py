@@ -19,6 +19,7 @@ from ds_vit.evaluate import Accuracy, evaluate
 from ds_vit.feed import Feed
 from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
 from ds_vit.models import forward_flops, timm_state_dict
+from ds_vit.optim.ema import Ema
 from ds_vit.prepare import Plan, resolved_flags
 from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
@@ -42,6 +43,7 @@ class Session:
         self.peak = peak_tflops(self.device, plan.precision.name)
         self.throughput = Throughput()
         self.accuracies: list[Accuracy] = []
+        self.ema_accuracies: list[Accuracy] = []
         self.reporter: Reporter | None = None
 
     def run(self) -> dict[str, Any]:
@@ -58,6 +60,9 @@ class Session:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
         self.engine = build_engine(plan, self.device)
+        self.ema: Ema | None = None
+        if plan.config.model_ema:
+            self.ema = Ema(self.engine.fragments, plan.config.model_ema_decay, plan.config.model_ema_warmup)
         self.feed = Feed(plan, self.engine, self.throughput)
         if console is not None:
             events = self.engine.write_events
@@ -72,7 +77,9 @@ class Session:
             if self.reporter:
                 self.reporter.close()
         skipped = int(self.engine.sum(torch.tensor(self.feed.skipped_images, device=self.device)))
-        summary = summarise(plan, self.accuracies, self.throughput, skipped, time.perf_counter() - self.started)
+        summary = summarise(
+            plan, self.accuracies, self.ema_accuracies, self.throughput, skipped, time.perf_counter() - self.started
+        )
         if console is not None:
             temporary = self.folder / ".summary.json.partial"
             temporary.write_text(json.dumps(summary, indent=2) + "\n")
@@ -91,6 +98,8 @@ class Session:
                 self.engine.set_lr(plan.schedule.lr(step))
             lr, scale = self.engine.lr(), self.engine.loss_scale()
             result = self.engine.train_step(inputs)
+            if self.ema is not None and result.applied:
+                self.ema.update()
             self.throughput.step(plan.batch.global_batch)
             done = step + 1
             if config.check_replicas and done % config.check_replicas == 0:
@@ -139,18 +148,31 @@ class Session:
     def _evaluate(self, step: int) -> None:
         """Exact accuracy on the validation split (a collective)."""
         self.throughput.pause()
-        accuracy = evaluate(self.engine, *self.feed.evaluation(), bce=self.plan.config.bce_loss)
-        self.accuracies.append(accuracy)
-        if self.reporter:
-            figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}
-            self.reporter.eval({"step": step, **figures})
+        self._evaluate_weights(step, self.accuracies, "eval")
+        if self.ema is not None:
+            with self.ema.swapped():
+                self._evaluate_weights(step, self.ema_accuracies, "eval_ema")
         self.throughput.resume()
 
+    def _evaluate_weights(self, step: int, accuracies: list[Accuracy], kind: str) -> None:
+        """Exact accuracy of the weights that the model has now (a collective)."""
+        accuracy = evaluate(self.engine, *self.feed.evaluation(), bce=self.plan.config.bce_loss)
+        accuracies.append(accuracy)
+        if self.reporter:
+            figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}
+            self.reporter.eval({"step": step, **figures}, kind)
+
     def _save(self) -> None:
-        """The final weights as model.safetensors, timm's names, fp32 (a collective)."""
+        """The final weights as model.safetensors, their average as ema.safetensors (a collective)."""
+        self._save_weights("model")
+        if self.ema is not None:
+            with self.ema.swapped():
+                self._save_weights("ema")
+
+    def _save_weights(self, name: str) -> None:
         state = self.engine.full_state(timm_state_dict(self.engine.module, keep_vars=True))
         if state is not None:
-            save_weights(self.folder, state)
+            save_weights(self.folder, state, name=name)
 
     def _write_config(self) -> None:
         """config.yaml (enough to run again) and deepspeed.json, before anything is trained."""

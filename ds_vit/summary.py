@@ -62,9 +62,18 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
 
 
 def summarise(
-    plan: Plan, accuracies: Sequence[Accuracy], throughput: Throughput, skipped_images: int, wall_seconds: float
+    plan: Plan,
+    accuracies: Sequence[Accuracy],
+    ema_accuracies: Sequence[Accuracy],
+    throughput: Throughput,
+    skipped_images: int,
+    wall_seconds: float,
 ) -> dict[str, Any]:
-    """The contents of summary.json (DESIGN's contract names the keys)."""
+    """The contents of summary.json; the average's accuracy stands in it only where there is an average."""
+    average = {
+        "best_top1_ema": max((a.top1 for a in ema_accuracies), default=None),
+        "last_top1_ema": ema_accuracies[-1].top1 if ema_accuracies else None,
+    }
     last = accuracies[-1] if accuracies else None
     seconds = throughput.total_seconds
     return {
@@ -80,6 +89,7 @@ def summarise(
         "eval_images": last.images if last else 0,
         "images_per_second": throughput.total_images / seconds if seconds else None,
         "wall_seconds": wall_seconds,
+        **(average if plan.config.model_ema else {}),
         "skipped_images": skipped_images,
         "exit": "completed",
     }
@@ -91,11 +101,15 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     if summary["last_top1"] is not None:
         best, images = summary["best_top1"], summary["eval_images"]
         rows.append(("top-1", f"{summary['last_top1']:.2f} % (best {best:.2f} %) over {images:,} images"))
+    if summary.get("last_top1_ema") is not None:
+        rows.append(("top-1, average", f"{summary['last_top1_ema']:.2f} % (best {summary['best_top1_ema']:.2f} %)"))
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
         rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and were replaced"))
     weights = "" if plan.config.eval_only else "model.safetensors, "
+    if plan.config.model_ema and not plan.config.eval_only:
+        weights += "ema.safetensors, "
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
         ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),

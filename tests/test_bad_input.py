@@ -147,12 +147,12 @@ def test_value_that_deepspeed_would_refuse(capsys, tmp_path, folder):
     assert "zero_optimization.reduce_bucket_size" in line
 
 
-def test_lamb_is_refused(capsys, tmp_path, folder):
-    """The shipped LAMB file says plainly that it waits."""
-    config = str(ROOT / "ds_configs" / "lamb_zero1_bf16.json")
-    line = refused(capsys, tmp_path, "--data-dir", folder, config=config)
-    assert "LAMB" in line
-    assert "AdamW is the nearest" in line
+def test_layer_decay_with_an_optimizer_whose_update_is_not_proportional(capsys, tmp_path, folder):
+    """Shorter steps would be another method."""
+    config = tmp_path / "rprop.json"
+    config.write_text(json.dumps({"optimizer": {"type": "Rprop"}, "gradient_clipping": 1.0}))
+    line = refused(capsys, tmp_path, "--data-dir", folder, "--layer-decay", 0.7, config=str(config))
+    assert "--layer-decay does not work with Rprop" in line
 
 
 def test_num_classes_smaller_than_the_datas(capsys, tmp_path, folder):

@@ -25,8 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("checkpoint", "evaluate", "pipe_engine", "replicas"),
     ("engine",),
+    ("optim",),
+    ("fragments",),
     ("tensor_parallel",),
-    ("metrics", "optim", "losses"),
+    ("metrics", "losses"),
     ("data", "models"),
     ("hosts", "keyed"),
 )

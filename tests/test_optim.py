@@ -66,7 +66,7 @@ def test_lion_is_elementwise():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"type": "Lamb"}, "LAMB's trust ratio is per parameter"),
+        ({"type": "Adafactor"}, "Adafactor factors matrices"),
         ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
         ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),

@@ -1,7 +1,7 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO hands an optimizer one flat tensor a group, so only elementwise optimizers mean the same in every layout; the
-others are refused by name.
+ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's; LAMB and LARS
+are this package's, told by `attach` which parameter lies where; the others are refused by name.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+
+from ds_vit.fragments import Fragments
+from ds_vit.optim.lamb import Lamb
+from ds_vit.optim.lars import Lars
+from ds_vit.optim.layer_decay import LayerDecay, layer_scales
+from ds_vit.optim.per_parameter import PerParameterOptimizer
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
-_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction", "fused", "foreach")
+_IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
+# Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
+_NO_LAYER_DECAY = ("ASGD", "Rprop")
 _NOT_ELEMENTWISE = {
-    "lamb": "LAMB's trust ratio is per parameter, and under ZeRO an optimizer sees one flat tensor",
-    "lars": "LARS's trust ratio is per parameter, and under ZeRO an optimizer sees one flat tensor",
     "muon": "Muon works on matrices, and under ZeRO an optimizer sees one flat tensor",
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
@@ -53,13 +60,15 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
+    known = {n.lower(): n for n in (*_TORCH, "Lion", "Lamb", "Lars")}
     if lowered == "lion":
         from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
+    elif lowered in ("lamb", "lars"):
+        cls = Lamb if lowered == "lamb" else Lars
     else:
-        known = {n.lower(): n for n in _TORCH}
         if lowered not in known:
-            close = difflib.get_close_matches(lowered, [*known, "lion"], n=1, cutoff=0.3)
-            nearest = known.get(close[0], "Lion") if close else "AdamW"
+            close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
+            nearest = known[close[0]] if close else "AdamW"
             raise ValueError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
         if lowered == "adam" and params.get("adam_w_mode", True):
             lowered = "adamw"
@@ -67,6 +76,8 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     for key in _IMPLEMENTATION:
         params.pop(key, None)
     accepted = set(inspect.signature(cls.__init__).parameters) - {"self", "params"}
+    if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
+        raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
         if key not in accepted:
             close = difflib.get_close_matches(key, sorted(accepted), n=1)
@@ -106,3 +117,29 @@ def build_optimizer(
     elif "foreach" in accepted:
         arguments["foreach"] = True
     return cls(groups, **arguments)
+
+
+def check_layer_decay(cls: type[torch.optim.Optimizer]) -> None:
+    """Refuse layer-wise decay for an optimizer whose update is not proportional to its learning rate.
+
+    Raises:
+        ValueError: names those it works with.
+    """
+    if cls.__name__ in _NO_LAYER_DECAY:
+        raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb or Lars")
+
+
+def attach(optimizer: torch.optim.Optimizer, fragments: Fragments, model: nn.Module, layer_decay: float | None) -> None:
+    """Tell an optimizer that ZeRO has taken over which parameter lies where, as far as it has to know.
+
+    Args:
+        optimizer: from `build_optimizer`, after `deepspeed.initialize`.
+        fragments: the map of this rank.
+        model: the description of the whole model, for timm's layers.
+        layer_decay: of the learning rate, from layer to layer downward; None or 1 for none.
+    """
+    scales = layer_scales(model, layer_decay) if layer_decay not in (None, 1.0) else None
+    if isinstance(optimizer, PerParameterOptimizer):
+        optimizer.attach(fragments, scales)
+    elif scales is not None:
+        LayerDecay(optimizer, fragments, scales)

@@ -1,0 +1,82 @@
+"""The moving average of the weights, kept in fp32 on this rank's shards: 4 bytes for each element that it holds.
+
+The arithmetic of timm's `ModelEmaV3`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ds_vit.fragments import Fragments
+
+
+class Ema:
+    """An average of the trained weights, sharded as ZeRO shards them.
+
+    Args:
+        fragments: the map of this rank.
+        decay: of the average.
+        warmup: let the decay grow from 0 as 1 - (1 + step)^(-2/3), up to `decay`.
+
+    Attributes:
+        tensors: one fp32 tensor for each of the fragments' shards, laid out like it.
+        updates: how often the average has been moved.
+    """
+
+    # Elements that are exchanged at a time in `swapped`.
+    _CHUNK = 2**22
+
+    def __init__(self, fragments: Fragments, decay: float, warmup: bool = False) -> None:
+        self.fragments = fragments
+        self.decay = decay
+        self.warmup = warmup
+        self.updates = 0
+        self.tensors = [shard.tensor.detach().to(torch.float32, copy=True) for shard in fragments.shards]
+
+    def decay_at(self, update: int) -> float:
+        """The decay of an update, counted from 1; the first one copies the weights, as timm's does."""
+        if update <= 1:
+            return 0.0
+        return min(self.decay, 1.0 - float(update) ** (-2 / 3)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights as they are now."""
+        self.updates += 1
+        weight = 1.0 - self.decay_at(self.updates)
+        weights = [shard.tensor.float() for shard in self.fragments.shards]
+        torch._foreach_lerp_(self.tensors, weights, weight)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within the block the model has the average's weights; after it, its own, to the bit (a collective).
+
+        The two are exchanged in place, so no rank holds a further copy, unless the flat weights are not fp32.
+        """
+        kept = self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange(kept)
+
+    @torch.no_grad()
+    def _exchange(self, kept: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
+        """Put the average into the model, or (with what that returned) the weights back."""
+        copies: list[torch.Tensor | None] = []
+        for number, (shard, average) in enumerate(zip(self.fragments.shards, self.tensors, strict=True)):
+            weights = shard.tensor
+            if weights.dtype != average.dtype:  # 16-bit weights cannot hold the average for its way back
+                copies.append(weights.clone())
+                back = kept[number] if kept is not None else None
+                weights.copy_(average if back is None else back)
+                continue
+            copies.append(None)
+            for piece, averaged in zip(weights.split(self._CHUNK), average.split(self._CHUNK), strict=True):
+                old = piece.clone()
+                piece.copy_(averaged)
+                averaged.copy_(old)
+        self.fragments.refresh()
+        return copies

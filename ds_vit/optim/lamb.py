@@ -1,0 +1,141 @@
+"""LAMB on ZeRO's flat tensors: the trust ratio is a parameter's own, in every layout.
+
+Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (You et al., arXiv:1904.00962), with the options
+and the arithmetic of timm's `Lamb`. DeepSpeed #88 asks for it under ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_vit.optim.per_parameter import PerParameterOptimizer
+
+
+class Lamb(PerParameterOptimizer):
+    """Adam's update, scaled for each parameter by |w| / |update|.
+
+    One fused Adam pass writes the update into a scratch tensor as large as this rank's share; norms of all parameters
+    take one collective of 2·P numbers for the P parameters of a group that is adapted.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        bias_correction: divide the moments by 1 - beta^t.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: times the weight, added to the update (to the weight itself where decay is decoupled).
+        grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
+        trust_clip: the ratio is at most 1 (LAMBC).
+        always_adapt: adapt groups without weight decay too, which by default get plain Adam.
+        decoupled_decay: decay as AdamW does, outside the trust ratio.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        grad_averaging: bool = True,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        decoupled_decay: bool = False,
+    ) -> None:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"LAMB's betas {betas} must be at least 0 and below 1")
+        if eps < 0.0:
+            raise ValueError(f"LAMB's eps {eps} must not be negative")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+            "decoupled_decay": decoupled_decay,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        tensors, lr_scales = self._segmented(parameters)
+        flats = [p.view(-1) for p in parameters]
+        updates = self._negative_adam(group, parameters)
+        lr, decay = group["lr"], group["weight_decay"]
+        if decay and not group["decoupled_decay"]:
+            torch._foreach_add_(updates, flats, alpha=-decay)
+        factors = lr_scales
+        if decay or group["always_adapt"]:
+            ratios = _trust_ratios(*tensors.norms(flats, updates), clip=group["trust_clip"])
+            self._keep_ratios(parameters, tensors.names, ratios)
+            factors = ratios if factors is None else ratios * factors
+        if decay and group["decoupled_decay"]:
+            shrink = torch.full((len(tensors.names),), 1.0 - lr * decay, device=tensors.device)
+            tensors.mul_(flats, shrink if lr_scales is None else 1.0 - lr * decay * lr_scales)
+        if factors is None:
+            torch._foreach_add_(flats, updates, alpha=lr)
+        else:
+            tensors.addcmul_(flats, updates, lr * factors)
+
+    def _negative_adam(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Advance the moments, and give minus Adam's update at a learning rate of one."""
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        states = [self.state[p] for p in parameters]
+        steps = [state["step"] for state in states]
+        first = [state["exp_avg"].view(-1) for state in states]
+        second = [state["exp_avg_sq"].view(-1) for state in states]
+        grads = [p.grad.view(-1) for p in parameters]
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1)
+        updates = [torch.zeros_like(grad) for grad in grads]
+        if group["bias_correction"] and group["grad_averaging"]:
+            torch._fused_adam_(
+                updates,
+                grads,
+                first,
+                second,
+                [],
+                steps,
+                lr=1.0,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=0.0,
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
+            return updates
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+        corrections = (1.0, 1.0)
+        if group["bias_correction"]:
+            step = float(steps[0])
+            corrections = (1.0 - beta1**step, 1.0 - beta2**step)
+        roots = torch._foreach_sqrt(second)
+        torch._foreach_div_(roots, corrections[1] ** 0.5)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(updates, first, roots, value=-1.0 / corrections[0])
+        return updates
+
+
+def _trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, clip: bool) -> torch.Tensor:
+    """|w| / |update| for each parameter, 1 where either is zero."""
+    ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0)
+    return ratios.clamp(max=1.0) if clip else ratios

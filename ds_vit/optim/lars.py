@@ -1,0 +1,100 @@
+"""LARS on ZeRO's flat tensors: the trust ratio is a parameter's own, in every layout.
+
+Large Batch Training of Convolutional Networks (You et al., arXiv:1708.03888), with the options and the arithmetic of
+timm's `Lars`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_vit.optim.per_parameter import PerParameterOptimizer
+
+
+class Lars(PerParameterOptimizer):
+    """SGD with momentum whose gradient is scaled for each parameter by c·|w| / (|g| + decay·|w|).
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        momentum: of the scaled gradient.
+        dampening: of what enters the momentum.
+        weight_decay: times the weight, added to the gradient.
+        nesterov: look ahead along the momentum.
+        trust_coeff: c above.
+        eps: added to the denominator.
+        trust_clip: ratio over learning rate is at most 1 (LARC).
+        always_adapt: adapt groups without weight decay too, which by default get plain SGD.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        trust_coeff: float = 0.001,
+        eps: float = 1e-8,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+    ) -> None:
+        if momentum < 0.0:
+            raise ValueError(f"LARS's momentum {momentum} must not be negative")
+        if nesterov and (momentum <= 0.0 or dampening != 0.0):
+            raise ValueError("LARS with nesterov needs a momentum above 0 and a dampening of 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coeff": trust_coeff,
+            "eps": eps,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        tensors, lr_scales = self._segmented(parameters)
+        flats = [p.view(-1) for p in parameters]
+        grads = [p.grad.view(-1) for p in parameters]
+        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+        if decay or group["always_adapt"]:
+            weight_norms, grad_norms = tensors.norms(flats, grads)
+            denominators = grad_norms + decay * weight_norms + group["eps"]
+            ratios = group["trust_coeff"] * weight_norms / denominators
+            ratios = torch.where((weight_norms > 0) & (grad_norms > 0), ratios, 1.0)
+            if group["trust_clip"]:
+                rates = lr if lr_scales is None else lr * lr_scales
+                ratios = (ratios / rates).clamp(max=1.0)
+            self._keep_ratios(parameters, tensors.names, ratios)
+            if decay:
+                torch._foreach_add_(grads, flats, alpha=decay)
+            tensors.mul_(grads, ratios)
+        if momentum:
+            new = [p for p in parameters if "momentum_buffer" not in self.state[p]]
+            for p in new:
+                self.state[p]["momentum_buffer"] = p.grad.clone()
+            old = [p for p in parameters if not any(p is other for other in new)]
+            buffers = [self.state[p]["momentum_buffer"].view(-1) for p in old]
+            if buffers:
+                torch._foreach_mul_(buffers, momentum)
+                torch._foreach_add_(buffers, [p.grad.view(-1) for p in old], alpha=1.0 - group["dampening"])
+            buffers = [self.state[p]["momentum_buffer"].view(-1) for p in parameters]
+            if group["nesterov"]:
+                torch._foreach_add_(grads, buffers, alpha=momentum)
+            else:
+                grads = buffers
+        if lr_scales is None:
+            torch._foreach_add_(flats, grads, alpha=-lr)
+        else:
+            tensors.addcmul_(flats, grads, -lr * lr_scales)

@@ -1,0 +1,71 @@
+"""What optimizers with per-parameter norms share: they are told where parameters lie once ZeRO has cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ds_vit.fragments import Fragments
+from ds_vit.optim.segmented import SegmentedTensors
+
+
+class PerParameterOptimizer(torch.optim.Optimizer):
+    """Base of LAMB and LARS.
+
+    DeepSpeed replaces the parameters in `param_groups` by flat tensors and calls `step` once (BF16_Optimizer, no ZeRO),
+    once a group (ZeRO-1, ZeRO-2) or once a sub-group (ZeRO-3). `attach` is to be called in between.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._fragments: Fragments | None = None
+        self._lr_scales: Mapping[str, float] = {}
+        self._together: dict[tuple[int, ...], tuple[SegmentedTensors, torch.Tensor | None]] = {}
+        self._ratios: dict[tuple[int, ...], tuple[list[str], torch.Tensor]] = {}
+
+    def attach(self, fragments: Fragments, lr_scales: Mapping[str, float] | None = None) -> None:
+        """Tell the optimizer what lies where.
+
+        Args:
+            fragments: the map of this rank.
+            lr_scales: timm name → factor on the learning rate, for layer-wise decay; None for one rate.
+        """
+        self._fragments = fragments
+        self._lr_scales = dict(lr_scales or {})
+        self._together.clear()
+
+    def trust_ratios(self) -> dict[str, float]:
+        """timm name → trust ratio of the last step, for the parameters of this pipeline stage that are adapted."""
+        return {
+            name: ratio
+            for names, ratios in self._ratios.values()
+            for name, ratio in zip(names, ratios.tolist(), strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of whatever lies in `param_groups` now (a collective of the ranks that share the parameters)."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _segmented(self, parameters: Sequence[torch.Tensor]) -> tuple[SegmentedTensors, torch.Tensor | None]:
+        """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""
+        if self._fragments is None:
+            raise RuntimeError(f"{type(self).__name__}.attach was not called after deepspeed.initialize")
+        key = tuple(map(id, parameters))
+        if key not in self._together:
+            tensors = SegmentedTensors(self._fragments, parameters)
+            scales = tensors.values(self._lr_scales) if self._lr_scales else None
+            self._together[key] = tensors, scales
+        return self._together[key]
+
+    def _keep_ratios(self, parameters: Sequence[torch.Tensor], names: list[str], ratios: torch.Tensor) -> None:
+        self._ratios[tuple(map(id, parameters))] = names, ratios

@@ -1,0 +1,128 @@
+"""Arithmetic by parameter on flat tensors: norms over all ranks, and a factor for each parameter.
+
+Nothing here loops over parameters in Python: norms are one multi-tensor call, factors are one call on the CPU and one
+expanded factor a flat tensor on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from ds_vit.fragments import Fragments, Shard
+
+
+class SegmentedTensors:
+    """The flat tensors of one optimizer step, by their segments.
+
+    S is the number of segments on this rank, P the number of parameters that are spread over these tensors.
+
+    Args:
+        fragments: the map of this rank.
+        parameters: what the optimizer updates together: tensors out of its param_groups.
+    """
+
+    def __init__(self, fragments: Fragments, parameters: Sequence[torch.Tensor]) -> None:
+        self.fragments = fragments
+        self.shards: list[Shard] = [fragments.shard_of(parameter) for parameter in parameters]
+        self.device = parameters[0].device
+        self.names = [name for shard in self.shards for name in shard.names]
+        starts = accumulate((len(shard.names) for shard in self.shards), initial=0)
+        segments = [(start, s) for start, shard in zip(starts, self.shards, strict=False) for s in shard.segments]
+        self._index = torch.tensor([start + s.index for start, s in segments], dtype=torch.long, device=self.device)
+        counts = [float(fragments.counts(s)) for _, s in segments]
+        self._counts = torch.tensor(counts, dtype=torch.float32, device=self.device)
+        self._splits = [_split_sizes(shard) for shard in self.shards]
+
+    def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The S segments of tensors that are laid out like the shards'."""
+        views: list[torch.Tensor] = []
+        for tensor, sizes in zip(tensors, self._splits, strict=True):
+            views += tensor.view(-1).split(sizes)[1::2]
+        return views
+
+    def norms(self, *lists: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Euclidean norms of whole parameters, fp32 [len(lists), P] (one collective over the ranks that share them).
+
+        Args:
+            lists: tensors that are laid out like the shards'; their padding is not read.
+        """
+        squares = torch.zeros(len(lists), len(self.names), device=self.device)
+        if len(self._index):
+            for row, tensors in enumerate(lists):
+                norms = torch._foreach_norm(self.views(tensors), 2, dtype=torch.float32)
+                squares[row, self._index] = torch.stack(norms).square() * self._counts
+        return self.fragments.all_reduce(squares).sqrt()
+
+    def values(self, by_name: Mapping[str, float]) -> torch.Tensor:
+        """One number for each parameter, fp32 [P]."""
+        return torch.tensor([by_name[name] for name in self.names], dtype=torch.float32, device=self.device)
+
+    def mul_(self, tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
+        """Multiply every segment by its parameter's factor, in place; padding stays or is multiplied by one.
+
+        Args:
+            tensors: laid out like the shards'.
+            factors: [P].
+        """
+        if self.device.type == "cpu":
+            self._foreach(torch._foreach_mul_, self.views(tensors), self._of_segments(factors))
+            return
+        for tensor, factor in zip(tensors, self._expanded(factors, padding=1.0), strict=True):
+            tensor.view(-1).mul_(factor)
+
+    def addcmul_(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
+        """Add to every segment of `tensors` that of `others` times its parameter's factor, in place.
+
+        Args:
+            tensors: laid out like the shards'.
+            others: likewise.
+            factors: [P].
+        """
+        if self.device.type == "cpu":
+            views = self.views(tensors)
+            self._foreach(torch._foreach_addcmul_, views, self.views(others), self._of_segments(factors))
+            return
+        for tensor, other, factor in zip(tensors, others, self._expanded(factors, padding=0.0), strict=True):
+            tensor.view(-1).addcmul_(other.view(-1), factor)
+
+    def lerp_(self, tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
+        """Move every segment of `tensors` towards that of `ends` by its parameter's factor (0: stay, 1: arrive)."""
+        if self.device.type == "cpu":
+            self._foreach(torch._foreach_lerp_, self.views(tensors), self.views(ends), self._of_segments(factors))
+            return
+        for tensor, end, factor in zip(tensors, ends, self._expanded(factors, padding=0.0), strict=True):
+            tensor.view(-1).lerp_(end.view(-1), factor)
+
+    def _of_segments(self, factors: torch.Tensor) -> list[torch.Tensor]:
+        """[P] → S scalar tensors in the type of the flat tensors."""
+        return list(factors[self._index].to(self.shards[0].tensor.dtype).unbind())
+
+    def _expanded(self, factors: torch.Tensor, padding: float) -> list[torch.Tensor]:
+        """[P] → a factor for every element of every flat tensor."""
+        own = factors[self._index].to(self.shards[0].tensor.dtype)
+        expanded, done = [], 0
+        for shard, sizes in zip(self.shards, self._splits, strict=True):
+            pieces = own.new_full((len(sizes),), padding)
+            pieces[1::2] = own[done : done + len(shard.segments)]
+            done += len(shard.segments)
+            repeats = torch.tensor(sizes, device=self.device)
+            expanded.append(torch.repeat_interleave(pieces, repeats, output_size=shard.tensor.numel()))
+        return expanded
+
+    @staticmethod
+    def _foreach(function: object, views: list[torch.Tensor], *others: list[torch.Tensor]) -> None:
+        if views:
+            function(views, *others)
+
+
+def _split_sizes(shard: Shard) -> list[int]:
+    """Lengths of gap, segment, gap, segment, …, gap."""
+    sizes, end = [], 0
+    for segment in shard.segments:
+        assert segment.offset >= end, "segments in another order than the flat tensor's"
+        sizes += [segment.offset - end, segment.length]
+        end = segment.offset + segment.length
+    return [*sizes, shard.tensor.numel() - end]
