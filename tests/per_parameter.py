@@ -21,23 +21,28 @@ DECAY, CLIP, STEPS, EMA_DECAY, LAYER_DECAY = 0.05, 0.1, 10, 0.8, 0.7
 BLOCKS: dict[str, dict[str, Any]] = {
     "lamb": {"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-6, "weight_decay": DECAY}},
     "lars": {"type": "Lars", "params": {"lr": 1.0, "trust_coeff": 0.02, "momentum": 0.9, "weight_decay": DECAY}},
+    "sgd": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": DECAY}},
     "layer decay": {"type": "AdamW", "params": {"lr": 2e-3, "eps": 1e-6, "weight_decay": DECAY}},
 }
-WORDS: dict[str, list[Any]] = {"lamb": [], "lars": [], "layer decay": ["--layer-decay", LAYER_DECAY]}
+WORDS: dict[str, list[Any]] = {"lamb": [], "lars": [], "sgd": [], "layer decay": ["--layer-decay", LAYER_DECAY]}
 
 
-def timm_optimizer(kind: str, model: torch.nn.Module, **changes: Any) -> torch.optim.Optimizer:
+def timm_optimizer(
+    kind: str, model: torch.nn.Module, layer_decay: float | None = None, **changes: Any
+) -> torch.optim.Optimizer:
     """What timm's train.py would make of it."""
     params = {**BLOCKS[kind]["params"], **changes}
+    params.pop("weight_decay")
     no_decay = model.no_weight_decay()
-    if kind == "layer decay":
-        groups = param_groups_layer_decay(model, DECAY, no_decay, layer_decay=LAYER_DECAY)
+    if kind == "layer decay" or layer_decay:
+        groups = param_groups_layer_decay(model, DECAY, no_decay, layer_decay=layer_decay or LAYER_DECAY)
         for group in groups:
             group["lr"] = params["lr"] * group["lr_scale"]
-        return torch.optim.AdamW(groups, lr=params["lr"], eps=params["eps"])
-    groups = param_groups_weight_decay(model, DECAY, no_weight_decay_list=no_decay)
-    params.pop("weight_decay")
-    return Lamb(groups, max_grad_norm=None, **params) if kind == "lamb" else Lars(groups, **params)
+    else:
+        groups = param_groups_weight_decay(model, DECAY, no_weight_decay_list=no_decay)
+    if BLOCKS[kind]["type"] == "Lamb":
+        return Lamb(groups, max_grad_norm=None, **params)
+    return {"Lars": Lars, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[BLOCKS[kind]["type"]](groups, **params)
 
 
 def train_plainly(

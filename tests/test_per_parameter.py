@@ -91,7 +91,159 @@ def test_the_reference_moves_and_is_clipped(cifar, plain, kind):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-@pytest.mark.parametrize("kind", timm_side.BLOCKS)
+@pytest.mark.parametrize("kind", ["lamb", "lars", "layer decay"])
 def test_equals_timm(ranks, cifar, plain, kind, layout, tmp_path):
     """A norm over the wrong ranks, a segment off by one, padding that counts, an average of the wrong weights."""
     assert_same(train(ranks, cifar, kind, layout, tmp_path / "run"), plain[kind])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded(ranks, cifar, plain, stage, tmp_path):
+    """Flat tensors on the CPU, norms that travel to the device and back."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
+    ours = train(ranks, cifar, "lamb", (1, 2, 1, stage), tmp_path / "run", precision={"zero_optimization": zero})
+    assert_same(ours, plain["lamb"])
+
+
+OPTIONS = [
+    ("lamb", {"trust_clip": True, "lr": 0.05}, None),
+    ("lamb", {"always_adapt": True}, None),
+    ("lamb", {"decoupled_decay": True}, None),
+    ("lamb", {"decoupled_decay": True}, 0.7),
+    ("lamb", {"grad_averaging": False}, None),
+    ("lamb", {"bias_correction": False}, None),
+    ("lamb", {"betas": [0.8, 0.95]}, 0.7),
+    ("lars", {"nesterov": True}, None),
+    ("lars", {"momentum": 0.0, "always_adapt": True}, None),
+    ("lars", {"trust_clip": True, "trust_coeff": 2.0, "lr": 0.1}, 0.7),
+    ("lars", {"dampening": 0.3}, 0.7),
+    ("sgd", {"nesterov": True}, 0.7),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "layer_decay"), OPTIONS, ids=str)
+def test_options_equal_timm(ranks, cifar, kind, params, layer_decay, tmp_path):
+    """An option that is read otherwise than timm reads it, and layer-wise decay of another optimizer."""
+    theirs = timm_side.train_plainly(cifar, kind, layer_decay=layer_decay, **params)
+    words = ["--layer-decay", layer_decay] if layer_decay else []
+    ours = train(ranks, cifar, kind, (1, 2, 2, 1), tmp_path / "run", params=params, words=words)
+    assert_same(ours, theirs)
+
+
+def train_naively(argv):
+    """On a rank: LAMB as it would be without the map, one trust ratio for everything that an optimizer sees."""
+    from ds_vit.optim.segmented import SegmentedTensors
+    from ds_vit.train import main
+
+    def flat_norms(self, *lists):
+        norms = [torch.linalg.vector_norm(torch.cat([t.view(-1) for t in tensors])) for tensors in lists]
+        return torch.stack(norms)[:, None].expand(-1, len(self.names))
+
+    SegmentedTensors.norms = flat_norms
+    return main(argv)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_flat_trust_ratio_is_seen(ranks, cifar, plain, stage, tmp_path, monkeypatch):
+    """The comparison must fail for what an optimizer under ZeRO does by itself (DeepSpeed #88)."""
+    monkeypatch.setattr("curves.train_main", train_naively)
+    ours = train(ranks, cifar, "lamb", (1, 1, 1, stage), tmp_path / "run")
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same(ours, plain["lamb"])
+
+
+def measure(argv):
+    """On a rank: what the moving average and a LAMB step cost, counted."""
+    from test_fragments import start
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ds_vit.optim.ema import Ema
+
+    engine = start(argv)
+    fragments = engine.fragments
+    base = fragments.base
+    calls = []
+    all_reduce = torch.distributed.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        calls.append(tensor.numel() * tensor.element_size())
+        return all_reduce(tensor, *args, **kwargs)
+
+    for group, shards in enumerate([[s for s in fragments.shards if s.group == g] for g in (0, 1)]):
+        base.param_groups[group]["params"] = [shard.parameter for shard in shards]
+    for shard in fragments.shards:
+        shard.parameter.grad = torch.ones_like(shard.tensor).view_as(shard.parameter)
+    torch.distributed.all_reduce = counting
+    base.step()
+    torch.distributed.all_reduce = all_reduce
+    adapted = sum(len(s.names) for s in fragments.shards if base.param_groups[s.group]["weight_decay"])
+    ratios = base.trust_ratios()
+
+    ema = Ema(fragments, 0.9)
+    held = sum(t.untyped_storage().nbytes() for t in ema.tensors)
+    elements = sum(segment.length for shard in fragments.shards for segment in shard.segments)
+    padding = sum(shard.tensor.numel() for shard in fragments.shards) - elements
+
+    class Largest(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.clone.default:
+                self.made = max(self.made, out.numel())
+            return out
+
+    Ema._CHUNK = 1000
+    with Largest() as largest, ema.swapped():
+        pass
+    groups = len(base.param_groups)
+    engine.close()
+    return calls, adapted, len(ratios), held, elements, padding, largest.made, groups
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_cost(ranks, cifar, stage, tmp_path):
+    """One collective of 2·P numbers a step, 4 bytes an element of the average, no copy of a shard to evaluate it."""
+    from test_fragments import words
+
+    argv = words(cifar, stage, {"optimizer": timm_side.BLOCKS["lamb"]}, tmp_path / "config.json")
+    for calls, adapted, ratios, held, elements, padding, largest, groups in ranks.run(2, measure, argv):
+        assert calls == [2 * adapted * 4]
+        assert ratios == adapted
+        assert held == 4 * (elements + padding)
+        assert padding < 64 + 2 * adapted * (stage == 3) * 2
+        assert 0 < largest <= 1000
+        assert groups <= 2
+
+
+def by_both_ways(argv):
+    """On a rank: the arithmetic by segments with one call for all of them, and with a factor for every element."""
+    from test_fragments import start
+
+    from ds_vit.optim.segmented import SegmentedTensors
+
+    engine = start(argv)
+    results = []
+    for one_call in (True, False):
+        tensors = SegmentedTensors(engine.fragments, [s.parameter for s in engine.fragments.shards])
+        tensors._one_call = one_call
+        factors = torch.rand(len(tensors.names), generator=torch.Generator().manual_seed(1))
+        flats = [torch.arange(s.tensor.numel(), dtype=torch.float32) for s in engine.fragments.shards]
+        others = [flat.flip(0) for flat in flats]
+        tensors.mul_(flats, factors)
+        tensors.addcmul_(flats, others, factors)
+        tensors.lerp_(flats, others, factors)
+        views = tensors.views(flats)
+        results.append(torch.cat(views) if views else torch.zeros(0))
+    engine.close()
+    return torch.equal(*results), results[0].numel()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_both_ways_of_arithmetic_agree(ranks, cifar, stage, tmp_path):
+    """The GPU's way, on the CPU: a factor that lands on a neighbour."""
+    from test_fragments import words
+
+    for same, elements in ranks.run(2, by_both_ways, words(cifar, stage, {}, tmp_path / "config.json")):
+        assert same
+        assert elements > 1000

@@ -73,14 +73,15 @@ class Lamb(PerParameterOptimizer):
         lr, decay = group["lr"], group["weight_decay"]
         if decay and not group["decoupled_decay"]:
             torch._foreach_add_(updates, flats, alpha=-decay)
+        elif decay and lr_scales is not None:
+            tensors.mul_(flats, 1.0 - lr * decay * lr_scales)
+        elif decay:
+            torch._foreach_mul_(flats, 1.0 - lr * decay)
         factors = lr_scales
         if decay or group["always_adapt"]:
             ratios = _trust_ratios(*tensors.norms(flats, updates), clip=group["trust_clip"])
             self._keep_ratios(parameters, tensors.names, ratios)
             factors = ratios if factors is None else ratios * factors
-        if decay and group["decoupled_decay"]:
-            shrink = torch.full((len(tensors.names),), 1.0 - lr * decay, device=tensors.device)
-            tensors.mul_(flats, shrink if lr_scales is None else 1.0 - lr * decay * lr_scales)
         if factors is None:
             torch._foreach_add_(flats, updates, alpha=lr)
         else:

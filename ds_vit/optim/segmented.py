@@ -28,6 +28,7 @@ class SegmentedTensors:
         self.fragments = fragments
         self.shards: list[Shard] = [fragments.shard_of(parameter) for parameter in parameters]
         self.device = parameters[0].device
+        self._one_call = self.device.type == "cpu"  # a GPU would launch a kernel for each segment
         self.names = [name for shard in self.shards for name in shard.names]
         starts = accumulate((len(shard.names) for shard in self.shards), initial=0)
         segments = [(start, s) for start, shard in zip(starts, self.shards, strict=False) for s in shard.segments]
@@ -67,7 +68,7 @@ class SegmentedTensors:
             tensors: laid out like the shards'.
             factors: [P].
         """
-        if self.device.type == "cpu":
+        if self._one_call:
             self._foreach(torch._foreach_mul_, self.views(tensors), self._of_segments(factors))
             return
         for tensor, factor in zip(tensors, self._expanded(factors, padding=1.0), strict=True):
@@ -81,7 +82,7 @@ class SegmentedTensors:
             others: likewise.
             factors: [P].
         """
-        if self.device.type == "cpu":
+        if self._one_call:
             views = self.views(tensors)
             self._foreach(torch._foreach_addcmul_, views, self.views(others), self._of_segments(factors))
             return
@@ -90,7 +91,7 @@ class SegmentedTensors:
 
     def lerp_(self, tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
         """Move every segment of `tensors` towards that of `ends` by its parameter's factor (0: stay, 1: arrive)."""
-        if self.device.type == "cpu":
+        if self._one_call:
             self._foreach(torch._foreach_lerp_, self.views(tensors), self.views(ends), self._of_segments(factors))
             return
         for tensor, end, factor in zip(tensors, ends, self._expanded(factors, padding=0.0), strict=True):

@@ -1,0 +1,206 @@
+"""The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
+
+import json
+from pathlib import Path
+
+import oracle
+import per_parameter as timm_side
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+BF16 = {"bf16": {"enabled": True}}
+WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+# id: (world size, flags, ZeRO stage, changes of the JSON)
+CASES = {
+    "no ZeRO": (1, [], 0, {}),
+    "no ZeRO dp2 tp2": (4, ["--tp", 2], 0, {}),
+    "no ZeRO pp2": (2, ["--pp", 2], 0, {}),
+    "ZeRO-1": (3, [], 1, {}),
+    "ZeRO-1 tp2 dp2": (4, ["--tp", 2], 1, {}),
+    "ZeRO-1 pp2 dp2": (4, ["--pp", 2], 1, {}),
+    "ZeRO-1 pp2 tp2 dp2": (8, ["--pp", 2, "--tp", 2], 1, {}),
+    "ZeRO-1 bf16": (2, [], 1, BF16),
+    "BF16_Optimizer": (2, [], 1, WRAPPER),
+    "BF16_Optimizer pp2 tp2": (4, ["--pp", 2, "--tp", 2], 1, WRAPPER),
+    "ZeRO-2": (3, [], 2, {}),
+    "ZeRO-3": (3, [], 3, {}),
+    "ZeRO-3 tp2 dp2": (4, ["--tp", 2], 3, {}),
+    "ZeRO-3 bf16": (2, [], 3, BF16),
+    "ZeRO-3 small groups": (3, [], 3, {"zero_optimization": {"stage": 3, "sub_group_size": 5000}}),
+    "ZeRO-1 offloaded": (2, [], 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+    "ZeRO-3 offloaded": (2, [], 3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+    "classes cut": (2, ["--tp", 2, "--class-parallel", "on"], 1, {}),
+    "frozen": (2, ["--freeze", "blocks.[0-2]", "--tp", 2], 1, {}),
+    "frozen ZeRO-3": (3, ["--freeze", "blocks.[0-2]"], 3, {}),
+}
+
+
+def start(argv):
+    """An engine as a run builds it."""
+    from ds_vit import config as flags
+    from ds_vit import layout
+    from ds_vit.build import build_engine
+    from ds_vit.engine import init_distributed, quiet_deepspeed
+    from ds_vit.prepare import prepare
+
+    quiet_deepspeed(False)
+    process = layout.discover()
+    config, explicit = flags.parse([str(word) for word in argv])
+    plan = prepare(config, explicit, process, on_cpu=True)
+    init_distributed(layout.rendezvous(process))
+    return build_engine(plan, torch.device("cpu"))
+
+
+def look(argv, weights, exact):
+    """On a rank: whether each segment has the values it should, and what the segments are."""
+    engine = start(argv)
+    whole = load_file(weights)
+    fragments = engine.fragments
+    pieces = []
+    for shard in [*fragments.shards, *fragments.frozen]:
+        for segment in shard.segments:
+            local = segment.tp_slice.take(whole[segment.name]) if segment.tp_slice.dim is not None else None
+            local = whole[segment.name] if local is None else local
+            expected = local.flatten()[segment.start : segment.start + segment.length]
+            found = segment.of(shard.tensor).float()
+            close = torch.equal(found, expected) if exact else torch.allclose(found, expected, rtol=1e-2)
+            assert close, f"{segment}: {(found - expected).abs().max()}"
+            name, description = segment.name, segment.tp_slice
+            share = description.rank if description.dim is not None else 0
+            pieces.append((name, share, segment.start, segment.length, local.numel(), fragments.counts(segment)))
+    # Then the way back: what is written into the flat tensors is what the model computes with.
+    with torch.no_grad():
+        for shard in fragments.shards:
+            for view in shard.views():
+                view.add_(1.0)
+    fragments.refresh()
+    import deepspeed
+
+    from ds_vit.models import timm_names
+
+    names = timm_names(engine.module)
+    for local, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p], enabled=hasattr(p, "ds_id")):
+            description = getattr(p, "tp_slice", None)
+            expected = whole[names[local]] if description is None else description.take(whole[names[local]])
+            padding = expected.numel() and description is not None and description.dim is not None
+            moved = p.detach().float() - expected.view_as(p)
+            moved = moved[expected.view_as(p) != 0] if padding else moved  # a cut class axis is padded with zeros
+            target = float(p.requires_grad)
+            assert (moved - target).abs().max() <= (1e-6 if exact else 2e-2), names[local]
+    engine.close()
+    return fragments.names, pieces
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """A few images and random weights."""
+    folder = tmp_path_factory.mktemp("fragments")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 16, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    return folder
+
+
+def words(folder, stage, changes, path):
+    """The command line of a tiny run."""
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    data |= {**changes, "gradient_clipping": timm_side.CLIP}
+    path.write_text(json.dumps(data))
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(timm_side.KWARGS), "--img-size", oracle.IMG_SIZE]
+    argv += ["--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
+    return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_once(ranks, cifar, case, tmp_path):
+    """A wrong offset, a share that is counted twice or not at all, padding taken for weights, a stale model."""
+    world, flags, stage, changes = CASES[case]
+    argv = [*words(cifar, stage, changes, tmp_path / "config.json"), *flags]
+    exact = "bf16" not in changes
+    results = ranks.run(world, look, argv, str(cifar / "weights.safetensors"), exact)
+    whole = load_file(str(cifar / "weights.safetensors"))
+    frozen = ("blocks.0", "blocks.1", "blocks.2") if "--freeze" in flags else ()
+    trained = [name for name in whole if not name.startswith(frozen)]
+    seen = {}
+    for names, pieces in results:
+        assert sorted(names) == sorted(trained), "every rank knows every name"
+        for name, share, first, length, size, counts in pieces:
+            if counts:
+                seen.setdefault((name, share), []).append((first, length, size))
+    for name in trained:
+        shares = {key: sorted(pieces) for key, pieces in seen.items() if key[0] == name}
+        assert shares, name
+        for key, pieces in shares.items():
+            end = 0
+            for first, length, _ in pieces:
+                assert first == end, f"{key}: {pieces}"
+                end = first + length
+            assert end == pieces[0][2], f"{key} ends at {end} of {pieces[0][2]}"
+
+
+def test_a_segment_off_by_one_is_seen(ranks, cifar, tmp_path):
+    """The comparison must be able to fail."""
+    import dataclasses
+
+    from ds_vit.fragments import Shard
+
+    argv = words(cifar, 1, {}, tmp_path / "config.json")
+    (found,) = ranks.run(1, shifted, argv, str(cifar / "weights.safetensors"))
+    assert found == (True, False)
+    assert dataclasses.is_dataclass(Shard)
+
+
+def shifted(argv, weights):
+    """On a rank: whether a segment's values are right where it lies, and one element further."""
+    engine = start(argv)
+    shard = engine.fragments.shards[0]
+    segment = shard.segments[0]
+    expected = load_file(weights)[segment.name].flatten()
+    right = torch.equal(segment.of(shard.tensor), expected)
+    off = torch.equal(shard.tensor.narrow(0, segment.offset + 1, segment.length), expected)
+    engine.close()
+    return right, off
+
+
+ATTRIBUTES = {
+    "ZeRO-1": (1, {}, ("bit16_groups", "single_partition_of_fp32_groups", "update_lp_params", "optimizer")),
+    "BF16_Optimizer": (1, WRAPPER, ("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "optimizer")),
+    "ZeRO-3": (
+        3,
+        {},
+        (
+            *("fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "get_param_id", "optimizer"),
+            *("sub_group_to_group_id", "persistent_parameters", "invalidate_secondary_tensor"),
+            *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
+        ),
+    ),
+}
+
+
+def missing_attributes(argv, attributes):
+    """On a rank: what the wrapper does not have, and what its parameters do not have."""
+    engine = start(argv)
+    optimizer = engine.engine.optimizer
+    missing = [name for name in attributes if not hasattr(optimizer, name)]
+    parameter = next(engine.module.parameters())
+    if engine.stage == 3:
+        missing += [name for name in ("ds_tensor", "ds_numel", "ds_shape") if not hasattr(parameter, name)]
+        missing += [] if hasattr(parameter.ds_tensor, "ds_numel") else ["ds_tensor.ds_numel"]
+        missing += [] if hasattr(parameter, "ds_process_group") else ["ds_process_group"]
+    else:
+        fields = ("hp_fragment_address", "lp_fragment_address")
+        missing += [name for name in fields if not hasattr(parameter._hp_mapping, name)]
+    engine.close()
+    return missing, type(optimizer).__name__
+
+
+@pytest.mark.parametrize("wrapper", ATTRIBUTES)
+def test_canary_of_zeros_internals(ranks, cifar, wrapper, tmp_path):
+    """DeepSpeed renamed what fragments.py reads."""
+    stage, changes, attributes = ATTRIBUTES[wrapper]
+    argv = words(cifar, stage, changes, tmp_path / "config.json")
+    for missing, name in ranks.run(1, missing_attributes, argv, attributes):
+        assert not missing
+        assert (name == "BF16_Optimizer") == (wrapper == "BF16_Optimizer")
