@@ -1,0 +1,42 @@
+"""Checkpoints without a layout: safetensors with timm's names, whole shapes, fp32; written and read by all ranks."""
+
+from ds_vit.checkpoint.folder import (
+    Checkpoint,
+    Damaged,
+    checkpoints,
+    commit,
+    discard,
+    folder_name,
+    mark_best,
+    marked,
+    newest,
+    open_checkpoint,
+    partial_folder,
+    prune,
+    remove_leftovers,
+)
+from ds_vit.checkpoint.tensors import FileEntry, TensorFiles, TensorSpec, TensorWriter, index_of, split_files
+from ds_vit.checkpoint.weights import save_weights
+
+__all__ = [
+    "Checkpoint",
+    "Damaged",
+    "FileEntry",
+    "TensorFiles",
+    "TensorSpec",
+    "TensorWriter",
+    "checkpoints",
+    "commit",
+    "discard",
+    "folder_name",
+    "index_of",
+    "mark_best",
+    "marked",
+    "newest",
+    "open_checkpoint",
+    "partial_folder",
+    "prune",
+    "remove_leftovers",
+    "save_weights",
+    "split_files",
+]

@@ -1,0 +1,278 @@
+"""The format on disk alone: what is written is what others read, and whatever happens to a file is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from ds_vit.checkpoint import (
+    Damaged,
+    TensorFiles,
+    TensorSpec,
+    TensorWriter,
+    checkpoints,
+    commit,
+    index_of,
+    mark_best,
+    marked,
+    newest,
+    open_checkpoint,
+    partial_folder,
+    prune,
+    remove_leftovers,
+    split_files,
+)
+
+TENSORS = {
+    "head.bias": torch.arange(5.0),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "blocks.0.weight": torch.randn(4, 3, 2),
+    "index": torch.arange(6).reshape(2, 3),
+}
+SPECS = [TensorSpec(name, tuple(t.shape), t.dtype) for name, t in TENSORS.items()]
+
+
+def write(parent: Path, step: int = 7, kinds=("model", "optimizer-exp_avg", "ema"), max_bytes=60, scale=1.0) -> Path:
+    """A small checkpoint with sharded files."""
+    folder = partial_folder(parent, step)
+    folder.mkdir(parents=True)
+    entries, texts = [], {"state.json": json.dumps({"step": step})}
+    for kind in kinds:
+        files = split_files(kind, SPECS, max_bytes)
+        for name, specs in files.items():
+            writer = TensorWriter(folder / name, specs)
+            for spec in specs:
+                writer.write(spec.name, TENSORS[spec.name] * scale)
+            entries.append(writer.close())
+        texts[f"{kind}.safetensors.index.json"] = json.dumps(index_of(files))
+    return commit(parent, step, entries, texts)
+
+
+def test_safetensors_reads_what_was_streamed(tmp_path):
+    # Catches: a header, an offset or an alignment that is not the format's.
+    writer = TensorWriter(tmp_path / "x.safetensors", SPECS)
+    for spec in SPECS:
+        writer.write(spec.name, TENSORS[spec.name])
+    entry = writer.close()
+    read = load_file(str(tmp_path / "x.safetensors"))
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], TENSORS[name]) and read[name].dtype == TENSORS[name].dtype for name in TENSORS)
+    assert entry.num_bytes == (tmp_path / "x.safetensors").stat().st_size
+    digest = subprocess.run(["sha256sum", str(tmp_path / "x.safetensors")], capture_output=True, text=True, check=True)
+    assert digest.stdout.split()[0] == entry.sha256
+
+
+def test_mapped_tensors_are_the_same(tmp_path):
+    # Catches: a wrong offset in our own reader.
+    path = write(tmp_path)
+    mapped = open_checkpoint(path).tensors("ema")
+    assert set(mapped) == set(TENSORS)
+    assert all(np.array_equal(mapped[name], TENSORS[name].numpy()) for name in TENSORS)
+    assert all(mapped.shape(name) == tuple(TENSORS[name].shape) for name in TENSORS)
+
+
+def test_a_writer_keeps_to_its_header(tmp_path):
+    # Catches: values under another tensor's name.
+    writer = TensorWriter(tmp_path / "x.safetensors", SPECS)
+    with pytest.raises(ValueError, match="scalar"):
+        writer.write("scalar", TENSORS["scalar"])
+    with pytest.raises(ValueError, match=r"closed before head\.bias"):
+        writer.close()
+    writer.abandon()
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 200))
+def test_split_files(sizes, max_bytes):
+    # Catches: a tensor lost or doubled, a file above the limit, an index that names another file.
+    specs = [TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)]
+    files = split_files("model", specs, max_bytes)
+    assert [spec for part in files.values() for spec in part] == specs
+    assert all(len(part) == 1 or sum(s.num_bytes for s in part) <= max_bytes for part in files.values())
+    assert (list(files) == ["model.safetensors"]) == (len(files) == 1)
+    index = index_of(files)
+    assert set(index["weight_map"]) == {spec.name for spec in specs}
+    assert index["metadata"]["total_size"] == 4 * sum(sizes)
+
+
+def test_a_checkpoint_is_complete_when_it_has_its_name(tmp_path):
+    # Catches: a file that is not in the manifest, a marker that is not set, a temporary name that stays.
+    path = write(tmp_path)
+    checkpoint, notes = newest(tmp_path)
+    assert notes == []
+    checkpoint.verify()
+    assert checkpoint.path == path
+    assert (checkpoint.step, checkpoint.kinds) == (7, ("ema", "model", "optimizer-exp_avg"))
+    assert {p.name for p in path.iterdir()} == {*checkpoint.files, "manifest.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", path.name}
+    with pytest.raises(ValueError, match="has no optimizer-exp_avg_sq; it has ema"):
+        checkpoint.tensors("optimizer-exp_avg_sq")
+
+
+def test_the_same_step_again_replaces(tmp_path):
+    # Catches: a rename onto a folder that is there, and what is left of it.
+    write(tmp_path)
+    path = write(tmp_path, scale=2.0)
+    assert open_checkpoint(path).tensors("ema")["head.bias"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", path.name}
+
+
+KINDS = {
+    "weights": "model-00003-of-*",
+    "moments": "optimizer-exp_avg-00001-of-*",
+    "average": "ema-00001-of-*",
+    "index": "model.safetensors.index.json",
+    "state": "state.json",
+    "manifest": "manifest.json",
+}
+
+
+def damage_and_find(parent: Path, step_8: Path, harm) -> str:
+    """Harm a file, and give what is said about it; the checkpoint before must be the one that is found."""
+    harm()
+    checkpoint, notes = newest(parent)
+    while checkpoint is not None and not notes:
+        try:
+            checkpoint.verify()
+            break
+        except Damaged as error:
+            notes.append(str(error))
+            checkpoint, more = newest(parent, skip=frozenset({checkpoint.path.name}))
+            notes += more
+    assert checkpoint is not None
+    assert checkpoint.step == 7
+    checkpoint.verify()
+    assert len(notes) == 1
+    assert step_8.name in notes[0]
+    return notes[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["truncated", "emptied", "flipped at the start", "flipped at the end", "deleted"])
+def test_damage_to_each_kind_of_file(tmp_path, kind, how):
+    # Catches: a damaged file that is taken for good, a crash without words, a message without the file's name.
+    write(tmp_path, 7)
+    newer = write(tmp_path, 8)
+    (victim,) = newer.glob(KINDS[kind])
+
+    def harm():
+        data = bytearray(victim.read_bytes())
+        if how == "deleted":
+            victim.unlink()
+            return
+        if how.startswith("flipped"):
+            data[0 if how.endswith("start") else len(data) - 3] ^= 4
+        victim.write_bytes(data[: {"truncated": len(data) - 5, "emptied": 0}.get(how, len(data))])
+
+    note = damage_and_find(tmp_path, newer, harm)
+    assert victim.name in note
+    words = {"deleted": "missing", "truncated": "bytes|JSON", "emptied": "bytes|JSON"}.get(how, "checksum|JSON|lacks")
+    assert any(word in note for word in words.split("|"))
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    # Catches: a part of a file that no checksum covers.
+    path = write(tmp_path, 7, kinds=("model",), max_bytes=10**6)
+    generator = np.random.default_rng(0)
+    for file in sorted(path.iterdir()):
+        good = file.read_bytes()
+        for place in generator.choice(len(good), 25):
+            data = bytearray(good)
+            data[place] ^= 1 << int(generator.integers(8))
+            file.write_bytes(data)
+            with pytest.raises(Damaged, match=file.name):
+                open_checkpoint(path).verify()
+        file.write_bytes(good)
+    open_checkpoint(path).verify()
+
+
+@pytest.mark.parametrize("text", ["step-00000099\n", "", "nonsense/../..\n", None])
+def test_latest_points_nowhere(tmp_path, text):
+    # Catches: trust in `latest`.
+    write(tmp_path, 7)
+    write(tmp_path, 8)
+    if text is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(text)
+    checkpoint, notes = newest(tmp_path)
+    assert checkpoint.step == 8
+    assert len(notes) == 1
+    assert "latest" in notes[0]
+    assert "step-00000008" in notes[0]
+
+
+def test_nothing_there(tmp_path):
+    # Catches: an error where a run simply begins.
+    assert newest(tmp_path / "checkpoints") == (None, [])
+
+
+def test_all_are_damaged(tmp_path):
+    # Catches: the last candidate being taken for want of a better one.
+    for step in (7, 8):
+        (write(tmp_path, step) / "state.json").unlink()
+    checkpoint, notes = newest(tmp_path)
+    assert checkpoint is None
+    assert len(notes) == 2
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    # Catches: a silent misreading of what a later release wrote.
+    path = write(tmp_path)
+    from ds_vit.checkpoint import folder
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["format"] = 2
+    manifest.pop("sha256")
+    manifest["sha256"] = folder._manifest_checksum(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="format 2"):
+        open_checkpoint(path)
+
+
+def test_keep_the_newest_and_the_best(tmp_path):
+    # Catches: a best one that is removed, or a newest.
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step, kinds=("model",))
+    mark_best(tmp_path, "step-00000002")
+    assert prune(tmp_path, 0) == []
+    assert prune(tmp_path, 1) == ["step-00000003", "step-00000001"]
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000004", "step-00000002"]
+    assert marked(tmp_path, "best") == "step-00000002"
+    assert {p.name for p in tmp_path.iterdir()} == {"best", "latest", "step-00000002", "step-00000004"}
+
+
+def test_leftovers_of_killed_runs(tmp_path):
+    # Catches: half a checkpoint that is taken for one, or that stays for ever.
+    write(tmp_path, 7)
+    shutil.copytree(tmp_path / "step-00000007", tmp_path / ".step-00000009.partial")
+    shutil.copytree(tmp_path / "step-00000007", tmp_path / ".step-00000003.old")
+    (tmp_path / ".latest.partial").write_text("step-0")
+    assert newest(tmp_path)[0].step == 7
+    assert remove_leftovers(tmp_path) == [".step-00000003.old", ".step-00000009.partial"]
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", "step-00000007"}
+
+
+def test_a_full_disk_is_an_error_with_words(tmp_path):
+    # Catches: a short write that is taken for a whole one. (/dev/full takes nothing.)
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        TensorWriter(Path("/dev/full"), SPECS)
+
+
+def test_a_shard_that_is_no_safetensors(tmp_path):
+    # Catches: a traceback of the JSON parser.
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(ValueError, match=r"x\.safetensors is no safetensors file"):
+        TensorFiles([tmp_path / "x.safetensors"])
