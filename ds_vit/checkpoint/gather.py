@@ -1,0 +1,238 @@
+"""From pieces that are spread over ranks to files of whole tensors, each written by one rank.
+
+Which rank writes which file, and who sends which piece to whom, follows from what each rank holds; it is worked out
+once, by every rank for itself, and then carried out in rounds. In a round every writer receives one parameter (or a
+bucket of small ones), puts it together and appends it to its file, so that it holds no more than that beside its own
+share. All ranks write at the same time.
+
+The traffic goes through a gloo group of its own, from host memory, and may run in a thread beside training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
+from ds_vit.tensor_parallel import TensorSlice, assemble
+
+BUCKET_BYTES = 32 * 2**20
+"""Small parameters travel together up to this size."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that lies on a rank.
+
+    Attributes:
+        name: timm's.
+        tp_slice: how that rank's tensor slice lies in the whole parameter.
+        start: first element, within the flattened tensor slice.
+        length: elements.
+        block: index of the flat tensor that it lies in, among those of its rank.
+        offset: first element, within the flat tensor.
+    """
+
+    name: str
+    tp_slice: TensorSlice
+    start: int
+    length: int
+    block: int
+    offset: int
+
+    @property
+    def slice_rank(self) -> int:
+        """Which of the tensor slices it belongs to; there is but one where every rank holds the whole."""
+        return 0 if self.tp_slice.dim is None else self.tp_slice.rank
+
+    @property
+    def num_slices(self) -> int:
+        """How many tensor slices make the whole parameter."""
+        return 1 if self.tp_slice.dim is None else self.tp_slice.size
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The piece's view [length] of its flat tensor."""
+        return flat.narrow(0, self.offset, self.length)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A piece on its way: from one rank's flat tensor into a buffer of the writer."""
+
+    kind: str
+    piece: Piece
+    source: int
+    writer: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A whole tensor that this rank writes, and where its pieces come from."""
+
+    file: str
+    kind: str
+    spec: TensorSpec
+    last: bool  # of its file
+    transfers: tuple[_Transfer, ...]
+
+
+class Exchange:
+    """The plan of who sends what to whom, and its execution.
+
+    Args:
+        held: for every rank the pieces that it shall give; each element of each tensor is given once.
+        specs: kind → the whole tensors of that kind, in the order of the files. A kind is a file's name without
+            its ending: "model", "optimizer-exp_avg", "ema".
+        max_bytes: kind → largest size of a file.
+        rank: this rank.
+
+    Raises:
+        ValueError: the pieces of a tensor do not make the whole of it.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Sequence[Piece]],
+        specs: Mapping[str, Sequence[TensorSpec]],
+        max_bytes: Mapping[str, int],
+        rank: int,
+    ) -> None:
+        self.rank = rank
+        self.files = {kind: split_files(kind, tensors, max_bytes[kind]) for kind, tensors in specs.items()}
+        by_name: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+        for source, pieces in enumerate(held):
+            for piece in pieces:
+                by_name[piece.name].append((source, piece))
+        for tensors in specs.values():
+            for spec in tensors:
+                _check_whole(spec, by_name.get(spec.name, []))
+        self._sends: dict[int, list[_Transfer]] = defaultdict(list)
+        self._arrivals: dict[int, list[_Arrival]] = defaultdict(list)
+        tag = 0
+        for writer, queue in self._queues(len(held)).items():
+            for number, bucket in enumerate(_buckets(queue)):
+                for file, kind, spec, last in bucket:
+                    sources = by_name[spec.name]
+                    transfers = tuple(_Transfer(kind, p, s, writer, tag + i) for i, (s, p) in enumerate(sources))
+                    tag += len(sources)
+                    self._sends[number] += [t for t in transfers if t.source == rank != writer]
+                    if writer == rank:
+                        self._arrivals[number].append(_Arrival(file, kind, spec, last, transfers))
+        self.num_rounds = 1 + max([-1, *self._sends, *self._arrivals])
+
+    def _queues(self, world_size: int) -> dict[int, list[tuple[str, str, TensorSpec, bool]]]:
+        """Writer → (file, kind, tensor, last of its file) in order.
+
+        The files of a kind are spread over the ranks in order, so that a file is written near those who hold it; the
+        kinds begin one rank apart, so that a model of one file is written by several ranks.
+        """
+        queues: dict[int, list[tuple[str, str, TensorSpec, bool]]] = defaultdict(list)
+        for shift, (kind, files) in enumerate(self.files.items()):
+            for number, (file, tensors) in enumerate(files.items()):
+                writer = (number * world_size // len(files) + shift) % world_size
+                queues[writer] += [(file, kind, spec, spec is tensors[-1]) for spec in tensors]
+        return queues
+
+    def run(
+        self, host: Mapping[str, Sequence[torch.Tensor]], folder: Path, group: dist.ProcessGroup | None
+    ) -> tuple[list[FileEntry], str]:
+        """Send this rank's pieces, and write this rank's files (a collective of all ranks).
+
+        A rank that cannot write goes on receiving and throws away, so that the others are not held up.
+
+        Args:
+            host: kind → this rank's flat tensors, fp32 on the CPU, by `Piece.block`.
+            folder: where the files go; it exists.
+            group: a gloo group of all ranks that nobody else uses meanwhile.
+
+        Returns:
+            The files that this rank has written, and what went wrong ("" where nothing did).
+        """
+        entries: list[FileEntry] = []
+        error = ""
+        writer: TensorWriter | None = None
+        for number in range(self.num_rounds):
+            works = [
+                dist.isend(t.piece.of(host[t.kind][t.piece.block]), t.writer, group=group, tag=t.tag)
+                for t in self._sends.get(number, ())
+            ]
+            arrived = []
+            for arrival in self._arrivals.get(number, ()):
+                slices = _empty_slices(arrival)
+                arrived.append((arrival, slices))
+                for t in arrival.transfers:
+                    place = slices[t.piece.slice_rank].narrow(0, t.piece.start, t.piece.length)
+                    if t.source == self.rank:
+                        place.copy_(t.piece.of(host[t.kind][t.piece.block]))
+                    else:
+                        works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
+            for work in works:
+                work.wait()
+            for arrival, slices in arrived:
+                if error:
+                    continue
+                try:
+                    if writer is None:
+                        writer = TensorWriter(folder / arrival.file, self.files[arrival.kind][arrival.file])
+                    writer.write(arrival.spec.name, _whole(arrival, slices))
+                    if arrival.last:
+                        entries.append(writer.close())
+                        writer = None
+                except OSError as problem:
+                    error = f"{arrival.file}: {problem.strerror or problem}"
+        if writer is not None:
+            writer.abandon()
+        return entries, error
+
+
+def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Piece]]) -> None:
+    """Every element of every tensor slice is given by one rank."""
+    pieces = sorted((piece for _, piece in sources), key=lambda p: (p.slice_rank, p.start))
+    given: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        fits = piece.tp_slice.full_shape == spec.shape and piece.start == given[piece.slice_rank]
+        if not fits:
+            raise ValueError(
+                f"{spec.name} {spec.shape}: elements {given[piece.slice_rank]} on are not where {piece} is"
+            )
+        given[piece.slice_rank] += piece.length
+    slices = pieces[0].num_slices if pieces else 1
+    sizes = {math.prod(piece.tp_slice.local_shape) for piece in pieces}
+    if spec.numel and (len(given) != slices or set(given.values()) != sizes):
+        raise ValueError(f"{spec.name} {spec.shape}: ranks hold {dict(given)} elements of its {slices} slices")
+
+
+def _buckets(
+    queue: Sequence[tuple[str, str, TensorSpec, bool]],
+) -> list[list[tuple[str, str, TensorSpec, bool]]]:
+    buckets: list[list[tuple[str, str, TensorSpec, bool]]] = []
+    size = 0
+    for item in queue:
+        if not buckets or size + item[2].num_bytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(item)
+        size += item[2].num_bytes
+    return buckets
+
+
+def _empty_slices(arrival: _Arrival) -> list[torch.Tensor]:
+    """A flat buffer for each tensor slice of a parameter."""
+    if not arrival.transfers:
+        return [torch.empty(0)]
+    piece = arrival.transfers[0].piece
+    return [torch.empty(math.prod(piece.tp_slice.local_shape)) for _ in range(piece.num_slices)]
+
+
+def _whole(arrival: _Arrival, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(slices) == 1:
+        return slices[0].view(arrival.spec.shape)
+    description = arrival.transfers[0].piece.tp_slice
+    return assemble([piece.view(description.local_shape) for piece in slices], description)
