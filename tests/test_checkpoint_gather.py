@@ -102,7 +102,7 @@ def test_pieces_that_are_no_whole_are_refused():
     held = [held_by(rank, 2, 2)[0] for rank in range(4)]
     Exchange(held, specs(), dict.fromkeys(KINDS, 10**6), 0)
     for broken in (
-        [*held[:3], []],
+        [held[0], [], *held[2:]],
         [[*held[0], held[0][0]], *held[1:]],
         [[replace(held[0][0], length=held[0][0].length - 1), *held[0][1:]], *held[1:]],
     ):

@@ -100,9 +100,20 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
     return final
 
 
+def make_empty(folder: Path) -> None:
+    """Make a folder, and the ones above it; what is in it is removed."""
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it, if it is there and as far as that can be."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def discard(parent: Path, step: int) -> None:
     """Remove what there is of a checkpoint that could not be written."""
-    shutil.rmtree(partial_folder(parent, step), ignore_errors=True)
+    remove(partial_folder(parent, step))
 
 
 def remove_leftovers(parent: Path) -> list[str]:

@@ -1,0 +1,164 @@
+"""From a checkpoint into a running engine: each rank reads the bytes that it holds, whatever its layout is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_vit.checkpoint.folder import Checkpoint, Damaged
+from ds_vit.checkpoint.tensors import TensorFiles
+from ds_vit.fragments import Fragments, Segment, Shard
+from ds_vit.tensor_parallel import TensorSlice
+
+_CHUNK = 2**24  # elements that are copied at a time
+
+
+def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int) -> np.ndarray:
+    """`length` elements from `start` of the flattened tensor slice, out of the (memory-mapped) whole tensor.
+
+    Only the rows that hold them are read. What a slice has past the end of the whole is zero.
+
+    Raises:
+        ValueError: the whole has another shape.
+    """
+    if full.shape != tp_slice.full_shape:
+        raise ValueError(f"a tensor of shape {full.shape} is no whole of shape {tp_slice.full_shape}")
+    dim = tp_slice.dim
+    if dim is None:
+        return full.reshape(-1)[start : start + length]
+    behind = math.prod(full.shape[dim + 1 :])
+    whole = full.reshape(-1, full.shape[dim], behind)
+    # Which row of the whole each row of the slice is, counted from 1; 0 is padding.
+    along = TensorSlice((full.shape[dim],), 0, tp_slice.sections, tp_slice.rank, tp_slice.size)
+    rows = along.take(torch.arange(1, full.shape[dim] + 1)).numpy()
+    block = len(rows) * behind
+    first, last = start // block, -(-(start + length) // block)
+    if last - first == 1:  # within one block: its rows alone
+        low, high = (start - first * block) // behind, -(-(start + length - first * block) // behind)
+        rows = rows[low:high]
+        skipped = first * block + low * behind
+    else:
+        skipped = first * block
+    part = np.take(whole[first:last], np.maximum(rows, 1) - 1, axis=1)
+    part[:, rows == 0] = 0
+    return part.reshape(-1)[start - skipped : start - skipped + length]
+
+
+def load_tensors(
+    checkpoint: Checkpoint, fragments: Fragments, ema: Sequence[torch.Tensor] | None, scalars: Mapping[str, Any]
+) -> None:
+    """Fill this rank's weights, optimizer state and average, and push the weights into the model (a collective).
+
+    Args:
+        checkpoint: verified.
+        fragments: the map of this rank.
+        ema: the average's tensors, one a shard; where the checkpoint has no average they become the weights.
+        scalars: the optimizer's states that are one number, from `optimizer_scalars`.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor, or one has another shape.
+    """
+    weights = checkpoint.tensors("model")
+    for shard in [*fragments.shards, *fragments.frozen]:
+        _fill(shard, shard.tensor, weights)
+    average = checkpoint.tensors("ema") if "ema" in checkpoint.kinds else weights
+    for shard, tensor in zip(fragments.shards, ema or (), strict=False):
+        _fill(shard, tensor, average)
+    for kind in checkpoint.kinds:
+        if kind.startswith("optimizer-"):
+            files, key = checkpoint.tensors(kind), kind.removeprefix("optimizer-")
+            for shard in fragments.shards:
+                _fill(shard, _state(fragments, shard, key), files)
+    _set_scalars(fragments, scalars)
+    fragments.refresh()
+
+
+def _fill(shard: Shard, flat: torch.Tensor, files: TensorFiles) -> None:
+    with torch.no_grad():
+        for segment in shard.segments:
+            _fill_segment(segment, segment.of(flat.view(-1)), files)
+
+
+def _fill_segment(segment: Segment, target: torch.Tensor, files: TensorFiles) -> None:
+    try:
+        full = files[segment.name]
+        for offset in range(0, segment.length, _CHUNK):
+            size = min(_CHUNK, segment.length - offset)
+            values = read_range(full, segment.tp_slice, segment.start + offset, size)
+            # A copy, because torch takes no read-only memory.
+            target.narrow(0, offset, size).copy_(torch.from_numpy(np.array(values)))
+    except KeyError:
+        raise ValueError(f"the checkpoint has no {segment.name}, which this model has") from None
+    except ValueError as error:
+        raise ValueError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
+
+
+def _state(fragments: Fragments, shard: Shard, key: str) -> torch.Tensor:
+    """An optimizer state of a shard, made where the optimizer would make it at its first step."""
+    states = fragments.base.state[shard.parameter]
+    if not torch.is_tensor(states.get(key)):
+        states[key] = torch.zeros_like(shard.parameter, memory_format=torch.preserve_format)
+    return states[key]
+
+
+def optimizer_scalars(fragments: Fragments) -> dict[str, Any]:
+    """The optimizer's states that are one number for a whole tensor, such as its count of steps.
+
+    Returns:
+        key → {"value", "tensor": whether it is kept as a tensor}.
+    """
+    for shard in fragments.shards:
+        state = fragments.base.state.get(shard.parameter, {})
+        found = {key: value for key, value in state.items() if isinstance(value, (int, float)) or _is_scalar(value)}
+        if state:
+            return {key: {"value": float(v), "tensor": torch.is_tensor(v)} for key, v in sorted(found.items())}
+    return {}
+
+
+def _is_scalar(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() == 0
+
+
+def _set_scalars(fragments: Fragments, scalars: Mapping[str, Any]) -> None:
+    defaults = fragments.base.defaults
+    on_device = bool(defaults.get("fused") or defaults.get("capturable"))
+    for shard in fragments.shards:
+        state = fragments.base.state[shard.parameter]
+        for key, entry in scalars.items():
+            value = entry["value"]
+            if not entry["tensor"]:
+                state[key] = int(value) if value == int(value) else value
+            elif torch.is_tensor(state.get(key)):
+                state[key].fill_(value)
+            else:
+                device = shard.parameter.device if on_device else "cpu"
+                state[key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> str:
+    """Compare all files with the manifest, each by one rank (a collective).
+
+    Returns:
+        What is wrong, the same on every rank; "" for an intact checkpoint.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    error = ""
+    try:
+        checkpoint.verify(sorted(checkpoint.files)[rank::world])
+    except Damaged as problem:
+        error = str(problem)
+    errors: list[Any] = [None] * world
+    dist.all_gather_object(errors, error, group=group)
+    return "; ".join(e for e in errors if e)
+
+
+def together(question: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's answer on every rank (a collective)."""
+    answer = [question() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    return answer[0]

@@ -1,0 +1,325 @@
+"""What of a running engine goes into a checkpoint, copied to host memory and written by a thread beside training.
+
+The pause is the copy of this rank's share alone. The thread moves pieces to their writers through a process group of
+its own, so that it never meets training's collectives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.checkpoint import folder as folders
+from ds_vit.checkpoint.gather import Exchange, Piece
+from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
+from ds_vit.fragments import Fragments, Shard
+
+WEIGHT_BYTES = 5 * 10**9
+"""Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""
+STATE_BYTES = 2**30
+"""Largest file of optimizer state: small enough for many ranks to write at once."""
+
+OPTIMIZER = "optimizer-"
+"""What the kinds of the optimizer's states begin with."""
+
+
+class Holding:
+    """What this rank holds of the model, its optimizer state and its average, and which of it this rank gives.
+
+    Args:
+        fragments: the map of this rank.
+        ema: one tensor for each of the fragments' shards, or None without an average.
+        shapes: timm name → whole shape, of all parameters in the model's order.
+    """
+
+    def __init__(
+        self, fragments: Fragments, ema: Sequence[torch.Tensor] | None, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.fragments = fragments
+        self.ema = ema
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.trained = [*fragments.shards]
+        self.blocks: list[Shard] = [*self.trained, *fragments.frozen]
+        pieces = []
+        for block, shard in enumerate(self.blocks):
+            for segment in shard.segments:
+                if self._gives(shard, segment.replicated):
+                    place = (segment.start, segment.length, block, segment.offset)
+                    pieces.append(Piece(segment.name, segment.tp_slice, *place))
+        self.pieces = tuple(pieces)
+        self._given = {piece.block for piece in pieces}
+
+    def _gives(self, shard: Shard, replicated: bool) -> bool:
+        """Whether this rank's copy is the one that is saved."""
+        partitioned = self.fragments.stage == 3 or (self.fragments.stage > 0 and shard.group >= 0)
+        first_in_dp = partitioned or self.fragments.dp_rank == 0
+        return first_in_dp and (self.fragments.tp_rank == 0 or not replicated)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of which this rank has tensors now."""
+        states = tuple(OPTIMIZER + key for key in self.fragments.state_keys())
+        return ("model", *states, *(("ema",) if self.ema is not None else ()))
+
+    def specs(self, kind: str) -> list[TensorSpec]:
+        """The whole tensors of a kind: weights of all parameters, optimizer state of the trained ones."""
+        trained = frozenset(self.fragments.names)
+        return [
+            TensorSpec(name, shape)
+            for name, shape in self.shapes.items()
+            if not kind.startswith(OPTIMIZER) or name in trained
+        ]
+
+    def tensors(self, kind: str) -> list[torch.Tensor | None]:
+        """This rank's flat tensors of a kind, a block each, where they are; None where this rank gives nothing."""
+        out: list[torch.Tensor | None] = []
+        for block, shard in enumerate(self.blocks):
+            is_trained = block < len(self.trained)
+            if block not in self._given or (kind.startswith(OPTIMIZER) and not is_trained):
+                out.append(None)
+            elif kind == "model" or not is_trained:
+                out.append(shard.tensor)
+            elif kind == "ema":
+                assert self.ema is not None
+                out.append(self.ema[block])
+            else:
+                out.append(self.fragments.state(shard, kind.removeprefix(OPTIMIZER)))
+        return out
+
+
+class HostCopy:
+    """Host memory for this rank's share: page-locked beside a GPU, and used again by every save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+
+    def take(self, holding: Holding, kinds: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """Copy the tensors of these kinds; waits until they have arrived.
+
+        Returns:
+            kind → flat fp32 CPU tensors by block, empty ones where this rank gives nothing.
+        """
+        out: dict[str, list[torch.Tensor]] = {}
+        devices = set()
+        for kind in kinds:
+            out[kind] = []
+            for block, source in enumerate(holding.tensors(kind)):
+                # A parameter that is not trained is its own average: one copy serves both.
+                owner = "model" if block >= len(holding.trained) else kind
+                if source is None:
+                    out[kind].append(torch.empty(0))
+                    continue
+                buffer = self._buffers.get((owner, block))
+                if buffer is None:
+                    pin = source.device.type == "cuda"
+                    buffer = torch.empty(source.numel(), dtype=torch.float32, pin_memory=pin)
+                    self._buffers[owner, block] = buffer
+                if owner == kind:
+                    buffer.copy_(source.detach().view(-1), non_blocking=True)
+                    devices.add(source.device)
+                out[kind].append(buffer)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return out
+
+
+@dataclass
+class Save:
+    """One checkpoint, from the decision to save it to its end.
+
+    Attributes:
+        step: optimizer steps that are done.
+        state: state.json.
+        best: it shall be marked as the best one.
+        pause_seconds: how long training stood still for it.
+        write_seconds: how long the files took, beside training.
+        num_bytes: of all its files.
+        error: what went wrong on which rank; "" for a complete one.
+        removed: names of the older checkpoints that were removed for it.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    best: bool = False
+    pause_seconds: float = 0.0
+    write_seconds: float = 0.0
+    num_bytes: int = 0
+    error: str = ""
+    removed: list[str] = field(default_factory=list)
+
+
+class Saver:
+    """Saves checkpoints of one engine; every rank has one and calls the same methods in the same order.
+
+    Args:
+        parent: the folder `checkpoints`, the same one on all ranks; made when it is needed.
+        holding: what this rank holds.
+        keep: checkpoints to keep beside the best one; 0 keeps all.
+    """
+
+    def __init__(self, parent: Path, holding: Holding, keep: int) -> None:
+        self.parent = parent
+        self.holding = holding
+        self.keep = keep
+        self.rank = dist.get_rank()
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        self._host = HostCopy()
+        self._held: list[Sequence[Piece]] | None = None
+        self._exchanges: dict[tuple[str, ...], Exchange] = {}
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+        self._finished: list[Save] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing the last checkpoint."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finished(self) -> list[Save]:
+        """The saves that have come to their end since the last call.
+
+        Raises:
+            RuntimeError: the thread itself failed: another rank is gone.
+        """
+        if self._crash is not None:
+            crash, self._crash = self._crash, None
+            raise RuntimeError(f"a checkpoint could not be brought to its end: {crash}") from crash
+        done, self._finished = self._finished, []
+        return done
+
+    def start(self, save: Save) -> None:
+        """Copy this rank's share, and write it beside training (all ranks, none of them `busy`)."""
+        self.wait()
+        begun = time.perf_counter()
+        kinds = self.holding.kinds()
+        host = self._host.take(self.holding, kinds)
+        save.pause_seconds = time.perf_counter() - begun
+        self._thread = threading.Thread(target=self._guarded, args=(save, host, kinds), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until this rank is no longer `busy`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights, and their average where there is one, into a folder: `model.safetensors` and
+        `ema.safetensors`, or shards with an index (all ranks).
+
+        Raises:
+            ValueError: on every rank, with what went wrong on which.
+        """
+        self.wait()
+        kinds = tuple(kind for kind in self.holding.kinds() if not kind.startswith(OPTIMIZER))
+        host = self._host.take(self.holding, kinds)
+        temporary = folder / ".weights.partial"
+        entries, error = self._write(temporary, kinds, host)
+        if not error:
+            error = self._on_first_rank(lambda: self._place_weights(temporary, folder, kinds, entries))
+        if error:
+            self._on_first_rank(lambda: folders.remove(temporary))
+            raise ValueError(f"the weights could not be written to {folder}: {error}")
+
+    def _place_weights(
+        self, temporary: Path, folder: Path, kinds: tuple[str, ...], entries: Sequence[FileEntry]
+    ) -> None:
+        for name, text in self._indices(kinds).items():
+            entries = [*entries, folders.write_bytes(temporary / name, text.encode())]
+        for entry in entries:
+            (temporary / entry.name).replace(folder / entry.name)
+        temporary.rmdir()
+        folders.sync_folder(folder)
+
+    # ---- in the thread -----------------------------------------------------------------------------------------
+
+    def _guarded(self, save: Save, host: Mapping[str, Sequence[torch.Tensor]], kinds: tuple[str, ...]) -> None:
+        try:
+            self._save(save, host, kinds)
+        except Exception as error:  # it has no other way out of a thread
+            self._crash = error
+
+    def _save(self, save: Save, host: Mapping[str, Sequence[torch.Tensor]], kinds: tuple[str, ...]) -> None:
+        begun = time.perf_counter()
+        temporary = folders.partial_folder(self.parent, save.step)
+        entries, save.error = self._write(temporary, kinds, host)
+        if not save.error:
+            save.error = self._on_first_rank(lambda: self._commit(save, kinds, entries))
+        if save.error:
+            self._on_first_rank(lambda: folders.discard(self.parent, save.step))
+        save.num_bytes = sum(entry.num_bytes for entry in entries)
+        save.write_seconds = time.perf_counter() - begun
+        self._finished.append(save)
+
+    def _commit(self, save: Save, kinds: tuple[str, ...], entries: Sequence[FileEntry]) -> None:
+        texts = {"state.json": json.dumps(save.state, indent=1) + "\n", **self._indices(kinds)}
+        path = folders.commit(self.parent, save.step, entries, texts)
+        if save.best:
+            folders.mark_best(self.parent, path.name)
+        save.removed = folders.prune(self.parent, self.keep)
+
+    def _indices(self, kinds: Sequence[str]) -> dict[str, str]:
+        """The index files of those kinds that take more than one file."""
+        files = {kind: self._exchange(tuple(kinds)).files[kind] for kind in kinds}
+        return {
+            f"{kind}.safetensors.index.json": json.dumps(index_of(parts), indent=1) + "\n"
+            for kind, parts in files.items()
+            if len(parts) > 1
+        }
+
+    def _write(
+        self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]]
+    ) -> tuple[list[FileEntry], str]:
+        """All files of these kinds in a temporary folder (a collective).
+
+        Returns:
+            On every rank: the files of all ranks, and what went wrong on which rank.
+        """
+        error = self._on_first_rank(lambda: folders.make_empty(temporary))
+        if error:
+            return [], error
+        own, own_error = self._exchange(kinds).run(host, temporary, self._group)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, (own, own_error), group=self._group)
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+        return [entry for entries, _ in results for entry in entries], "; ".join(errors)
+
+    def _exchange(self, kinds: tuple[str, ...]) -> Exchange:
+        """The plan for these kinds; the ranks tell each other once what they hold."""
+        if self._held is None:
+            held: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(held, self.holding.pieces, group=self._group)
+            self._held = held
+        if kinds not in self._exchanges:
+            specs = {kind: self.holding.specs(kind) for kind in kinds}
+            limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in kinds}
+            self._exchanges[kinds] = Exchange(self._held, specs, limits, self.rank)
+        return self._exchanges[kinds]
+
+    def _on_first_rank(self, action: Callable[[], None]) -> str:
+        """Do something on rank 0; what went wrong with it, on every rank (a collective)."""
+        error = [""]
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as problem:
+                where = f" ({problem.filename})" if problem.filename else ""
+                error = [f"rank 0: {problem.strerror or problem}{where}"]
+        dist.broadcast_object_list(error, src=0, group=self._group)
+        return error[0]
+
+
+def share_bytes(holding: Holding) -> int:
+    """Bytes of the host copy of this rank's share, once the optimizer has its states."""
+    kinds = holding.kinds()
+    return 4 * sum(math.prod(t.shape) for kind in kinds for t in holding.tensors(kind) if t is not None)
