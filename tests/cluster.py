@@ -90,13 +90,21 @@ class Host:
     init: int
     sshd: subprocess.Popen | None = field(default=None, repr=False)
 
-    def inside(self, command: Sequence[str | Path]) -> list[str]:
-        """The command line that runs `command` inside this host from outside of it."""
-        return ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid", "--", *map(str, command)]
+    def inside(self, command: Sequence[str | Path], cwd: str | Path | None = None) -> list[str]:
+        """The command line that runs `command` in this host from outside of it, in `cwd` or the cluster's folder."""
+        enter = ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid", "--"]
+        return [*enter, "env", f"--chdir={cwd or self.folder}", *map(str, command)]  # nsenter itself goes to /
 
-    def popen(self, command: Sequence[str | Path], *, environ: Mapping[str, str] | None = None, **kwargs):
+    def popen(
+        self,
+        command: Sequence[str | Path],
+        *,
+        environ: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        **kwargs,
+    ) -> subprocess.Popen:
         """Start `command` on this host; it ends with the host at the latest."""
-        return subprocess.Popen(self.inside(command), env=self.environ | dict(environ or {}), **kwargs)
+        return subprocess.Popen(self.inside(command, cwd), env=self.environ | dict(environ or {}), **kwargs)
 
     def run(
         self,
@@ -108,9 +116,7 @@ class Host:
     ) -> subprocess.CompletedProcess:
         """Run `command` on this host to its end; what it printed is captured as text."""
         env = self.environ | dict(environ or {})
-        return subprocess.run(
-            self.inside(command), env=env, cwd=cwd or self.folder, timeout=timeout, capture_output=True, text=True
-        )
+        return subprocess.run(self.inside(command, cwd), env=env, timeout=timeout, capture_output=True, text=True)
 
     def check(self, *command: str) -> str:
         """Run a short command that must succeed, and give what it printed."""

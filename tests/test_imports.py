@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build", "feed", "summary"),
     ("prepare",),
     ("config", "ds_json", "output"),
+    ("launching",),
     ("layout",),
     ("checkpoint", "evaluate", "pipe_engine", "replicas"),
     ("engine",),
@@ -30,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor_parallel",),
     ("metrics", "losses"),
     ("data", "models"),
-    ("exit_codes", "hosts", "keyed"),
+    ("hosts", "keyed"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from project import ROOT, project_files
 
-SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), *sorted(ROOT.glob("launch/**/*.sbatch")), ROOT / ".ci" / "run"]
 TEXT = {".py", ".sh", ".md", ".json", ".yaml", ".toml", ".sbatch", ".pbs", ""}
 
 # A folder that exists on somebody's machine only. (The pieces are apart so that this file passes its own test.)
@@ -57,7 +57,7 @@ def test_shell_script(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("bash -n passed; shellcheck is not installed")
-    done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    done = subprocess.run(["shellcheck", "--external-sources", "--source-path", str(ROOT), str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -1,0 +1,66 @@
+"""The first error in what a rank prints: a traceback, else a line that says error, else its last words."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+
+MAX_LINES = 30
+MAX_CHARS = 3000
+"""How much is kept; pdsh cuts lines that are much longer than 4 kB, and the report is one line."""
+
+_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch puts it before the lines of a traceback
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):")
+_ERROR = re.compile(
+    r"\berror\b[^:]{0,40}: |\w(Error|Exception): |^Fatal |terminate called|Segmentation fault", re.IGNORECASE
+)
+
+
+class ErrorFinder:
+    """Fed with a rank's output as it comes; `lines` is what its reader should see first.
+
+    Attributes:
+        first_seen: when the first error was printed, in seconds since the epoch; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.first_seen: float | None = None
+        self._rest = b""
+        self._tail: deque[str] = deque(maxlen=MAX_LINES)
+        self._traceback: deque[str] | None = None
+        self._open = False
+        self._line: str | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the output."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._take(_PREFIX.sub("", line.decode(errors="replace").rstrip("\r")))
+
+    def _take(self, line: str) -> None:
+        if line:
+            self._tail.append(line)
+        if self._open:
+            self._traceback.append(line)
+            self._open = line[:1] in ("", " ")  # the exception itself stands at the margin
+        elif self._traceback is None and _TRACEBACK.match(line):
+            self._traceback, self._open = deque([line], maxlen=MAX_LINES), True
+            self._see()
+        elif self._line is None and self._traceback is None and _ERROR.search(line):
+            self._line = line
+            self._see()
+
+    def _see(self) -> None:
+        if self.first_seen is None:
+            self.first_seen = time.time()
+
+    @property
+    def lines(self) -> list[str]:
+        """The first traceback; else the first line that says error; else the last lines. `MAX_CHARS` at most."""
+        found = list(
+            self._traceback or ([self._line] if self._line else [*self._tail, self._rest.decode(errors="replace")])
+        )
+        while sum(map(len, found)) > MAX_CHARS:
+            found = found[1:] if len(found) > 1 else [found[0][-MAX_CHARS:]]
+        return [line for line in found if line]

@@ -1,0 +1,219 @@
+"""What a launcher starts on every host, once a rank: the rank's own log, its signals, and why it ended.
+
+    python launch/rank.py --run=ID PAYLOAD         run a rank (started by launch/run.py through the launcher)
+    python launch/rank.py --run=ID --signal=USR1   send a signal to this run's ranks on this host
+    python launch/rank.py --probe [--port=P]       is this clone here, and is the port free? prints a free one
+
+The payload holds the command, folder and environment of the rank in an alphabet that no shell touches: whatever lies
+between here and the launching machine (ssh, pdsh's shell, srun, mpirun) cannot split or expand any of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ds_vit.launching.errors import ErrorFinder
+from ds_vit.layout import Process, discover
+
+MARK = "ds-vit-rank "
+"""Beginning of the line by which a failed rank reports to the launching machine, on stderr; JSON follows."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of a run have in common.
+
+    Attributes:
+        command: script and arguments for this Python.
+        cwd: folder to run in.
+        environ: set on top of what the launcher left.
+        logs: folder of the ranks' logs; relative to `cwd`.
+        stop_seconds: what a rank gets to save and end once its launcher is gone.
+    """
+
+    command: tuple[str, ...]
+    cwd: str
+    environ: Mapping[str, str]
+    logs: str
+    stop_seconds: float = 120.0
+
+    def encode(self) -> str:
+        """This job in letters, digits, `-`, `_` and `=` alone."""
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @classmethod
+    def decode(cls, payload: str) -> Job:
+        """The job that `encode` was given."""
+        fields = json.loads(base64.urlsafe_b64decode(payload))
+        return cls(**fields | {"command": tuple(fields["command"])})
+
+
+def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
+    """Run this rank to its end. Its output goes to its log, and rank 0's to stdout as well.
+
+    Returns:
+        The rank's exit code, 128 + n where signal n ended it.
+    """
+    process = discover(environ)
+    log, path = _open_log(job, process)
+    child = subprocess.Popen(
+        [sys.executable, "-u", *job.command],
+        cwd=job.cwd,
+        env={**environ, **job.environ},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=end_with_parent,
+    )
+    for signum in _SIGNALS:
+        signal.signal(signum, lambda number, _: child.send_signal(number))
+    finder = ErrorFinder()
+    _follow(child, log, finder, speaks=process.rank == 0, stop_seconds=job.stop_seconds)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    _write(log, f"== rank {process.rank} ended with code {code}\n".encode())
+    if code:
+        error = finder.lines if code != os.EX_TEMPFAIL else []
+        report = {"rank": process.rank, "host": socket.gethostname(), "code": code, "log": path}
+        report |= {"at": finder.first_seen or time.time(), "error": error}
+        with contextlib.suppress(OSError):
+            os.write(2, f"{MARK}{json.dumps(report)}\n".encode())
+    return code
+
+
+def _follow(
+    child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, speaks: bool, stop_seconds: float
+) -> None:
+    """Copy the child's output until it has ended; ask it to end when the launcher is gone."""
+    pipe = child.stdout.fileno()
+    os.set_blocking(pipe, False)
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    for own in (1, 2):  # no event but the reader's end, which is always reported
+        poll.register(own, 0)
+    deadline = None
+    while True:
+        ended = child.poll() is not None
+        events = dict(poll.poll(_POLL_SECONDS * 1000))
+        if pipe in events:
+            try:
+                chunk = os.read(pipe, 65536)
+            except BlockingIOError:
+                chunk = b""
+            if chunk:
+                finder.feed(chunk)
+                _write(log, chunk)
+                if speaks:
+                    with contextlib.suppress(OSError):
+                        os.write(1, chunk)
+                continue
+            poll.unregister(pipe)  # closed; the process itself may live on
+        if ended:  # what loader workers may still hold open is not waited for
+            child.wait()
+            return
+        if deadline is None and any(events.get(own, 0) & (select.POLLERR | select.POLLHUP) for own in (1, 2)):
+            for own in (1, 2):
+                poll.unregister(own)
+            _write(log, b"== the launcher is gone: asking this rank to save and end\n")
+            child.terminate()
+            deadline = time.monotonic() + stop_seconds
+        if deadline is not None and time.monotonic() > deadline:
+            child.kill()
+
+
+def _open_log(job: Job, process: Process) -> tuple[BinaryIO | None, str]:
+    """The rank's log, which says where and what it is; None, and a line on stderr, where it cannot be written."""
+    host = socket.gethostname()
+    path = Path(job.cwd, job.logs, f"rank-{process.rank:04d}.{host}.log")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+    except OSError as error:
+        print(f"rank {process.rank} on {host}: no log at {path}: {error.strerror}", file=sys.stderr, flush=True)
+        return None, ""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    place = (
+        f"rank {process.rank} of {process.world_size}, local rank {process.local_rank}, on {host}, pid {os.getpid()}"
+    )
+    _write(log, f"== {now} {place}: {' '.join(job.command)}\n".encode())
+    return log, str(path)
+
+
+def _write(log: BinaryIO | None, data: bytes) -> None:
+    if log is not None:
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            log.write(data)
+            log.flush()
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
+def signal_ranks(run: str, signum: int) -> int:
+    """Send a signal to this run's ranks on this host; gives how many there are.
+
+    SIGKILL goes to the process that keeps the log, with which its rank ends.
+    """
+    count = 0
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            names = {pair.partition(b"=")[0] for pair in (folder / "environ").read_bytes().split(b"\0")}
+            # A launcher on this host has the same words, but is nobody's rank.
+            if f"--run={run}".encode() in words and b"RANK" in names:
+                os.kill(int(folder.name), signum)
+                count += 1
+    return count
+
+
+def free_port(port: int = 0) -> int:
+    """A TCP port that nobody listens on, `port` itself where it is given.
+
+    Raises:
+        ValueError: `port` is in use.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(f"port {port} on {socket.gethostname()}: {error.strerror}") from None
+        return probe.getsockname()[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `launch/rank.py`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+    if "probe" in options:
+        try:
+            print(f"port={free_port(int(options.get('port', '0')))}")
+        except ValueError as error:
+            print(f"rank.py: error: {error}", file=sys.stderr)
+            return 2
+        return 0
+    if "signal" in options:
+        print(f"ranks={signal_ranks(options['run'], signal.Signals['SIG' + options['signal']])}")
+        return 0
+    return run_rank(Job.decode(words[-1]))

@@ -1,0 +1,143 @@
+"""`launch/run.py`: the command line of the launchers.
+
+python launch/run.py hostfile --hostfile hosts launch/train.py --deepspeed_config FILE …
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ds_vit.launching.environment import collected
+from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
+from ds_vit.launching.rank import Job
+from ds_vit.launching.supervise import INTERRUPTED, Supervisor
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `launch/run.py`."""
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    common.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="start a failed run again, N times at most [0]"
+    )
+    common.add_argument(
+        "--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]"
+    )
+    common.add_argument(
+        "--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]"
+    )
+    common.add_argument(
+        "--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host"
+    )
+    common.add_argument("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
+    common.add_argument("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
+    parser = argparse.ArgumentParser(prog="run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    kinds = parser.add_subparsers(dest="launcher", required=True)
+
+    def kind(name: str, text: str) -> argparse.ArgumentParser:
+        return kinds.add_parser(name, help=text, parents=[common], allow_abbrev=False)
+
+    local = kind("local", "this machine")
+    local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
+    local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
+    hostfile = kind("hostfile", "the hosts of a hostfile, over ssh by pdsh")
+    hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
+    hostfile.add_argument("--include", default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
+    hostfile.add_argument("--exclude", default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
+    hostfile.add_argument("--ssh_port", type=int, metavar="P", help="port of every sshd")
+    mpi = kind("mpi", "mpirun of Open MPI, MPICH or Intel MPI")
+    mpi.add_argument("-np", "-n", dest="num_ranks", type=int, required=True, metavar="N", help="ranks over all hosts")
+    mpi.add_argument("--hostfile", type=Path, help="lines of `name slots=N` [this machine, or the scheduler's]")
+    mpi.add_argument(
+        "--mpirun", default="mpirun", metavar="COMMAND", help="mpirun and its own options, in one word [mpirun]"
+    )
+    slurm = kind("slurm", "srun, inside a job")
+    slurm.add_argument("--srun", default="srun", metavar="COMMAND", help="srun and its own options, in one word [srun]")
+    for several in (hostfile, mpi):
+        several.add_argument("--master_addr", metavar="A", help="rank 0's address [its host's name]")
+    for each in (local, hostfile, mpi, slurm):
+        each.add_argument("script", help="launch/train.py")
+        each.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run `launch/run.py`.
+
+    Returns:
+        0; 2 for input that cannot be or hosts that cannot take part, with one line that says why; 75 where the run was
+        interrupted and saved; else the code of the first rank that failed.
+    """
+    arguments = build_parser().parse_args(argv)
+    try:
+        supervisor = build(arguments, environ)
+        code = supervisor.run()
+    except ValueError as error:
+        print(f"run.py: error: {error}", file=sys.stderr)
+        return 2
+    if code == INTERRUPTED and isinstance(supervisor.launcher, Slurm):
+        requeue(supervisor, environ)
+    return code
+
+
+def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
+    """The run that a command line asks for.
+
+    Raises:
+        ValueError: flags that contradict each other, or files that cannot be read.
+    """
+    cwd = Path.cwd()
+    if arguments.restarts and not any(a == "--output" or a.startswith("--output=") for a in arguments.arguments):
+        raise ValueError(
+            "--restarts needs --output DIR among the training's flags: else it starts in a new folder each time"
+        )
+    if min(arguments.restarts, arguments.backoff, arguments.grace) < 0:
+        raise ValueError("--restarts, --backoff and --grace cannot be negative")
+    script = Path(arguments.script)
+    if not script.is_file():
+        raise ValueError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
+    job = Job(
+        command=(str(script.absolute()), *arguments.arguments),
+        cwd=str(cwd),
+        environ=collected(environ, cwd, arguments.env_file),
+        logs=arguments.logs or f"logs/{time.strftime('%Y%m%d-%H%M%S')}",
+    )
+    launcher = _launcher(arguments, dict(environ))
+    before = int(environ.get("SLURM_RESTART_COUNT", "0")) if isinstance(launcher, Slurm) else 0
+    limits = (arguments.restarts, arguments.backoff, arguments.grace)
+    supervisor = Supervisor(launcher, job, *limits, before, ends_when_interrupted=isinstance(launcher, Slurm))
+    supervisor.say(f"a log a rank: {Path(cwd, job.logs)}")
+    return supervisor
+
+
+def _launcher(arguments: argparse.Namespace, environ: dict[str, str]) -> Launcher:
+    run, port = secrets.token_hex(8), arguments.master_port
+    if arguments.launcher == "local":
+        return Local(run, environ, port, arguments.num_ranks, arguments.include)
+    if arguments.launcher == "hostfile":
+        filters = (arguments.include, arguments.exclude)
+        return Hostfile(run, environ, port, arguments.hostfile, *filters, arguments.master_addr, arguments.ssh_port)
+    if arguments.launcher == "mpi":
+        mpirun = tuple(shlex.split(arguments.mpirun))
+        return Mpi(run, environ, port, arguments.num_ranks, mpirun, arguments.hostfile, arguments.master_addr)
+    return Slurm(run, environ, port, tuple(shlex.split(arguments.srun)))
+
+
+def requeue(supervisor: Supervisor, environ: Mapping[str, str]) -> None:
+    """Put an interrupted job of sbatch back into Slurm's queue while it has restarts left.
+
+    Slurm ends this process in doing so, and starts the script again with SLURM_RESTART_COUNT one higher.
+    """
+    used, job = int(environ.get("SLURM_RESTART_COUNT", "0")), environ["SLURM_JOB_ID"]
+    if used >= supervisor.restarts or signal.SIGINT in supervisor.asked:
+        return
+    supervisor.say(f"back into the queue: scontrol requeue {job} (restart {used + 1} of {supervisor.restarts})")
+    subprocess.run(["scontrol", "requeue", job], env=dict(environ), check=False)

@@ -1,0 +1,240 @@
+"""Watch a run: pass its output on, collect why ranks ended, stop what hangs, start again with `--resume auto`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO
+
+from ds_vit.launching.launchers import Launcher
+from ds_vit.launching.rank import MARK, Job, end_with_parent
+
+INTERRUPTED = os.EX_TEMPFAIL
+"""A rank's exit code for "asked to stop; saved; start again with --resume auto"."""
+
+_BAD_INPUT = 2
+_TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
+_LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
+_CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
+_MAX_BACKOFF_SECONDS = 600
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        code: 0, 2 (bad input), 75 (interrupted, saved) or another code of the first rank that failed.
+        reports: what failed ranks told, in the order of arrival; see `rank.run_rank`.
+        lost: hosts to which the connection broke.
+    """
+
+    code: int
+    reports: list[Mapping] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Supervisor:
+    """Runs attempts of one job.
+
+    Attributes:
+        restarts: how often a run that failed or was interrupted is started again.
+        backoff_seconds: wait before the first restart; doubled each time, ten minutes at most.
+        grace_seconds: what the other ranks get to end by themselves once one has failed.
+        first_restart: restarts already used up, by a scheduler that started this job again.
+        ends_when_interrupted: leave restarts after an interruption to the scheduler.
+        say: told what happens, a line at a time.
+        asked: the signals by which this process was asked to stop.
+    """
+
+    launcher: Launcher
+    job: Job
+    restarts: int = 0
+    backoff_seconds: float = 10.0
+    grace_seconds: float = 30.0
+    first_restart: int = 0
+    ends_when_interrupted: bool = False
+    say: Callable[[str], None] = lambda line: print(f"run: {line}", file=sys.stderr, flush=True)
+    asked: list[int] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Run to the end, restarts included; gives the exit code of the last attempt."""
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, lambda number, _: self.asked.append(number))
+        used = self.first_restart
+        while True:
+            job = self.job if used == 0 else replace(self.job, command=(*self.job.command, "--resume", "auto"))
+            try:
+                outcome = self._attempt(job)
+            except ValueError as error:
+                if used == self.first_restart:
+                    raise
+                outcome = Outcome(1)
+                self.say(f"could not start: {error}")
+            for line in describe(outcome):
+                self.say(line)
+            if outcome.code in (0, _BAD_INPUT) or self.asked or used >= self.restarts:
+                return outcome.code
+            if outcome.code == INTERRUPTED and self.ends_when_interrupted:
+                return outcome.code
+            used += 1
+            wait = min(self.backoff_seconds * 2 ** (used - self.first_restart - 1), _MAX_BACKOFF_SECONDS)
+            self.say(f"starting again in {wait:g} s with --resume auto (restart {used} of {self.restarts})")
+            end = time.monotonic() + wait
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                if self.asked:
+                    return outcome.code
+
+    def _attempt(self, job: Job) -> Outcome:
+        command = self.launcher.command(job)
+        self.say(f"{shlex.join(command.argv[:-1])} {job.encode()[:8]}…, which is {shlex.join(job.command)}")
+        process = subprocess.Popen(
+            command.argv,
+            cwd=command.cwd,
+            env=dict(command.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C comes here alone, and reaches the ranks as "save and end"
+            preexec_fn=end_with_parent,
+        )
+        outcome = Outcome(0)
+        try:
+            self._watch(process, outcome)
+        finally:
+            if process.poll() is None:
+                self._kill(process)
+        outcome.code = exit_code(process.returncode, outcome)
+        return outcome
+
+    def _watch(self, process: subprocess.Popen, outcome: Outcome) -> None:
+        """Pass lines on until the launcher has ended, or must be made to."""
+        told, deadline = 0, None
+        with selectors.DefaultSelector() as selector:
+            for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome))
+            while True:
+                ended = process.poll() is not None
+                events = selector.select(0.25)
+                for key, _ in events:
+                    if not key.data.copy(key.fd):
+                        selector.unregister(key.fileobj)
+                if ended and not events:
+                    return
+                now = time.monotonic()
+                if len(self.asked) > told:
+                    told = len(self.asked)
+                    if told == 1:
+                        self.say(
+                            f"{signal.Signals(self.asked[0]).name}: asking the ranks to save and end (again: kill them)"
+                        )
+                        self.launcher.send(process, signal.SIGUSR1)
+                    elif signal.SIGUSR1 not in self.asked[1:]:
+                        return
+                if deadline is None and (outcome.lost or any(_failed(r["code"]) for r in outcome.reports)):
+                    deadline = now + self.grace_seconds
+                if deadline is not None and now > deadline:
+                    self.say(f"not all ranks have ended {self.grace_seconds:g} s after the first failure: killing them")
+                    return
+
+    def _kill(self, process: subprocess.Popen) -> None:
+        """End the ranks on every host that can be reached, then the launcher and its children here."""
+        with contextlib.suppress(OSError, ValueError):
+            self.launcher.send(process, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class _Lines:
+    """Copies a stream line by line, and takes the ranks' reports out of it."""
+
+    def __init__(self, to: BinaryIO, outcome: Outcome) -> None:
+        self._to, self._outcome, self._rest = to, outcome, b""
+
+    def copy(self, descriptor: int) -> bool:
+        """Take what is there; False at the end of the stream."""
+        chunk = os.read(descriptor, 65536)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if not chunk and self._rest:
+            lines, self._rest = [self._rest], b""
+        for line in lines:
+            self._take(line)
+        return bool(chunk)
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        _, mark, report = text.partition(MARK)
+        if mark:
+            with contextlib.suppress(ValueError):
+                self._outcome.reports.append(json.loads(report))
+                return
+        lost = _LOST_HOST.match(text)
+        if lost:
+            self._outcome.lost.append(lost.group(1))
+        if _CHATTER.search(text):
+            return
+        with contextlib.suppress(OSError):  # whoever read this may be gone; the run goes on
+            self._to.write(line + b"\n")
+            self._to.flush()
+
+
+def _failed(code: int) -> bool:
+    return code not in (0, INTERRUPTED, *_TERMINATED)
+
+
+def first_failure(reports: Sequence[Mapping]) -> Mapping | None:
+    """The report of the rank whose first error was printed first; those that were merely ended by others come last."""
+    order = sorted(reports, key=lambda report: (not _failed(report["code"]), not report["error"], report["at"]))
+    return next((report for report in order if report["code"] != INTERRUPTED), None)
+
+
+def exit_code(launcher_code: int, outcome: Outcome) -> int:
+    """One code for an attempt; the launcher's own is not to be trusted where a rank died of a signal."""
+    failures = [report for report in outcome.reports if _failed(report["code"])]
+    if failures:
+        return first_failure(failures)["code"]
+    if any(report["code"] == INTERRUPTED for report in outcome.reports) or launcher_code == INTERRUPTED:
+        return INTERRUPTED
+    if outcome.reports:
+        return first_failure(outcome.reports)["code"]
+    if outcome.lost:
+        return 1
+    return launcher_code if launcher_code >= 0 else 128 - launcher_code
+
+
+def describe(outcome: Outcome) -> list[str]:
+    """What a person should read last about an attempt; nothing where it succeeded."""
+    if outcome.code == 0:
+        return []
+    if outcome.code == INTERRUPTED:
+        return ["interrupted; the ranks have saved their state (code 75): start again with --resume auto"]
+    lines = [f"the connection to {host} broke: the host or its network is down" for host in outcome.lost]
+    first = first_failure(outcome.reports)
+    if first is None:
+        return [*lines, f"failed with code {outcome.code}; no rank has said why: see the launcher's lines above"]
+    how = f"code {first['code']}" if first["code"] < 128 else _signal_text(first["code"] - 128)
+    lines.append(f"rank {first['rank']} on {first['host']} failed first, {how}; its log: {first['log'] or 'none'}")
+    lines += [f"  {line}" for line in first["error"]]
+    others = sum(report is not first for report in outcome.reports)
+    return [*lines, f"({others} more ranks ended after it)"] if others else lines
+
+
+def _signal_text(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"killed by {name}" + (" (out of memory? see dmesg on that host)" if number == signal.SIGKILL else "")
