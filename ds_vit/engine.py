@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_vit.fragments import build_fragments
 from ds_vit.models import timm_names
+from ds_vit.optim.guard import Rejection, StepGuard
 from ds_vit.tensor_parallel import TensorSlice, assemble
 
 # Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
@@ -99,12 +100,14 @@ class StepResult:
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
-        applied: False where fp16 overflowed and the step was skipped.
+        applied: False where the step was skipped, because fp16 overflowed or the guard turned it down.
+        rejection: why the step was skipped, where anything is known about it.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
     applied: bool
+    rejection: Rejection | None = None
 
 
 class Engine(ABC):
@@ -155,6 +158,7 @@ class Engine(ABC):
 
             self.engine._take_model_step = clip_and_take_step
         self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
+        self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}
@@ -214,12 +218,28 @@ class Engine(ABC):
         """
 
     def _result(self, loss: torch.Tensor) -> StepResult:
-        applied = self.engine.was_step_applied()
+        rejection = self.guard.rejection
+        applied = self.engine.was_step_applied() and rejection is None
         if self.stage > 0:
-            return StepResult(loss=loss, grad_norm=self.engine.get_global_grad_norm(), applied=applied)
+            return StepResult(loss, self.engine.get_global_grad_norm(), applied, rejection)
         if self.engine.torch_autocast_z0_gradscaler is not None:  # it skips a step without telling the engine
             applied = applied and math.isfinite(float(self._norm))
-        return StepResult(loss=loss, grad_norm=self._norm, applied=applied)
+        return StepResult(loss, self._norm, applied, rejection)
+
+    def _current_norm(self) -> torch.Tensor | float | None:
+        """The global gradient norm before clipping, while the optimizer takes its step."""
+        return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
+
+    @abstractmethod
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        """Sum and number of this rank's losses, while the optimizer takes its step; (None, 0) where it has none."""
+
+    def clipped_by(self) -> float:
+        """What clipping multiplies the gradients of the step under way by."""
+        norm = self._current_norm()
+        if self._clip <= 0 or norm is None:
+            return 1.0
+        return min(1.0, self._clip / (float(norm) + 1e-6))
 
     def _clip_gradients(self) -> torch.Tensor:
         """Norm of the reduced gradients, and clipping by it, where ZeRO does neither for us.
@@ -335,6 +355,7 @@ class PlainEngine(Engine):
         **shared: Any,
     ) -> None:
         self._loss = loss
+        self._total: torch.Tensor | None = None
         super().__init__(model, optimizer, config, **shared)
 
     def _initialize_arguments(self) -> dict[str, Any]:
@@ -343,15 +364,19 @@ class PlainEngine(Engine):
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """As `Engine.train_step`; nothing waits for the device."""
         self.engine.train()
-        total: torch.Tensor | None = None
+        self.guard.begin()
+        self._total = None
         for _ in range(self.accumulation):
             images, keys, targets = next(inputs)
             loss = self._loss(self.engine(images, keys), targets)
             self.engine.backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
+            self._total = loss.detach() if self._total is None else self._total + loss.detach()
             self.engine.step()
-        assert total is not None
-        return self._result(total / self.accumulation)
+        assert self._total is not None
+        return self._result(self._total / self.accumulation)
+
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        return self._total, self.accumulation
 
     @torch.no_grad()
     def forward_batches(

@@ -13,7 +13,7 @@ optimizers; tests/test_fragments.py has a canary for each attribute it relies on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,62 @@ class Fragments:
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
+
+    def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
+        """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
+
+        The argument has the gradient of each shard, flat, fp32, times the loss scale; None where ZeRO has none any
+        more. Without ZeRO nothing is ever dropped, and nothing is called.
+        """
+        optimizer = self._optimizer
+        if self.stage == 0:
+            return
+        # ZeRO-1 to 3 settle the loss scale, BF16_Optimizer clears its buffers, right before the gradients are gone.
+        name = "_update_scale" if hasattr(optimizer, "_update_scale") else "clear_hp_grads"
+        original = getattr(optimizer, name)
+
+        def wrapped(*args: Any) -> Any:
+            if optimizer.overflow:
+                callback([self._reduced_gradient(shard) for shard in self.shards])
+            return original(*args)
+
+        setattr(optimizer, name, wrapped)
+
+    def gradients(self, clipped_by: float) -> list[torch.Tensor | None]:
+        """The gradient of each shard, flat, while the optimizer takes its step: without loss scale and clipping.
+
+        Args:
+            clipped_by: what clipping multiplied those by that the optimizer has already.
+        """
+        scale = float(getattr(self._optimizer, "loss_scale", 1.0))
+        grads = []
+        for shard in self.shards:
+            own = shard.parameter.grad
+            waiting = None if own is not None else self._reduced_gradient(shard)
+            if own is not None:
+                grads.append(own.view(-1).float() / clipped_by)
+            else:  # of another parameter group or sub-group, whose turn has not come
+                grads.append(None if waiting is None else waiting / scale)
+        return grads
+
+    def _reduced_gradient(self, shard: Shard) -> torch.Tensor | None:
+        """The gradient of a shard while ZeRO still holds it as it was reduced."""
+        optimizer, number = self._optimizer, self.shards.index(shard)
+        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
+            return optimizer.fp32_groups_gradient_flat_partition[number].float()
+        if shard.parameter.grad is not None:  # offloaded
+            return shard.parameter.grad.view(-1).float()
+        pieces = optimizer.averaged_gradients.get(number)
+        if pieces is None:
+            return None
+        flat = torch.zeros(shard.tensor.numel(), dtype=torch.float32, device=shard.tensor.device)
+        remaining = iter(pieces)
+        for segment in shard.segments:
+            # ZeRO-3's pieces are as long as a rank's share, padding included.
+            piece = next((g for g in remaining if g is not None and g.numel() >= segment.length), None)
+            if piece is not None:
+                segment.of(flat).copy_(piece.view(-1)[: segment.length])
+        return flat
 
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over `group`: one collective, none where there is nobody else."""

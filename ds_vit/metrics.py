@@ -191,6 +191,43 @@ class Reporter:
             f"loss {row['loss']:.5f}  over {row['images']} images"
         )
 
+    def skip(self, row: Mapping[str, Any], why: str | None) -> None:
+        """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""
+        self._write({"kind": "skip", **row})
+        self._scalar("train/skipped_steps", row["skipped_steps"], row["step"])
+        if why:
+            self.say(f"step {row['step']} was skipped: {why}")
+
+    def gradients(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "gradients", and in TensorBoard the histogram of each layer's powers of two."""
+        self._write({"kind": "gradients", **row})
+        step = row["step"]
+        for key in ("norm", "max", "zeros", "below_2^-24", "below_2^-14", "update_to_weight"):
+            self._scalar(f"gradients/{key.replace('^', '')}", row[key], step)
+            for layer, figures in row["layers"].items():
+                self._scalar(f"gradients_{key.replace('^', '')}/{layer}", figures[key], step)
+        lowest = row["histogram"]["lowest"]
+        for layer, counts in row["histogram"]["counts"].items():
+            if sum(counts):
+                self._histogram(f"gradients_log2/{layer}", lowest, counts, step)
+        for name, ratio in row.get("trust_ratios", {}).items():
+            self._scalar(f"trust_ratios/{name}", ratio, step)
+
+    def _histogram(self, name: str, lowest: int, counts: Sequence[int], step: int) -> None:
+        """Counts by power of two, the first of which is `lowest`."""
+        powers = range(lowest, lowest + len(counts))
+        self._board.add_histogram_raw(
+            name,
+            min=lowest,
+            max=lowest + len(counts),
+            num=sum(counts),
+            sum=sum(power * count for power, count in zip(powers, counts, strict=True)),
+            sum_squares=sum(power**2 * count for power, count in zip(powers, counts, strict=True)),
+            bucket_limits=[power + 1 for power in powers],
+            bucket_counts=list(counts),
+            global_step=step,
+        )
+
     def say(self, text: str) -> None:
         """One line for whoever watches."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -86,8 +86,13 @@ class PipeEngine(Engine):
 
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """As `Engine.train_step`; stages between the first and the last take nothing from `inputs`."""
+        self.guard.begin()
         loss = self.engine.train_batch(((images, keys), targets) for images, keys, targets in inputs)
         return self._result(loss.float())
+
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        total = self.engine.total_loss if self.engine.is_last_stage() else None
+        return total, 0 if total is None else self.accumulation
 
     def forward_batches(
         self, batches: Iterator[EvalInputs], num_batches: int

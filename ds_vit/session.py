@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from ds_vit.build import build_engine
 from ds_vit.checkpoint import save_weights
 from ds_vit.engine import StepResult, device_of
 from ds_vit.evaluate import Accuracy, evaluate
+from ds_vit.exit_codes import Diverged
 from ds_vit.feed import Feed
 from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
 from ds_vit.models import forward_flops, timm_state_dict
 from ds_vit.optim.ema import Ema
+from ds_vit.optim.health import GradientHealth
 from ds_vit.prepare import Plan, resolved_flags
 from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
@@ -44,6 +45,7 @@ class Session:
         self.throughput = Throughput()
         self.accuracies: list[Accuracy] = []
         self.ema_accuracies: list[Accuracy] = []
+        self.skipped_steps = self.skips_in_a_row = 0
         self.reporter: Reporter | None = None
 
     def run(self) -> dict[str, Any]:
@@ -63,6 +65,9 @@ class Session:
         self.ema: Ema | None = None
         if plan.config.model_ema:
             self.ema = Ema(self.engine.fragments, plan.config.model_ema_decay, plan.config.model_ema_warmup)
+        if plan.config.spike_factor is not None:
+            self.engine.guard.watch_spikes(plan.config.spike_factor)
+        self.health = GradientHealth(self.engine.fragments, self.engine.clipped_by)
         self.feed = Feed(plan, self.engine, self.throughput)
         if console is not None:
             events = self.engine.write_events
@@ -97,9 +102,15 @@ class Session:
             if plan.schedule is not None:
                 self.engine.set_lr(plan.schedule.lr(step))
             lr, scale = self.engine.lr(), self.engine.loss_scale()
+            looks = config.grad_stats_interval > 0 and step % config.grad_stats_interval == 0
+            if looks:
+                self.health.arm()
             result = self.engine.train_step(inputs)
+            self._account(step + 1, scale, result)
             if self.ema is not None and result.applied:
                 self.ema.update()
+            if looks:
+                self._log_gradients(step + 1, scale, result)
             self.throughput.step(plan.batch.global_batch)
             done = step + 1
             if config.check_replicas and done % config.check_replicas == 0:
@@ -114,16 +125,50 @@ class Session:
                 if due or done == plan.total_steps:
                     self._evaluate(done)
 
+    # Steps in a row without an update after which going on is pointless; a loss scale of 2^16 is found in fewer.
+    _MAX_SKIPS = 50
+
+    def _account(self, step: int, scale: float, result: StepResult) -> None:
+        """Count a step that was not applied, say why, and stop where that is asked for (the same on every rank).
+
+        Raises:
+            Diverged: the run shall not go on.
+        """
+        if result.applied:
+            self.skips_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.skips_in_a_row += 1
+        plan, rejection = self.plan, result.rejection
+        loss = float(self.engine.mean(result.loss))
+        overflow = "fp16" in plan.precision.name and (rejection is None or rejection.reason == "nonfinite")
+        reason = "overflow" if overflow else rejection.reason
+        if self.reporter:
+            norm, layer, there = (None, None, None)
+            if rejection is not None:
+                norm, (layer, there) = rejection.grad_norm, rejection.layer
+            row = {"step": step, "reason": reason, "loss": loss, "grad_norm": norm, "layer": layer}
+            row |= {"layer_norm": there, "loss_scale": scale, "skipped_steps": self.skipped_steps}
+            self.reporter.skip(row, str(rejection) if rejection and not overflow else None)
+        saved = "what was saved before is intact; lower the learning rate, warm up for longer or clip harder"
+        if not overflow and plan.config.on_nonfinite == "stop":
+            raise Diverged(
+                f"step {step}: {rejection}; the update was not applied; {saved}, or go on past such steps "
+                "with --on-nonfinite skip"
+            )
+        if self.skips_in_a_row >= self._MAX_SKIPS:
+            raise Diverged(f"step {step}: {self.skips_in_a_row} steps in a row were skipped ({reason}); {saved}")
+
+    def _log_gradients(self, step: int, scale: float, result: StepResult) -> None:
+        """A row of kind "gradients" (a collective)."""
+        row = self.health.finish()
+        if self.reporter and result.applied:
+            self.reporter.gradients({"step": step, **row, "loss_scale": scale, "skipped_steps": self.skipped_steps})
+
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
         plan = self.plan
         loss = float(self.engine.mean(result.loss))
-        skips = "fp16" in plan.precision.name and not result.applied  # its loss scale is being found
-        if not math.isfinite(loss) and not skips:
-            raise ValueError(
-                f"the loss is {loss} at step {step}: training has diverged, and nothing is saved; lower the learning "
-                f"rate ({lr:g}), warm up for longer, or clip the gradients harder"
-            )
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rate, waiting = self.throughput.window(count=step > 1)
         if self.reporter is None:

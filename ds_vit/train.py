@@ -15,16 +15,16 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit import layout
+from ds_vit import exit_codes, layout
 from ds_vit.engine import init_distributed, quiet_deepspeed, share_cores
+from ds_vit.exit_codes import Diverged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch/train.py` with these arguments.
 
     Returns:
-        0; 2 for input that cannot be or a loss that is not finite, where one line on stderr says what is wrong and
-        what to do; 130 after Ctrl-C.
+        One of `ds_vit.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
     """
     rank, speaks = 0, True
     try:
@@ -44,11 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
-        return 2
+        return exit_codes.BAD_INPUT
+    except Diverged as error:
+        if speaks:
+            print(f"train.py: {error}", file=sys.stderr, flush=True)
+        return exit_codes.DIVERGED
     except KeyboardInterrupt:
         if speaks:
             print("train.py: interrupted; the weights of this run are not saved", file=sys.stderr, flush=True)
-        return 130
+        return exit_codes.CTRL_C
     return 0
 
 

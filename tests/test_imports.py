@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor_parallel",),
     ("metrics", "losses"),
     ("data", "models"),
-    ("hosts", "keyed"),
+    ("exit_codes", "hosts", "keyed"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 

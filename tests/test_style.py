@@ -57,7 +57,8 @@ def test_shell_script(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
     if shutil.which("shellcheck") is None:
         pytest.skip("bash -n passed; shellcheck is not installed")
-    done = subprocess.run(["shellcheck", "--external-sources", "--source-path", str(ROOT), str(script)], capture_output=True, text=True)
+    command = ["shellcheck", "--external-sources", "--source-path", str(ROOT), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -1,0 +1,22 @@
+"""How a run ends, as its exit code and as the word in summary.json.
+
+| code | meaning | what to do |
+|---|---|---|
+| 0 | completed | |
+| 2 | input that cannot be: nothing was trained | read the one line |
+| 3 | diverged: loss or gradient not finite, or a spike | the line says where it began; older checkpoints are intact |
+| 75 | interrupted by a signal or a time limit, and saved | start again with `--resume auto` |
+| 130 | Ctrl-C | |
+"""
+
+from __future__ import annotations
+
+OK = 0
+BAD_INPUT = 2
+DIVERGED = 3
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+CTRL_C = 130
+
+
+class Diverged(RuntimeError):
+    """Training has run away; the message says where and since when."""

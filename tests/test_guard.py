@@ -1,0 +1,156 @@
+"""Steps that would do harm are turned down on every rank and in every layout alike, and named."""
+
+import json
+import math
+from pathlib import Path
+
+import oracle
+import per_parameter as timm_side
+import pytest
+from curves import assert_same_curve, read_rows
+from ranks import RankPool
+from test_fragments import BF16, WRAPPER, words
+
+from ds_vit.optim.guard import Recent
+
+BAD_STEP, STEPS = 13, 16
+
+
+def test_recent_mean():
+    """An average that counts what it turned down, forgets to wait, or never forgets."""
+    recent = Recent(factor=3.0, size=4, least=2)
+    assert not recent.stands_out(1e9), "nothing to compare with"
+    for value in (1.0, 3.0):
+        recent.add(value)
+    assert not recent.stands_out(6.0)
+    assert recent.stands_out(6.1)
+    for value in (10.0,) * 4:
+        recent.add(value)
+    assert recent.mean == 10.0
+    assert not recent.stands_out(29.0)
+
+
+def train_with_accident(argv, what, step):
+    """On a rank: train, with something wrong at one step; gives the exit code and what was said on stderr."""
+    import contextlib
+    import io
+
+    from ds_vit import build
+    from ds_vit.feed import Feed
+    from ds_vit.train import main
+
+    if what == "nan":
+        training = Feed.training
+
+        def spoilt(self):
+            micro = self.plan.batch.accumulation
+            for i, (images, keys, targets) in enumerate(training(self)):
+                bad = images is not None and i // micro == step - 1
+                yield images * math.nan if bad else images, keys, targets
+
+        Feed.training = spoilt
+    if what == "loss":
+        make = build._loss
+
+        def loud(plan, tp):
+            loss, calls = make(plan, tp), [0]
+
+            def fn(logits, targets):
+                value = loss(logits, targets)
+                if not value.requires_grad:
+                    return value
+                calls[0] += 1
+                return value * 50 if (calls[0] - 1) // plan.batch.accumulation == step - 1 else value
+
+            return fn
+
+        build._loss = loud
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main([str(word) for word in argv])
+    return code, errors.getvalue()
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """A few images and random weights."""
+    folder = tmp_path_factory.mktemp("guard")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    return folder
+
+
+def run(ranks: RankPool, cifar: Path, tmp_path: Path, world, stage, changes, flags, what, name="run"):
+    """A short run with an accident at BAD_STEP; its codes, words and rows."""
+    output = tmp_path / name
+    argv = words(cifar, stage, changes, tmp_path / f"{name}.json")
+    argv[argv.index("--max-steps") + 1] = STEPS
+    dp = world // (int(flags[flags.index("--pp") + 1]) if "--pp" in flags else 1)
+    dp //= int(flags[flags.index("--tp") + 1]) if "--tp" in flags else 1
+    argv[argv.index("-b") + 1] = 8 // dp
+    argv += ["--grad-accum-steps", 2, "--log-interval", 1, "--lr", 1e-3, "--output", output, *flags]
+    argv += ["--sched", "constant", "--warmup-steps", 0]
+    results = ranks.run(world, train_with_accident, argv, what, BAD_STEP)
+    return [code for code, _ in results], results[0][1], read_rows(output), output
+
+
+LAYOUTS = {
+    "no ZeRO": (1, 0, {}, []),
+    "no ZeRO dp2": (2, 0, {}, []),
+    "no ZeRO pp2 tp2": (4, 0, {}, ["--pp", 2, "--tp", 2]),
+    "ZeRO-1 dp2": (2, 1, {}, []),
+    "ZeRO-1 pp2 dp2": (4, 1, {}, ["--pp", 2]),
+    "ZeRO-2 tp2": (2, 2, {}, ["--tp", 2]),
+    "ZeRO-3 dp2": (2, 3, {}, []),
+    "ZeRO-1 bf16": (2, 1, BF16, []),
+    "BF16_Optimizer pp2": (2, 1, WRAPPER, ["--pp", 2]),
+    "offloaded": (2, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, []),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
+    """Weights that become NaN, a rank that decides otherwise, a skip that nobody counts or names."""
+    world, stage, changes, flags = LAYOUTS[layout]
+    skip = [*flags, "--on-nonfinite", "skip"]
+    codes, _, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, skip, "nan")
+    assert codes == [0] * world
+    (skipped,) = [row for row in rows if row["kind"] == "skip"]
+    assert skipped["step"] == BAD_STEP
+    assert skipped["reason"] == "nonfinite"
+    assert skipped["layer"] == "embed", "the images were spoilt: the first layer sees it first"
+    after = [row for row in rows if row["kind"] == "train" and row["step"] > BAD_STEP]
+    assert len(after) == STEPS - BAD_STEP
+    assert all(row["loss"] is not None and row["loss"] < 3 for row in after)
+    assert json.loads((output / "summary.json").read_text())["exit"] == "completed"
+
+
+@pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
+def test_a_step_that_is_not_finite_stops(ranks, cifar, tmp_path, layout):
+    """The default: one line, code 3, no weights that nobody can trust."""
+    world, stage, changes, flags = LAYOUTS[layout]
+    codes, said, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, flags, "nan")
+    assert codes == [3] * world
+    assert f"step {BAD_STEP}: the gradient is not finite" in said
+    assert "largest in embed" in said
+    assert "--on-nonfinite skip" in said
+    assert max(row["step"] for row in rows if row["kind"] == "train") == BAD_STEP - 1
+    assert not (output / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("layout", ["no ZeRO", "no ZeRO pp2 tp2", "ZeRO-1 dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
+def test_a_spike_is_skipped(ranks, cifar, tmp_path, layout):
+    """A loss and gradient of fifty times the usual, which clipping alone would let through; same curve everywhere."""
+    world, stage, changes, flags = LAYOUTS[layout]
+    skip = [*flags, "--on-nonfinite", "skip", "--spike-factor", 8]
+    codes, _, rows, _ = run(ranks, cifar, tmp_path, world, stage, changes, skip, "loss")
+    assert codes == [0] * world
+    (skipped,) = [row for row in rows if row["kind"] == "skip"]
+    assert (skipped["step"], skipped["reason"]) == (BAD_STEP, "spike")
+    assert skipped["loss"] > 50
+    assert skipped["layer_norm"] <= skipped["grad_norm"]
+    _, _, plain, _ = run(ranks, cifar, tmp_path, 1, 1, {}, skip[len(flags) :], "loss", "plain")
+    assert_same_curve(plain, rows, rtol=1e-5)
+    (expected,) = [row for row in plain if row["kind"] == "skip"]
+    assert skipped["layer"] == expected["layer"]
+    assert skipped["layer_norm"] == pytest.approx(expected["layer_norm"], rel=1e-4)
