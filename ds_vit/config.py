@@ -170,6 +170,9 @@ class RunConfig:
     eval_interval: int = _flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), type=int)
     validation_batch_size: int | None = _flag(None, _R, "images a rank in evaluation", short=("-vb",), type=int)
     eval_only: bool = _flag(False, _R, "evaluate the initial weights and stop")
+    stall_seconds: float | None = _flag(
+        None, _R, "end a run that makes no progress for so long (300 with several ranks; 0: never)", type=float
+    )
     verbose: bool = _flag(False, _R, "let DeepSpeed say everything it has to say")
 
 
@@ -454,7 +457,7 @@ def _check_ranges(config: RunConfig) -> None:
     ):
         value = getattr(config, name)
         must(value is None or value >= 0, name, "at least 0")
-    for name in ("lr", "min_lr", "warmup_lr", "weight_decay", "clip_grad"):
+    for name in ("lr", "min_lr", "warmup_lr", "weight_decay", "clip_grad", "stall_seconds"):
         value = getattr(config, name)
         must(value is None or (value >= 0 and value < float("inf")), name, "a number >= 0")
     must(config.layer_decay is None or 0 < config.layer_decay <= 1, "layer_decay", "above 0 and at most 1")

@@ -40,6 +40,7 @@ from ds_vit.tensor_parallel import check_cut, pays
 DEFAULT_EPOCHS = 300  # timm's
 DEFAULT_WARMUP_EPOCHS = 5  # timm's
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
+DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ class Plan:
     def stage(self) -> int:
         """The ZeRO stage."""
         return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a rank may make no progress; 0 for no limit, the default of one rank alone."""
+        if self.config.stall_seconds is not None:
+            return self.config.stall_seconds
+        return DEFAULT_STALL_SECONDS if self.layout.world_size > 1 else 0.0
 
     @property
     def pipeline_stage(self) -> int:

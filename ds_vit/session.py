@@ -24,6 +24,7 @@ from ds_vit.optim.health import GradientHealth
 from ds_vit.prepare import Plan, resolved_flags
 from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
+from ds_vit.watchdog import Watchdog
 
 
 class Session:
@@ -33,12 +34,14 @@ class Session:
         plan: what to do.
         folder: the output folder, shared by all ranks; rank 0 writes to it.
         started: `time.perf_counter()` when the program began.
+        watchdog: is told of every bit of progress.
     """
 
-    def __init__(self, plan: Plan, folder: Path, started: float) -> None:
+    def __init__(self, plan: Plan, folder: Path, started: float, watchdog: Watchdog) -> None:
         self.plan = plan
         self.folder = folder
         self.started = started
+        self.watchdog = watchdog
         self.device = device_of(plan.process.local_rank)
         self.flops = forward_flops(plan.model)
         self.peak = peak_tflops(self.device, plan.precision.name)
@@ -61,6 +64,7 @@ class Session:
             for note in plan.notes:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
+        self.watchdog.beat(0, "building the model", patience=4)
         self.engine = build_engine(plan, self.device)
         self.ema: Ema | None = None
         if plan.config.model_ema:
@@ -77,6 +81,7 @@ class Session:
                 self._evaluate(step=0)
             else:
                 self._train()
+                self.watchdog.beat(plan.total_steps, "saving the weights", patience=4)
                 self._save()
         finally:
             if self.reporter:
@@ -95,7 +100,7 @@ class Session:
 
     def _train(self) -> None:
         plan, config = self.plan, self.plan.config
-        inputs = self.feed.training()
+        inputs = self.watchdog.micro_batches(self.feed.training())
         per_epoch = plan.order.steps_per_epoch
         self.throughput.restart()
         for step in range(plan.total_steps):
@@ -105,6 +110,7 @@ class Session:
             looks = config.grad_stats_interval > 0 and step % config.grad_stats_interval == 0
             if looks:
                 self.health.arm()
+            self.watchdog.beat(step + 1, "forward, backward and update")
             result = self.engine.train_step(inputs)
             self._account(step + 1, scale, result)
             if self.ema is not None and result.applied:
@@ -201,7 +207,10 @@ class Session:
 
     def _evaluate_weights(self, step: int, accuracies: list[Accuracy], kind: str) -> None:
         """Exact accuracy of the weights that the model has now (a collective)."""
-        accuracy = evaluate(self.engine, *self.feed.evaluation(), bce=self.plan.config.bce_loss)
+        self.watchdog.beat(step, "evaluation")
+        batches, num_batches = self.feed.evaluation()
+        batches = self.watchdog.micro_batches(batches)
+        accuracy = evaluate(self.engine, batches, num_batches, bce=self.plan.config.bce_loss)
         accuracies.append(accuracy)
         if self.reporter:
             figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}

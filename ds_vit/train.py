@@ -73,6 +73,7 @@ def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Proce
     from ds_vit.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.prepare import prepare
     from ds_vit.session import Session
+    from ds_vit.watchdog import Watchdog
 
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
@@ -88,7 +89,15 @@ def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Proce
         # One name on every rank: the clocks of two hosts differ.
         folder = [config.output or default_folder(config.model)]
         dist.broadcast_object_list(folder, src=0)
-        summary = Session(plan, Path(folder[0]), started).run()
+        watchdog = Watchdog(
+            plan.stall_seconds,
+            rank=process.rank,
+            world_size=process.world_size,
+            local_rank=process.local_rank,
+            folder=Path(folder[0]),
+        )
+        with watchdog:
+            summary = Session(plan, Path(folder[0]), started, watchdog).run()
         finished = True
         return summary
     finally:

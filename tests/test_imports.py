@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor_parallel",),
     ("metrics", "losses"),
     ("data", "models"),
+    ("watchdog",),
     ("exit_codes", "hosts", "keyed"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}

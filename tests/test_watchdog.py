@@ -1,0 +1,283 @@
+"""No silent hang: every way in which a rank can stop ends the run with the documented code, and with words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure
+
+from ds_vit import exit_codes
+from ds_vit.watchdog import (
+    Place,
+    Roll,
+    Sign,
+    Watchdog,
+    innermost,
+    is_communication_error,
+    pending_collectives,
+)
+
+# ---- who is lost: without processes --------------------------------------------------------------------------------
+
+
+def signs(roll: Roll, now: float, **states: str) -> None:
+    """Every rank of `states` (r0="runs", …) gives a new sign of life."""
+    for name, state in states.items():
+        rank = int(name[1:])
+        sign = Sign(int(now * 10) + 1, state, f"host{rank}", Place(7, 2, "update"), error="ValueError: no")
+        roll.hear(rank, sign, now)
+
+
+def test_a_healthy_run_has_no_verdict():
+    # Catches: a watchdog that ends good runs, also those whose ranks end one after the other.
+    roll = Roll(3, lost_seconds=30, now=0)
+    for now in range(0, 100, 5):
+        signs(roll, now, r0="runs", r1="runs", r2="runs" if now < 50 else "left")
+        assert roll.judge(now) is None
+    signs(roll, 100, r0="left", r1="left")
+    assert roll.judge(500) is None
+
+
+def test_a_silent_rank_is_named():
+    # Catches: the same old sign taken for life, the wrong rank blamed, no word of where it stood.
+    roll = Roll(3, lost_seconds=30, now=0)
+    signs(roll, 0, r0="runs", r1="runs", r2="runs")
+    old = roll.signs[2]
+    for now in range(5, 30, 5):
+        signs(roll, now, r0="runs", r1="runs")
+        roll.hear(2, old, now)
+        assert roll.judge(now) is None
+    signs(roll, 30, r0="runs", r1="runs")
+    verdict = roll.judge(30)
+    assert verdict.kind == "lost"
+    assert verdict.line.startswith("rank 2 (host host2) is lost: no sign of life for 30 s")
+    assert "step 7, micro-batch 2, update" in verdict.line
+
+
+def test_a_rank_that_never_came_is_lost():
+    # Catches: a run that waits for ever for a rank that died while it started.
+    roll = Roll(2, lost_seconds=30, now=0)
+    signs(roll, 29, r0="runs")
+    assert roll.judge(29) is None
+    signs(roll, 31, r0="runs")
+    assert roll.judge(31).line.startswith("rank 1 is lost")
+
+
+def test_a_broken_connection_shortens_the_wait():
+    # Catches: a minute of waiting where a peer's socket has already said that it is gone; haste that blames the living.
+    roll = Roll(3, lost_seconds=60, now=0)
+    signs(roll, 0, r0="runs", r1="runs", r2="runs")
+    signs(roll, 4, r0="runs", r1="cut off")
+    assert roll.judge(4) is None
+    signs(roll, 13, r0="runs", r1="cut off")
+    assert roll.judge(13) is None, "rank 2 has 10 s from the first broken connection on"
+    signs(roll, 14, r0="runs", r1="cut off")
+    assert roll.judge(14).line.startswith("rank 2 (host host2) is lost")
+
+
+def test_a_broken_network_between_living_ranks():
+    # Catches: a fault of the network that is blamed on a process, or never ends.
+    roll = Roll(2, lost_seconds=60, now=0)
+    for now in range(0, 30):
+        signs(roll, now, r0="runs", r1="cut off")
+        assert roll.judge(now) is None
+    signs(roll, 40, r0="runs", r1="cut off")
+    assert "fault of the network" in roll.judge(40).line
+
+
+def test_an_error_of_one_rank_ends_the_others():
+    # Catches: ranks that wait for one which has ended; the same error on all ranks reported as a loss.
+    roll = Roll(3, lost_seconds=60, now=0)
+    signs(roll, 0, r0="runs", r1="raised", r2="runs")
+    assert roll.judge(0) is None
+    signs(roll, 5, r0="runs", r2="runs")
+    assert roll.judge(5).line == "rank 1 (host host1) ended with an error: ValueError: no"
+    signs(roll, 5, r0="raised", r2="raised")
+    assert roll.judge(6) is None
+
+
+def test_who_stands_furthest_back():
+    # Catches: a stall blamed on those who wait.
+    roll = Roll(3, lost_seconds=60, now=0)
+    for rank, place in enumerate([Place(8, 0, "update"), Place(7, 1, "update"), Place(8, 0, "update")]):
+        roll.hear(rank, Sign(1, "runs", "h", place), 0)
+    assert roll.behind() == "; furthest back: rank 1 (host h) at step 7, micro-batch 1, update"
+    for rank, phase in enumerate(["update", "update", "waiting for data"]):
+        roll.hear(rank, Sign(2, "runs", "h", Place(8, 0, phase)), 0)
+    assert "rank 2 (host h) at step 8, waiting for data" in roll.behind()
+
+
+def test_signs_travel():
+    # Catches: a field lost on the way through the store.
+    sign = Sign(3, "cut off", "h", Place(1, 2, "x"), 1.5, "e")
+    assert Sign.unpack(sign.pack()) == sign
+
+
+def test_which_errors_speak_of_a_peer():
+    # Catches: a bug of ours taken for a lost peer, and a lost peer for a bug.
+    gone = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20"
+    assert is_communication_error(RuntimeError(gone))
+    assert is_communication_error(dist.DistBackendError("NCCL communicator was aborted"))
+    assert not is_communication_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    assert not is_communication_error(ValueError("connection closed"))
+
+
+def test_pending_collectives():
+    # Catches: finished ones listed, the name lost.
+    entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 7, "process_group": ["0", "default_pg"]}
+    lines = pending_collectives([{**entry, "state": "completed"}, {**entry, "state": "started", "input_sizes": [[3]]}])
+    assert len(lines) == 1
+    assert "started: nccl:all_reduce number 7" in lines[0]
+
+
+# ---- one process ---------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_that_stands_still(capfd):
+    # Catches: beats that do not count, a stall that is not seen, stacks that are not shown.
+    codes = []
+    with Watchdog(2.0, end=codes.append) as watchdog:
+        for step in range(8):
+            watchdog.beat(step + 1, "update")
+            time.sleep(0.4)
+        assert not codes, "it moved"
+        watchdog.beat(9, "a long step", patience=1000)
+        time.sleep(3)
+        assert not codes, "it has patience"
+        watchdog.beat(9, "update", micro_batch=2)
+        deadline = time.monotonic() + 60
+        while not codes and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert codes == [exit_codes.STALLED]
+    told = capfd.readouterr().err
+    assert "has made no progress for 2 s at step 9, micro-batch 2, update" in told
+    assert "test_one_rank_that_stands_still" in told, "the stack of the main thread"
+
+
+def test_off_means_off():
+    # Catches: threads that run although nobody asked for them.
+    with Watchdog(0.0, end=lambda code: pytest.fail("ended")) as watchdog:
+        watchdog.beat(1, "x")
+        assert list(watchdog.micro_batches(iter([1, 2]))) == [1, 2]
+        assert not watchdog._threads
+
+
+def test_micro_batches_are_counted():
+    # Catches: a wait for data that looks like computing.
+    watchdog = Watchdog(0.0)
+    watchdog.beat(3, "update")
+    places = []
+
+    def batches():
+        for _ in range(2):
+            places.append(watchdog._place)
+            yield 0
+
+    for _ in watchdog.micro_batches(batches()):
+        places.append(watchdog._place)
+    assert places == [
+        Place(3, 0, "waiting for data"),
+        Place(3, 1, "update"),
+        Place(3, 1, "waiting for data"),
+        Place(3, 2, "update"),
+    ]
+
+
+def test_the_innermost_frame_of_ours():
+    # Catches: a line that names torch's inside in place of our own.
+    assert innermost(None) == ""
+
+
+# ---- real ranks ----------------------------------------------------------------------------------------------------
+
+
+def work(steps: int, fault: str, culprit: int, stall_seconds: float) -> str:
+    """All-reduce in a loop, as training does; at step 3 the culprit goes wrong."""
+    rank = dist.get_rank()
+    with Watchdog(stall_seconds, rank=rank, world_size=dist.get_world_size(), local_rank=rank) as watchdog:
+        for step in range(1, steps + 1):
+            watchdog.beat(step, "update")
+            if step == 3 and rank == culprit:
+                if fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if fault == "sleep":
+                    time.sleep(600)
+                if fault == "raise":
+                    raise ValueError("a bad picture")
+            if step == 3 and fault == "all raise":
+                raise ValueError(f"diverged on {rank}")
+            dist.all_reduce(torch.ones(4))
+    return "done"
+
+
+def fails(ranks, fault: str, culprit: int, world_size: int = 3) -> str:
+    """What a failing job of `work` says."""
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(world_size, work, 50, fault, culprit, 8.0, timeout=150)
+    return str(failure.value)
+
+
+def exits(told: str) -> dict[int, int]:
+    """Rank → the code that it ended with by itself."""
+    found = re.findall(r"---- rank (\d+), after .*\nexited (\d+) without returning", told)
+    return {int(rank): int(code) for rank, code in found}
+
+
+def test_a_run_without_faults_ends_by_itself(ranks):
+    # Catches: a goodbye that waits for ever, or that takes a store away from those who still run.
+    assert ranks.run(3, work, 5, "none", 0, 8.0) == ["done"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stall_ends_every_rank(ranks, culprit):
+    # Catches: the others waiting for the one that sleeps; words that do not say where each stands.
+    told = fails(ranks, "sleep", culprit)
+    assert exits(told) == {0: exit_codes.STALLED, 1: exit_codes.STALLED, 2: exit_codes.STALLED}, told
+    assert all(f"rank {rank} (host" in told for rank in range(3))
+    assert "in all_reduce" in told
+    assert "has made no progress for" in told
+    assert "step 3, update" in told
+    assert "in work" in told, "stacks"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(ranks):
+    # Catches: a traceback of gloo in place of one line that says who is gone.
+    told = fails(ranks, "kill", 1)
+    assert exits(told) == {0: exit_codes.LOST, 2: exit_codes.LOST}, told
+    assert "rank 1: was killed by SIGKILL" in told
+    assert told.count("train.py: error: rank 1 (host") == 1
+    assert "is lost" in told
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_named(ranks):
+    # Catches: a hang where no socket closes: a host that is gone, a stopped process.
+    told = fails(ranks, "stop", 2)
+    assert exits(told) == {0: exit_codes.LOST, 1: exit_codes.LOST}, told
+    assert told.count("train.py: error: rank 2 (host") == 1
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_named(ranks):
+    # Catches: peers that blame the network, or hang, when one rank meets an error of its own.
+    told = fails(ranks, "raise", 1)
+    assert "ValueError: a bad picture" in told
+    assert told.count("ended with an error: ValueError: a bad picture") == 1, told
+    assert exits(told) == {0: exit_codes.LOST, 2: exit_codes.LOST}, told
+
+
+def test_an_error_of_all_ranks_is_each_ones_own(ranks):
+    # Catches: a diverged loss, which every rank sees, reported as a lost rank.
+    told = fails(ranks, "all raise", 0)
+    assert "without returning" not in told
+    assert all(f"ValueError: diverged on {rank}" in told for rank in range(3))
