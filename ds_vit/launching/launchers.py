@@ -151,7 +151,8 @@ class Hostfile(Launcher):
         exported = forwarded(self.environ)
         environ = {name: value for name, value in self.environ.items() if name not in exported or not _unsafe(value)}
         keep_alive = "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
-        environ["PDSH_SSH_ARGS_APPEND"] = f"{keep_alive} {environ.get('PDSH_SSH_ARGS_APPEND', '')}".strip()
+        # Of an option that is there twice ssh takes the first.
+        environ["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {keep_alive}".strip()
         return environ | {"DS_ENV_FILE": str(env_file)}
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:

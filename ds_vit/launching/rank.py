@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.errors import ErrorFinder
 from ds_vit.layout import Process, discover
 
@@ -89,7 +90,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     _write(log, f"== rank {process.rank} ended with code {code}\n".encode())
     if code:
-        error = finder.lines if code != os.EX_TEMPFAIL else []
+        error = finder.lines if code != INTERRUPTED else []
         report = {"rank": process.rank, "host": socket.gethostname(), "code": code, "log": path}
         report |= {"at": finder.first_seen or time.time(), "error": error}
         with contextlib.suppress(OSError):
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"port={free_port(int(options.get('port', '0')))}")
         except ValueError as error:
             print(f"rank.py: error: {error}", file=sys.stderr)
-            return 2
+            return BAD_INPUT
         return 0
     if "signal" in options:
         print(f"ranks={signal_ranks(options['run'], signal.Signals['SIG' + options['signal']])}")

@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.environment import collected
 from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
 from ds_vit.launching.rank import Job
-from ds_vit.launching.supervise import INTERRUPTED, Supervisor
+from ds_vit.launching.supervise import Supervisor
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         code = supervisor.run()
     except ValueError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     if code == INTERRUPTED and isinstance(supervisor.launcher, Slurm):
         requeue(supervisor, environ)
     return code

@@ -16,13 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from ds_vit.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job, end_with_parent
 
-INTERRUPTED = os.EX_TEMPFAIL
-"""A rank's exit code for "asked to stop; saved; start again with --resume auto"."""
-
-_BAD_INPUT = 2
+_FINAL = (OK, BAD_INPUT, DIVERGED)  # the same start would end the same way
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
 _LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
 _CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
@@ -34,7 +32,7 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        code: 0, 2 (bad input), 75 (interrupted, saved) or another code of the first rank that failed.
+        code: as in `ds_vit.exit_codes`, or another code of the first rank that failed.
         reports: what failed ranks told, in the order of arrival; see `rank.run_rank`.
         lost: hosts to which the connection broke.
     """
@@ -84,7 +82,7 @@ class Supervisor:
                 self.say(f"could not start: {error}")
             for line in describe(outcome):
                 self.say(line)
-            if outcome.code in (0, _BAD_INPUT) or self.asked or used >= self.restarts:
+            if outcome.code in _FINAL or self.asked or used >= self.restarts:
                 return outcome.code
             if outcome.code == INTERRUPTED and self.ends_when_interrupted:
                 return outcome.code
@@ -195,7 +193,7 @@ class _Lines:
 
 
 def _failed(code: int) -> bool:
-    return code not in (0, INTERRUPTED, *_TERMINATED)
+    return code not in (OK, INTERRUPTED, *_TERMINATED)
 
 
 def first_failure(reports: Sequence[Mapping]) -> Mapping | None:
@@ -220,7 +218,7 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
 
 def describe(outcome: Outcome) -> list[str]:
     """What a person should read last about an attempt; nothing where it succeeded."""
-    if outcome.code == 0:
+    if outcome.code == OK:
         return []
     if outcome.code == INTERRUPTED:
         return ["interrupted; the ranks have saved their state (code 75): start again with --resume auto"]

@@ -1,0 +1,379 @@
+"""ds_vit/launching without a cluster: environment files, a rank's log and report, restarts, signals, first errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from project import ROOT
+
+from ds_vit.hosts import Host
+from ds_vit.launching import environment, run
+from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
+from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family
+from ds_vit.launching.rank import MARK, Job, free_port, signal_ranks
+from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
+
+# Environment files.
+
+
+def test_the_files_in_launch_can_be_read():
+    # Catches: an example that its own reader refuses; a value that is cut at its second equals sign.
+    variables = environment.read(ROOT / "launch" / "infiniband.env")
+    assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,")
+    assert "NCCL_IB_GID_INDEX" not in variables  # RoCE's, commented out
+    commented = [line for line in (ROOT / "launch" / "infiniband.env").read_text().splitlines() if line[:2] == "#N"]
+    assert "NCCL_IB_GID_INDEX" in environment.parse("\n".join(line[1:] for line in commented))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("NAME", "line 1: 'NAME' is not of the form NAME=VALUE"),
+        ("A=1\n2B=3", "line 2"),
+        ("A=1\n\nA=2", "line 3: A is set twice"),
+        ("a b=1", "NAME=VALUE"),
+    ],
+)
+def test_a_line_that_is_no_variable(text, reason):
+    # Catches: a slip of the pen that becomes a variable nobody reads.
+    with pytest.raises(ValueError, match=reason):
+        environment.parse(text)
+
+
+@pytest.mark.parametrize("value", ["a\nb", " a", "a ", "a\u2028b"])
+def test_what_deepspeed_cannot_carry_is_refused(value):
+    # Catches: half a value on the other hosts.
+    with pytest.raises(ValueError, match="cannot carry"):
+        environment.render({"A": value})
+
+
+def test_rendered_variables_survive_deepspeed_and_a_shell(tmp_path):
+    # Catches: a comment or blank line that stops DeepSpeed; a value that the remote shell splits, expands or runs.
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    characters = st.characters(min_codepoint=32, exclude_characters="\x7f\x85\u2028\u2029", exclude_categories=["Cs"])
+    values = st.text(characters, max_size=20).map(str.strip)
+
+    @given(st.dictionaries(st.from_regex(r"\A[A-Z_]{3,8}\Z").map(lambda name: f"T_{name}"), values, min_size=1))
+    def check(variables):
+        text = environment.render(variables)
+        runner = SimpleNamespace(exports={})
+        for line in text.splitlines(keepends=True):  # as runner.py reads the file
+            PDSHRunner.add_export(runner, *line.split("=", maxsplit=1))
+        shell = "".join(f"export {name}={value}; " for name, value in runner.exports.items())  # as get_cmd writes it
+        shell += "".join(f"printf '%s\\0' \"${name}\";" for name in variables)
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=tmp_path, check=True)
+        assert done.stdout.decode().split("\0")[:-1] == list(variables.values())
+        assert not list(tmp_path.iterdir())
+
+    check()
+
+
+def test_who_wins_among_the_places(tmp_path):
+    # Catches: a variable of the shell that does not travel, a file that loses to it, DS_ENV_FILE sent to the ranks.
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".deepspeed_env").write_text("A=home\nB=home\n")
+    (tmp_path / ".deepspeed_env").write_text("# here\n\nB=here\nC=here\n")
+    (tmp_path / "f.env").write_text("C=file\n")
+    environ = {"HOME": str(tmp_path / "home"), "A": "shell", "NCCL_DEBUG": "INFO", "PATH": "/bin", "HF_HOME": "/x"}
+    variables = environment.collected(environ, tmp_path, [tmp_path / "f.env"])
+    assert variables == {"NCCL_DEBUG": "INFO", "HF_HOME": "/x", "A": "home", "B": "here", "C": "file"}
+
+
+# Errors.
+
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            f"step 1\n{TRACEBACK}\n  File x\n    y\nKeyError: 1\nlater\n\n{TRACEBACK}\n",
+            [TRACEBACK, "  File x", "    y", "KeyError: 1"],
+        ),
+        (
+            f"warning\n[rank3]: {TRACEBACK}\n[rank3]:   File x\n[rank3]: KeyError: 1\n[rank3]: more",
+            [TRACEBACK, "  File x", "KeyError: 1"],
+        ),
+        (
+            "step 1\ntrain.py: error (rank 1): the loss is not finite\nbye\n",
+            ["train.py: error (rank 1): the loss is not finite"],
+        ),
+        ("step 1\nlast words", ["step 1", "last words"]),
+        ("", []),
+    ],
+)
+def test_the_first_error_is_found(text, lines):
+    # Catches: the last of twenty tracebacks instead of the first, torch's prefixes, text cut between two reads.
+    for size in (1, 7, 1000):
+        finder = ErrorFinder()
+        for start in range(0, len(text), size):
+            finder.feed(text[start : start + size].encode())
+        assert finder.lines == lines
+        assert (finder.first_seen is not None) == (len(lines) not in (0, 2))
+
+
+def test_a_long_error_is_cut():
+    # Catches: a report that pdsh tears into lines.
+    finder = ErrorFinder()
+    finder.feed(b"Traceback (most recent call last):\n" + b"  x" * 3000 + b"\n" + b"  y\n" * 500 + b"ValueError: z\n")
+    assert finder.lines[-1] == "ValueError: z"
+    assert sum(map(len, finder.lines)) <= MAX_CHARS
+
+
+def report(rank: int, code: int, at: float, error: Sequence[str] = ("E",)) -> dict:
+    return {"rank": rank, "host": f"n{rank}", "code": code, "at": at, "log": f"/l/{rank}", "error": list(error)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "launcher", "lost", "first", "code"),
+    [
+        ([report(0, 1, 5), report(1, 1, 3), report(2, 143, 1)], 143, [], 1, 1),
+        ([report(0, 143, 1), report(1, 137, 2, [])], 1, [], 0, 143),
+        ([report(0, 75, 1, []), report(1, 143, 2)], 75, [], 1, 75),
+        ([report(0, 134, 2)], 0, [], 0, 134),
+        ([], 0, [], None, 0),
+        ([], -9, [], None, 137),
+        ([], 0, ["n1"], None, 1),
+        ([], 2, [], None, 2),
+    ],
+    ids=["two errors", "killed by others", "interrupted", "launcher says 0", "well", "killed", "lost", "bad input"],
+)
+def test_one_code_and_one_culprit(reports, launcher, lost, first, code):
+    # Catches: the rank that was ended because of another taken for the culprit; a crash that ends with code 0.
+    outcome = Outcome(0, reports, lost)
+    outcome.code = exit_code(launcher, outcome)
+    assert outcome.code == code
+    assert (first_failure(reports) or {"rank": None})["rank"] == first
+    text = "\n".join(describe(outcome))
+    assert bool(text) == (code != 0)
+    if first is not None and code != 75:
+        assert f"rank {first} on n{first} failed first" in text
+
+
+# The rank's own program and the supervisor, with a launcher that starts one rank.
+
+
+@dataclass
+class OneRank(Launcher):
+    """Starts rank 0 of 1 by itself."""
+
+    def command(self, job: Job) -> Command:
+        environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        return Command((sys.executable, *self._rank_words(job)), Path(job.cwd), environ)
+
+    def send(self, launcher: subprocess.Popen, signum: int) -> None:
+        signal_ranks(self.run, signum)
+
+
+def supervise(folder: Path, script: str, *arguments: str, restarts: int = 0, **fields) -> tuple[int, list[str]]:
+    """Run a script of these lines as the one rank; gives the code and what was said."""
+    (folder / "script.py").write_text(script)
+    said: list[str] = []
+    job = Job((str(folder / "script.py"), *arguments), str(folder), {}, "logs")
+    launcher = OneRank(secrets.token_hex(8), dict(os.environ))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        return Supervisor(launcher, job, restarts, 0.1, 2.0, say=said.append, **fields).run(), said
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def test_a_failed_run_is_started_again_and_goes_on(tmp_path, capfd):
+    # Catches: a restart from the beginning, one too many, a log that the second start overwrites.
+    script = """
+import pathlib, sys
+tries = pathlib.Path("tries"); count = len(tries.read_text()) if tries.exists() else 0
+tries.write_text("x" * (count + 1)); print("try", count, *sys.argv[1:], flush=True)
+if count < 2: raise RuntimeError(f"broken {count}")
+"""
+    code, said = supervise(tmp_path, script, "--output", "o", restarts=5)
+    assert code == 0
+    assert (tmp_path / "tries").read_text() == "xxx"
+    out = capfd.readouterr().out
+    assert "try 0 --output o\n" in out
+    assert "try 2 --output o --resume auto\n" in out
+    assert MARK not in out
+    (log,) = (tmp_path / "logs").iterdir()
+    assert log.name == f"rank-0000.{os.uname().nodename}.log"
+    assert [line for line in log.read_text().splitlines() if line.startswith("try")][
+        2
+    ] == "try 2 --output o --resume auto"
+    assert [line for line in said if "starting again" in line] == [
+        "starting again in 0.1 s with --resume auto (restart 1 of 5)",
+        "starting again in 0.2 s with --resume auto (restart 2 of 5)",
+    ]
+    assert any("RuntimeError: broken 0" in line for line in said)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (1, 3), (75, 3)])
+def test_what_is_started_again(code, starts, tmp_path):
+    # Catches: bad input or a diverged run tried again and again; an interrupted one given up.
+    script = f"open('tries', 'a').write('x')\nraise SystemExit({code})"
+    ended, said = supervise(tmp_path, script, restarts=2)
+    assert ended == code
+    assert (tmp_path / "tries").read_text() == "x" * starts
+    assert f"code {code}" in said[-1]
+
+
+WAITS = """
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path("signal").write_text(str(number)); sys.exit(75)
+signal.signal(signal.SIGUSR1, end); signal.signal(signal.SIGTERM, end)
+pathlib.Path("ready").touch(); time.sleep(120)
+"""
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_reaches_the_rank_as_save_and_end(signum, tmp_path):
+    # Catches: a scheduler's SIGTERM that kills the launcher and leaves the rank, or a restart after it.
+    (tmp_path / "script.py").write_text(WAITS)
+    code = f"""
+import os, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from pathlib import Path
+from test_launching import OneRank, Job, Supervisor
+job = Job(("script.py",), {str(tmp_path)!r}, {{}}, "logs")
+print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).run())
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "ready")
+    process.send_signal(signum)
+    out, error = process.communicate(timeout=60)
+    assert out == "75\n", error
+    assert (tmp_path / "signal").read_text() == str(int(signal.SIGUSR1))
+    assert "saved their state" in error
+    assert "starting again" not in error
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path):
+    # Catches: ranks that hold the GPUs of every host after the launching machine was killed.
+    (tmp_path / "script.py").write_text(WAITS)
+    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
+    rank = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(tmp_path / "ready")
+    rank.stdout.close()  # whoever read it is gone
+    rank.stderr.close()
+    assert rank.wait(60) == 75
+    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
+    assert "the launcher is gone" in (tmp_path / "logs" / f"rank-0000.{os.uname().nodename}.log").read_text()
+
+
+def test_a_killed_rank_is_reported(tmp_path, capfd):
+    # Catches: DeepSpeed's code 0 for a rank that the kernel killed.
+    code, said = supervise(tmp_path, "import os; print('here', flush=True); os.kill(os.getpid(), 9)")
+    assert code == 137
+    assert any("killed by SIGKILL (out of memory?" in line for line in said)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["local", "--restarts", "2", "{train}"], "--restarts needs --output"),
+        (["local", "--restarts", "-1", "{train}", "--output", "x"], "cannot be negative"),
+        (["local", "no/such.py"], "no/such.py is not a file"),
+        (["local", "--env-file", "no.env", "{train}"], "environment file no.env: No such file"),
+        (["mpi", "-np", "2", "--mpirun", "no-mpirun", "{train}"], "no-mpirun is not on PATH"),
+        (["slurm", "{train}"], "SLURM_JOB_ID is not set"),
+        (["hostfile", "--hostfile", "hosts", "{train}"], "-oProxyCommand=x"),
+    ],
+)
+def test_bad_input_of_the_launcher(words, reason, tmp_path, monkeypatch, capsys):
+    # Catches: a run that starts although it cannot go well, a host's name that ssh takes for an option.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for program in ("pdsh", "ssh"):
+        (tmp_path / program).write_text("#!/bin/sh\ntouch called\n")
+        (tmp_path / program).chmod(0o755)
+    Path("hosts").write_text("-oProxyCommand=x slots=1\n")
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    assert run.main([word.format(train=ROOT / "launch" / "train.py") for word in words]) == 2
+    assert reason in capsys.readouterr().err
+    assert not Path("called").exists()
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "names"),
+    [
+        ("", "", ["a", "b", "c"]),
+        ("c@b:0", "", ["b", "c"]),
+        ("", "a", ["b", "c"]),
+        ("", "a:0@b:0,1", ["a", "c"]),
+    ],
+)
+def test_filters_like_deepspeed(include, exclude, names):
+    # Catches: rank 0's address on a host that takes no part.
+    from deepspeed.launcher.runner import parse_resource_filter
+
+    hosts = [Host("a", 2), Host("b", 2), Host("c", 1)]
+    pool = {host.name: list(range(host.slots)) for host in hosts}
+    theirs = parse_resource_filter(pool, include, exclude)
+    ours = filtered(hosts, include, exclude)
+    assert [host.name for host in ours] == names == list(theirs)
+    assert {host.name: host.slots for host in ours} == {name: len(slots) for name, slots in theirs.items()}
+
+
+def test_filters_that_cannot_be():
+    # Catches: a misspelt name that is passed over.
+    hosts = [Host("a", 1)]
+    for include, exclude in [("a", "a"), ("z", ""), ("", "a"), ("a:x", "")]:
+        with pytest.raises(ValueError, match=r"exclude each other|hostfile has a|no host is left|not of the form"):
+            filtered(hosts, include, exclude)
+
+
+def test_which_mpi():
+    # Catches: Open MPI's flags given to Hydra.
+    assert mpi_family("mpirun (Open MPI) 5.0.11") == "openmpi"
+    assert mpi_family("HYDRA build details:\n    Version: 4.1.2") == "mpich"
+    assert mpi_family("Intel(R) MPI Library for Linux* OS, Version 2021.11") == "intel"
+    with pytest.raises(ValueError, match="neither Open MPI nor"):
+        mpi_family("something else")
+
+
+def test_a_used_port_is_refused():
+    # Catches: ranks that wait for a stranger's server.
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=f"port {taken.getsockname()[1]} on .*: Address already in use"):
+            free_port(taken.getsockname()[1])
+    assert free_port(free_port()) > 0
+
+
+def test_a_payload_needs_no_quotes():
+    # Catches: a character that a shell could touch.
+    job = Job(("a 'b'", '"; $(x)', "ü\n"), "/tmp/a b", {"A": "ü `x`"}, "logs", 3.0)
+    assert set(job.encode()) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
+    assert Job.decode(job.encode()) == job
+    assert json.dumps(job.encode()) == f'"{job.encode()}"'
