@@ -231,7 +231,7 @@ def build_fragments(engine: Any, grid: Any | None, names: Mapping[str, str]) -> 
     else:
         shards = list(_partitioned(optimizer, timm))
     frozen = [_frozen(p, timm[id(p)]) for p in parameters.values() if not p.requires_grad]
-    own = tuple(dict.fromkeys(name for shard in shards for name in shard.names))
+    own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
     dp_rank = dist.get_rank() if grid is None else grid.get_data_parallel_rank()
     tp_rank = 0 if grid is None else grid.get_slice_parallel_rank()
     group, size = _stage_group(grid)
