@@ -1,109 +1,28 @@
-"""Initial weights from a file with timm's names (`--initial-checkpoint`), checked whole and read layer by layer.
+"""Initial weights from a file (`--initial-checkpoint`), checked whole and read layer by layer.
 
-Accepted are .safetensors, the index.json of a sharded one, a folder that holds either, and torch files (.pth, .pt,
-.bin, .tar; read with `weights_only=True`). As in timm, an EMA inside a training checkpoint is preferred.
-
-Names and shapes are compared with the model's before anything is loaded. Position embeddings and patch kernels of
-another size are resampled by timm's own `checkpoint_filter_fn`, which also translates foreign names.
+`weight_files.py` says which files. Names and shapes are compared with the model's before anything is loaded. Position
+embeddings and patch kernels of another size are resampled by timm's own `checkpoint_filter_fn`, which also translates
+foreign names.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
-from timm.models import clean_state_dict, vision_transformer
+from timm.models import vision_transformer
 from torch import nn
 
+from ds_vit.models.hf_names import TensorsFromHF, check_hf_config
 from ds_vit.models.param_groups import classifier_names
+from ds_vit.models.weight_files import hf_config, open_weights, shape_of
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 
-_TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # in timm's order of preference
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # what depends on the image or patch size
-
-
-class _SafetensorsFiles(Mapping[str, torch.Tensor]):
-    """The tensors of one or more safetensors files, each read when it is asked for."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._owners: dict[str, Any] = {}
-        for path in paths:
-            handle = safe_open(path, framework="pt")
-            self._owners.update(dict.fromkeys(handle.keys(), handle))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._owners[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
-
-    def __len__(self) -> int:
-        return len(self._owners)
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, without reading it."""
-        return torch.Size(self._owners[name].get_slice(name).get_shape())
-
-
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
-    return tensors.shape(name) if isinstance(tensors, _SafetensorsFiles) else tensors[name].shape
-
-
-def _read_torch(path: Path) -> dict[str, Any]:
-    """The (memory-mapped) contents of a torch file; timm's own training checkpoints hold an argparse.Namespace."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # written by torch < 1.6
-
-
-def _open(path: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors of a checkpoint under the names that it gives them; ValueError where it cannot be read."""
-    if path.is_dir():
-        candidates = [path / "model.safetensors.index.json", path / "model.safetensors"]
-        found = [candidate for candidate in candidates if candidate.is_file()]
-        if not found:
-            raise ValueError(f"initial checkpoint {path} is a folder without model.safetensors or its index.json")
-        path = found[0]
-    if not path.is_file():
-        raise ValueError(f"initial checkpoint {path} does not exist")
-    try:
-        if path.suffix == ".safetensors":
-            return _SafetensorsFiles([path])
-        if path.suffix == ".json":
-            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            return _SafetensorsFiles(path.parent / shard for shard in shards)
-        if path.suffix not in _TORCH_SUFFIXES:
-            kinds = ", ".join((".safetensors", ".safetensors.index.json", *_TORCH_SUFFIXES))
-            raise ValueError(f"its ending {path.suffix!r} is none of {kinds}")
-        contents = _read_torch(path)
-        for wrapper in _WRAPPERS:
-            if isinstance(contents, dict) and isinstance(contents.get(wrapper), Mapping):
-                contents = contents[wrapper]
-                break
-        if not isinstance(contents, Mapping):
-            raise ValueError(f"it holds a {type(contents).__name__}, not a dictionary of tensors")
-        return clean_state_dict(dict(contents))
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"initial checkpoint {path} holds more than tensors and is not loaded, because unpickling it could run "
-            f"code; save its state dict as safetensors ({str(error).splitlines()[0]})"
-        ) from error
-    except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"initial checkpoint {path} cannot be read: {error}") from error
 
 
 def _filter_function(model: TimmViT) -> Callable[..., dict[str, torch.Tensor]]:
@@ -133,7 +52,7 @@ class InitialCheckpoint:
         """Open a checkpoint and hold its names and shapes against the model's.
 
         Args:
-            path: see the module's first lines.
+            path: see `weight_files.py`.
             model: the description of the model, on the meta device.
 
         Raises:
@@ -142,10 +61,17 @@ class InitialCheckpoint:
         """
         path = Path(path)
         wanted = names_and_shapes(model)
-        self._tensors = _open(path)
+        self._tensors = open_weights(path)
+        if isinstance(self._tensors, TensorsFromHF):
+            try:
+                check_hf_config(hf_config(path), model)
+            except ValueError as error:
+                raise ValueError(
+                    f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: {error}"
+                ) from None
         foreign = not set(self._tensors) <= set(wanted)
         self._translated = self._translate(path, model, self._tensors if foreign else _RESAMPLED)
-        given = {} if foreign else {name: _shape(self._tensors, name) for name in self._tensors}
+        given = {} if foreign else {name: shape_of(self._tensors, name) for name in self._tensors}
         given |= {name: tensor.shape for name, tensor in self._translated.items()}
         self.newly_initialised = self._new_classifier(model, wanted, given)
 
