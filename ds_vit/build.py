@@ -62,6 +62,9 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     shared: dict[str, Any] = {}
     if tp is not None and plan.class_parallel:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
+    config = dict(plan.deepspeed)
+    if plan.config.eval_only:
+        del config["optimizer"]
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
     engine: Engine
@@ -70,7 +73,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
             layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
         )
         optimizer = _optimizer(plan, model, device)
-        engine = PlainEngine(model, optimizer, loss, plan.deepspeed, grid=grid, **shared)
+        engine = PlainEngine(model, optimizer, loss, config, grid=grid, **shared)
     else:
         staged = StagedViT(
             layers,
@@ -81,8 +84,9 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
             checkpoint_function=checkpoint,
         )
         optimizer = _optimizer(plan, staged, device)
-        engine = PipeEngine(staged, optimizer, plan.deepspeed, **shared)
-    attach(optimizer, engine.fragments, plan.model, plan.config.layer_decay)
+        engine = PipeEngine(staged, optimizer, config, **shared)
+    if optimizer is not None:
+        attach(optimizer, engine.fragments, plan.model, plan.config.layer_decay)
     return engine
 
 
@@ -105,7 +109,9 @@ def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:
     )
 
 
-def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
+def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
+    if plan.config.eval_only:
+        return None
     names = timm_names(model)
     parameters = [(names[local], p) for local, p in model.named_parameters()]
     cls, arguments = plan.optimizer

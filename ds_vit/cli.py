@@ -2,6 +2,7 @@
 
 ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
+ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
 """
 
 from __future__ import annotations
@@ -37,13 +38,27 @@ def build_parser() -> argparse.ArgumentParser:
     hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
     hosts.set_defaults(run=_hosts)
+
+    for name, text in _WITH_FLAGS.items():
+        commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+# Commands that take flags of launch/train.py and read their command line themselves.
+_WITH_FLAGS = {
+    "eval": "exact accuracy of a run's weights, a checkpoint or a file",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
-    arguments = build_parser().parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["eval"]:
+        from ds_vit import evaluation
+
+        return evaluation.main(argv[1:], "ds-vit eval")
     try:
+        arguments = build_parser().parse_args(argv)
         return arguments.run(arguments)
     except ValueError as error:
         print(f"ds-vit: error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ import ast
 import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -205,19 +205,27 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line, generated from RunConfig; a value left out is absent from the namespace."""
-    parser = _Parser(
-        prog="train.py",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        description="Train a Vision Transformer through DeepSpeed: deepspeed launch/train.py --deepspeed_config FILE …",
-    )
+def build_parser(
+    program: str = "train.py",
+    description: str = "Train a Vision Transformer through DeepSpeed: "
+    "deepspeed launch/train.py --deepspeed_config FILE …",
+    only: Collection[str] | None = None,
+) -> argparse.ArgumentParser:
+    """A command line, generated from RunConfig; a value left out is absent from the namespace.
+
+    Args:
+        program: its name in messages.
+        description: what it does, for --help.
+        only: the flags that it takes, by their recipe names; None for all.
+    """
+    parser = _Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     groups = {}
     for name, f in FIELDS.items():
+        if only is not None and name not in only:
+            continue
         meta = f.metadata
         group = groups.setdefault(meta["section"], parser.add_argument_group(meta["section"]))
         names = [*meta["short"], spelling(name)]
@@ -350,8 +358,21 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
         ValueError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
             together or would have no effect.
     """
+    return from_values(read_words(build_parser(), argv))
+
+
+def read_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What stands on a command line of `build_parser`, over what stands in its --recipe; nothing is checked together.
+
+    Args:
+        parser: from `build_parser`, with further arguments or without.
+        argv: the words; None for this process's.
+
+    Raises:
+        ValueError: an unknown flag (the nearest is named), or a value of the wrong kind.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
-    namespace, unknown = build_parser().parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].split("=")[0]
         hint = _nearest_flag(word.lstrip("-").replace("-", "_")) if word.startswith("-") else ""
@@ -362,8 +383,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
     recipe = given.pop("recipe", None)
     if "model_kwargs" in given:
         given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
-    values = {**(load_recipe(recipe) if recipe else {}), **given}
-    return from_values(values)
+    return {**(load_recipe(recipe) if recipe else {}), **given}
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:

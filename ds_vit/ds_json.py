@@ -504,6 +504,27 @@ def _other_way(total: int, dp: int) -> str:
     return f"start a number of ranks that divides {total}, such as {nearest}"
 
 
+# What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.
+_FOR_EVALUATION = ("train_micro_batch_size_per_gpu", "fp16", "bf16", "torch_autocast", "data_types", *_MONITORS)
+
+
+def for_evaluation(data: Mapping[str, Any], *, pp: int) -> dict[str, Any]:
+    """The part of a training file that evaluation needs: the precision, the micro-batch, the monitors.
+
+    Of ZeRO only stage 3 means something without an optimizer, and only without a pipeline: parameters stay
+    partitioned, so a model that does not fit on one accelerator can be evaluated as it was trained.
+
+    Args:
+        data: the JSON.
+        pp: pipeline stages.
+    """
+    out = {key: data[key] for key in _FOR_EVALUATION if key in data}
+    zero = data.get("zero_optimization") or {}
+    if zero.get("stage") == 3 and pp == 1:
+        out["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
+    return {**out, "optimizer": {"type": "SGD"}, "gradient_clipping": 0.0}
+
+
 def resolve(
     data: Mapping[str, Any],
     *,

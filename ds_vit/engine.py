@@ -115,7 +115,7 @@ class Engine(ABC):
 
     Args:
         model: what DeepSpeed shall train.
-        optimizer: over the model's trained parameters.
+        optimizer: over the model's trained parameters; None for evaluation alone.
         config: the DeepSpeed JSON with every "auto" resolved.
         grid: DeepSpeed's PipelineParallelGrid of the layout; None where the layout is data-parallel alone.
         whole_logits: puts logits together that are cut over classes (a collective of the tensor-parallel group).
@@ -124,7 +124,7 @@ class Engine(ABC):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: Mapping[str, Any],
         grid: Any | None = None,
         whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
@@ -157,8 +157,9 @@ class Engine(ABC):
                 take_step(*args, **kwargs)
 
             self.engine._take_model_step = clip_and_take_step
-        self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
-        self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
+        if optimizer is not None:
+            self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
+            self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}
@@ -349,7 +350,7 @@ class PlainEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         loss: Loss,
         config: Mapping[str, Any],
         **shared: Any,

@@ -76,7 +76,7 @@ class PipeEngine(Engine):
     _EVAL_CHUNK = 32
 
     def __init__(
-        self, model: StagedViT, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], **shared: Any
+        self, model: StagedViT, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any], **shared: Any
     ) -> None:
         config = dict(config)
         # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.

@@ -10,6 +10,7 @@ import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,6 +130,8 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     path = config.deepspeed_config
     data = ds_json.load_json(path)
     ds_json.check_keys(data, path)
+    if config.eval_only:
+        data = ds_json.for_evaluation(data, pp=config.pp)
     notes = [f"idle in this run: {line}" for line in ds_json.idle_keys(data)]
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     ds_json.check_pipeline(data, path, config.pp)
@@ -156,10 +159,7 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         "optimizer.params.weight_decay",
     )
 
-    train_source = open_source(
-        config.dataset, config.data_dir or None, config.train_split, download=config.dataset_download
-    )
-    val_source = _open_validation(config, train_source)
+    train_source, val_source = _open_sources(config)
     for split, source in ((config.train_split, train_source), (config.val_split, val_source)):
         if source is not None and source.left_out:
             files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
@@ -193,14 +193,16 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     if config.check_replicas:
         _check_has_replicas(config, layout, data.get("zero_optimization", {}).get("stage", 0))
     image, augment, mix = _pixels(config, model)
-    if mix.active and batch.global_batch % 2:
+    if mix.active and batch.global_batch % 2 and not config.eval_only:
         raise ValueError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
     build_loss(
         soft_targets=mix.active, smoothing=config.smoothing, bce=config.bce_loss, multi_label=train_source.multi_label
     )
-    order = SampleOrder(len(train_source), batch.global_batch, config.seed, config.aug_repeats)
+    # Evaluation takes nothing in this order, and its batch may be larger than the training split.
+    in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
+    order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
     total_steps, horizon = _steps(config, order.steps_per_epoch)
     schedule = _schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
     resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
@@ -332,19 +334,27 @@ def _scaled_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[f
     return scaled, [f"learning rate {formula} = {scaled:g}"]
 
 
-def _open_validation(config: RunConfig, train: Source) -> Source | None:
-    """The evaluation split with the training split's classes; None for --val-split ''."""
-    if not config.val_split:
-        if config.eval_only:
-            raise ValueError("--eval-only needs a --val-split")
-        return None
-    return open_source(
-        config.dataset,
-        config.data_dir or None,
-        config.val_split,
-        classes=train.class_names,
-        download=config.dataset_download,
-    )
+def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
+    """The training split, and the evaluation split with the same classes; None for --val-split ''.
+
+    Evaluation alone can do without a training split (--train-split ''): the evaluation split stands for both, and
+    then it must have an example folder of every class, because nothing else says which class has which number.
+    """
+    opened = partial(open_source, config.dataset, config.data_dir or None, download=config.dataset_download)
+    if config.eval_only and not config.val_split:
+        raise ValueError("there is nothing to evaluate without a --val-split")
+    if config.eval_only and not config.train_split:
+        source = opened(config.val_split)
+        if config.num_classes not in (None, source.num_classes):
+            raise ValueError(
+                f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
+                "without a training split nothing says which is which; name the --train-split that has them all"
+            )
+        return source, source
+    if not config.train_split:
+        raise ValueError("--train-split '' has no meaning but in evaluation; name the training split")
+    train = opened(config.train_split)
+    return train, opened(config.val_split, classes=train.class_names) if config.val_split else None
 
 
 def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, AugmentConfig, MixConfig]:

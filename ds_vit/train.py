@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         One of `ds_vit.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
     """
+    return guarded(
+        "train.py", lambda process: run(*flags.parse(argv), process), "the weights of this run are not saved"
+    )
+
+
+def guarded(program: str, body: Callable[[layout.Process], Any], interrupted: str) -> int:
+    """Run the body of a program that a launcher starts once a rank; what is wrong with its input becomes one line.
+
+    Args:
+        program: its name in messages.
+        body: what it does, given this rank.
+        interrupted: what to say after Ctrl-C.
+
+    Returns:
+        The exit code, as `main`.
+    """
     rank, speaks = 0, True
     try:
         process = layout.discover()
         rank, speaks = process.rank, process.local_rank == 0
-        config, explicit = flags.parse(argv)
-        run(config, explicit, process)
+        body(process)
     except ValueError as error:
         # A ValueError that was not raised in this package is a bug, and shows where.
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -41,17 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
         if speaks or dist.is_initialized():
             where = f" (rank {rank})" if dist.is_initialized() and dist.get_world_size() > 1 else ""
-            print(f"train.py: error{where}: {error}", file=sys.stderr, flush=True)
+            print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return exit_codes.BAD_INPUT
     except Diverged as error:
         if speaks:
-            print(f"train.py: {error}", file=sys.stderr, flush=True)
+            print(f"{program}: {error}", file=sys.stderr, flush=True)
         return exit_codes.DIVERGED
     except KeyboardInterrupt:
         if speaks:
-            print("train.py: interrupted; the weights of this run are not saved", file=sys.stderr, flush=True)
+            print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
         return exit_codes.CTRL_C
     return 0
 

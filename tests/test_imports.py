@@ -17,11 +17,12 @@ PACKAGE = ROOT / "ds_vit"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("api", "bench"),
+    ("evaluation",),
     ("train",),
     ("parity", "session"),
     ("build", "feed", "summary"),
     ("prepare",),
-    ("config", "ds_json", "output"),
+    ("config", "ds_json", "output", "weights"),
     ("launching",),
     ("layout",),
     ("checkpoint", "evaluate", "pipe_engine", "replicas"),

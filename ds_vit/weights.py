@@ -1,0 +1,118 @@
+"""Which weights a person means: a run's final ones, one of its checkpoints, or a file; raw or averaged (EMA)."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+_FILES = {"raw": "model", "ema": "ema"}  # kind of weights → how its files' names begin
+_POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights on disk, in timm's names.
+
+    Attributes:
+        path: what `InitialCheckpoint` opens: a file, the index of a sharded one, or a folder of another tool.
+        recipe: the config.yaml of the run that made them; None where they are no run's.
+        folder: where something about them is written unless a person says otherwise.
+        kind: "raw" or "ema".
+    """
+
+    path: Path
+    recipe: Path | None
+    folder: Path
+    kind: str
+
+
+def _weights_in(folder: Path, kind: str) -> Path | None:
+    """The weights of a kind in a folder: the index where they are sharded, else the file."""
+    stem = _FILES[kind]
+    candidates = (folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _pointed_at(run: Path, pointer: str) -> Path | None:
+    """The checkpoint folder that `checkpoints/latest` or `checkpoints/best` names; None without that file."""
+    file = run / "checkpoints" / pointer
+    if not file.is_file():
+        return None
+    folder = run / "checkpoints" / file.read_text().strip()
+    if not folder.is_dir():
+        raise ValueError(f"{file} names {folder.name}, which does not exist; name a folder with --checkpoint")
+    return folder
+
+
+def _places(run: Path, checkpoint: str) -> list[Path]:
+    """The folders that `checkpoint` means in a run, the preferred one first."""
+    if checkpoint in _POINTERS:
+        folder = _pointed_at(run, checkpoint)
+        if folder is None:
+            raise ValueError(f"--checkpoint {checkpoint}: there is no {run / 'checkpoints' / checkpoint}")
+        return [folder]
+    if checkpoint:
+        folders = [path for path in (run / "checkpoints" / checkpoint, Path(checkpoint)) if path.is_dir()]
+        if not folders:
+            there = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+            raise ValueError(
+                f"--checkpoint {checkpoint}: no such folder, in {run / 'checkpoints'} or by itself; "
+                f"there {'are ' + ', '.join(there) if there else 'is none'}"
+            )
+        return folders[:1]
+    latest = _pointed_at(run, "latest")
+    return [run, *([latest] if latest else [])]
+
+
+def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") -> StoredWeights:
+    """Find weights on disk.
+
+    Args:
+        source: a run's output folder, one of its checkpoint folders, or a file or folder that `--initial-checkpoint`
+            accepts.
+        kind: "raw", or "ema" for the moving average.
+        checkpoint: of a run: "latest", "best", the name of a folder in checkpoints/ or a path; empty for the final
+            weights, or, where the run is not complete, the latest checkpoint's.
+
+    Raises:
+        ValueError: there is nothing of that kind; says what there is.
+    """
+    source = Path(source)
+    if not source.exists():
+        raise ValueError(f"{source} does not exist; give a run's folder, a checkpoint or a file of weights")
+    is_run = source.is_dir() and ((source / "config.yaml").is_file() or (source / "checkpoints").is_dir())
+    if checkpoint and not is_run:
+        raise ValueError(f"--checkpoint {checkpoint} has no effect: {source} is not a run's folder; drop it")
+    if source.is_file() or not (is_run or _weights_in(source, "raw")):
+        if kind != "raw":
+            raise ValueError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
+        return StoredWeights(source, None, source if source.is_dir() else source.parent, kind)
+    places = _places(source, checkpoint) if is_run else [source]
+    for place in places:
+        path = _weights_in(place, kind)
+        if path is not None:
+            break
+    else:
+        where = " or ".join(str(place) for place in places)
+        hint = "; it has raw weights" if kind == "ema" and any(_weights_in(place, "raw") for place in places) else ""
+        raise ValueError(f"there is no {_FILES[kind]}.safetensors (or its index.json) in {where}{hint}")
+    run = place if is_run and place == source else place.parent.parent
+    recipe = run / "config.yaml"
+    return StoredWeights(
+        path=path,
+        recipe=recipe if recipe.is_file() else None,
+        folder=source,
+        kind=kind,
+    )
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a command line the arguments of `find_weights`."""
+    parser.add_argument("source", metavar="RUN", help="a run's folder, a checkpoint, or a file of weights")
+    parser.add_argument("--weights", choices=tuple(_FILES), help="the weights, or their moving average [raw]")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="latest, best, a folder in the run's checkpoints/ or a path [the final weights, else latest]",
+    )

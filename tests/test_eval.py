@@ -1,0 +1,257 @@
+"""`ds-vit eval` and launch/eval.py: the same counts in every layout, and the ones that plain timm gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import oracle
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import load_file, save_file
+
+from ds_vit.weights import find_weights
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "ds_configs"
+IMAGES = 103  # not a multiple of any batch or rank count used here
+KWARGS = {**oracle.KWARGS, "num_heads": 4}
+
+
+def eval_on_rank(argv):
+    """On a rank: its exit code."""
+    from ds_vit.evaluation import main
+
+    return main(argv)
+
+
+def evaluate(ranks, world, tmp_path, *argv):
+    """What `launch/eval.py` writes on `world` ranks."""
+    output = tmp_path / "figures.json"
+    words = [str(word) for word in (*argv, "--output", output)]
+    assert ranks.run(world, eval_on_rank, words) == [0] * world
+    return json.loads(output.read_text())
+
+
+def right(result):
+    """The counts behind the percentages."""
+    return round(result["top1"] * result["images"] / 100), round(result["top5"] * result["images"] / 100)
+
+
+@pytest.fixture(scope="module")
+def run_folder(ranks, real_images, tmp_path_factory):
+    """A run of one step on CIFAR-10's images, whose weights are then replaced by ones that no layer leaves alone."""
+    from curves import train_in
+
+    base = tmp_path_factory.mktemp("eval")
+    data = base / "data"
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", data, 20, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "test.tar", data, IMAGES, "val")
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE, "--data-dir", data]
+    argv += ["--deepspeed_config", CONFIGS / "cpu_zero2_fp32.json", "-b", 5, "--max-steps", 1, "--workers", 0]
+    argv += ["--crop-pct", 1.0, "--mixup", 0.8, "--drop-path", 0.1, "--val-split", ""]
+    train_in(ranks, 2, [*argv, "--output", base / "run"])
+    weights = base / "run" / "model.safetensors"
+    oracle.write_weights(weights, num_classes=10, **KWARGS)
+    state = load_file(weights)
+    save_file({name: tensor * 0.5 for name, tensor in state.items()}, base / "run" / "ema.safetensors")
+    return base / "run"
+
+
+@pytest.fixture(scope="module")
+def by_timm(run_folder):
+    """Weights file → (right at 1, right at 5, mean loss) by timm and torchvision alone."""
+    mean = std = [0.5] * 3  # vit_tiny_patch16_224's own
+    pixels = torchvision.transforms.Compose(
+        [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize(mean, std)]
+    )
+    data = torchvision.datasets.ImageFolder(str(run_folder.parent / "data" / "val"), pixels)
+    images = torch.stack([image for image, _ in data])
+    labels = torch.tensor([label for _, label in data])
+    assert len(labels) == IMAGES
+
+    def count(file):
+        model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **KWARGS)
+        model.load_state_dict(load_file(file))
+        with torch.no_grad():
+            logits = model.eval()(images)
+        hits = logits.topk(5).indices == labels[:, None]
+        loss = torch.nn.functional.cross_entropy(logits, labels).item()
+        return int(hits[:, 0].sum()), int(hits.sum()), loss
+
+    return count
+
+
+# The run had ZeRO-2 on two ranks; evaluation reads its JSON and must not care.
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, ""),
+        (2, ""),
+        (3, "-vb 7"),
+        (2, "--pp 2"),
+        (2, "--tp 2"),
+        (2, "--tp 2 --sequence-parallel"),
+        (4, "--pp 2 --tp 2"),
+    ],
+)
+def test_the_same_counts_in_every_layout(ranks, run_folder, by_timm, tmp_path, world, words):
+    """A row that is lost, counted twice, or counted on the wrong rank."""
+    result = evaluate(ranks, world, tmp_path, run_folder, "--val-split", "val", *words.split())
+    top1, top5, loss = by_timm(run_folder / "model.safetensors")
+    assert result["images"] == IMAGES
+    assert right(result) == (top1, top5)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert (result["layout"]["pp"] * result["layout"]["tp"] * result["layout"]["dp"], result["precision"]) == (
+        world,
+        "fp32",
+    )
+
+
+def test_zero_3_stays_partitioned(ranks, run_folder, by_timm, tmp_path):
+    """A model that was trained partitioned because it fits no other way."""
+    argv = [run_folder, "--val-split", "val", "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json"]
+    result = evaluate(ranks, 2, tmp_path, *argv)
+    assert right(result) == by_timm(run_folder / "model.safetensors")[:2]
+
+
+def test_averaged_weights(ranks, run_folder, by_timm, tmp_path):
+    """`--weights ema` that evaluates the raw ones."""
+    result = evaluate(ranks, 1, tmp_path, run_folder, "--val-split", "val", "--weights", "ema")
+    top1, top5, loss = by_timm(run_folder / "ema.safetensors")
+    assert loss != pytest.approx(by_timm(run_folder / "model.safetensors")[2], rel=1e-3)
+    assert (right(result), result["weights"]) == ((top1, top5), "ema")
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_averaged_weights_without_the_untrained_ones(ranks, run_folder, by_timm, tmp_path):
+    """An average that lacks frozen parameters: they are read from the raw weights beside it."""
+    folder = tmp_path / "step"
+    folder.mkdir()
+    raw = load_file(run_folder / "model.safetensors")
+    ema = load_file(run_folder / "ema.safetensors")
+    frozen = [name for name in raw if name.startswith("patch_embed.")]
+    save_file(raw, folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in ema.items() if name not in frozen}, folder / "ema.safetensors")
+    save_file({**ema, **{name: raw[name] for name in frozen}}, tmp_path / "both.safetensors")
+    argv = [folder, "--weights", "ema", "--recipe", run_folder / "config.yaml", "--val-split", "val"]
+    result = evaluate(ranks, 1, tmp_path, *argv)
+    assert result["loss"] == pytest.approx(by_timm(tmp_path / "both.safetensors")[2], rel=1e-5)
+
+
+def test_a_bare_file_and_a_folder_without_training_images(ranks, run_folder, by_timm, tmp_path):
+    """Weights that no run made, on a test set that has no training split."""
+    shutil.copytree(run_folder.parent / "data" / "val", tmp_path / "data" / "test")
+    shutil.copy(run_folder / "model.safetensors", tmp_path / "w.safetensors")
+    argv = [tmp_path / "w.safetensors", "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--model", oracle.MODEL]
+    argv += [*oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE, "--data-dir", tmp_path / "data"]
+    argv += ["--train-split", "", "--val-split", "test", "--crop-pct", 1.0, "--num-classes", 10, "-vb", 8]
+    argv += ["--workers", 0]
+    result = evaluate(ranks, 1, tmp_path, *argv)
+    assert right(result) == by_timm(run_folder / "model.safetensors")[:2]
+    shutil.rmtree(tmp_path / "data" / "test" / "airplane")
+    _, err = failed(ranks, argv)
+    assert "9 classes, the model 10" in err
+
+
+def failed(ranks, argv):
+    """Exit code 2 and the one line on stderr."""
+    [(code, _, err)] = ranks.run(1, _quietly, [str(word) for word in argv])
+    assert code == 2, err
+    assert err.count("\n") == 1, err
+    return code, err
+
+
+def _quietly(argv):
+    import contextlib
+    import io
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = eval_on_rank(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-classes 11 --val-split val", "has no classifier of 11 classes"),
+        ("--checkpoint best", "there is no"),
+        ("--checkpoint step-00000009", "no such folder"),
+        ("--layer-decay 0.5", "there is no flag --layer-decay"),
+        ("--output nowhere/at/all.json", "not a folder that can be written to"),
+        ("--pp 2", "1 ranks cannot be cut"),
+        ("--val-split=", "nothing to evaluate"),
+    ],
+)
+def test_bad_input_is_one_line(ranks, run_folder, words, message):
+    """A traceback, a random classifier's accuracy, or a flag that is passed over."""
+    _, err = failed(ranks, [run_folder, *words.split()])
+    assert message in err
+    assert err.startswith("eval.py: error: ")
+
+
+def test_which_weights_are_found(tmp_path):
+    """The wrong one of a run's several weights."""
+    run = tmp_path / "run"
+    for place in (run, run / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000008"):
+        place.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text("model: x\n")
+    (run / "checkpoints" / "latest").write_text("step-00000008\n")
+    (run / "checkpoints" / "best").write_text("step-00000004")
+    for folder, names in (
+        ("checkpoints/step-00000004", ("model.safetensors", "ema.safetensors")),
+        ("checkpoints/step-00000008", ("model.safetensors.index.json", "model-00001-of-00002.safetensors")),
+    ):
+        for name in names:
+            (run / folder / name).touch()
+
+    def found(*arguments):
+        weights = find_weights(run, *arguments)
+        assert weights.recipe == run / "config.yaml"
+        return str(weights.path.relative_to(run / "checkpoints"))
+
+    assert found() == "step-00000008/model.safetensors.index.json"
+    assert found("raw", "best") == "step-00000004/model.safetensors"
+    assert found("ema", "best") == "step-00000004/ema.safetensors"
+    assert found("raw", "step-00000004") == "step-00000004/model.safetensors"
+    assert find_weights(run / "checkpoints" / "step-00000004").recipe == run / "config.yaml"
+    with pytest.raises(ValueError, match=r"no ema\.safetensors.*it has raw weights"):
+        find_weights(run, "ema")
+    (run / "model.safetensors").touch()
+    assert find_weights(run).path == run / "model.safetensors"
+    assert find_weights(run).folder == run
+    with pytest.raises(ValueError, match="holds one set of weights"):
+        find_weights(run / "model.safetensors", "ema")
+    with pytest.raises(ValueError, match="is not a run's folder"):
+        find_weights(run / "model.safetensors", "raw", "latest")
+    with pytest.raises(ValueError, match="does not exist"):
+        find_weights(tmp_path / "absent")
+    (run / "checkpoints" / "latest").write_text("step-00000012")
+    (run / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="names step-00000012, which does not exist"):
+        find_weights(run)
+
+
+def test_the_command_line_of_one_process(run_folder, by_timm, capsys):
+    """`ds-vit eval` that does not reach the same code, and eval.json in the run's folder."""
+    import subprocess
+    import sys
+
+    code = "import sys; from ds_vit.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "eval", str(run_folder), "--val-split", "val"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_without_gpu(), timeout=600)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((run_folder / "eval.json").read_text())
+    assert right(result) == by_timm(run_folder / "model.safetensors")[:2]
+    assert f"{result['top1']:.3f} %" in done.stdout
+    assert "103" in done.stdout
+
+
+def _without_gpu():
+    import os
+
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
