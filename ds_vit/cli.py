@@ -3,6 +3,8 @@
 ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
+ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
+ds-vit import SOURCE --to FILE       somebody else's weights under timm's names
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
 # Commands that take flags of launch/train.py and read their command line themselves.
 _WITH_FLAGS = {
     "eval": "exact accuracy of a run's weights, a checkpoint or a file",
+    "export": "weights for timm, Hugging Face or ONNX, checked against the run's",
+    "import": "somebody else's weights under timm's names",
 }
 
 
@@ -58,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return evaluation.main(argv[1:], "ds-vit eval")
     try:
+        if argv[:1] in (["export"], ["import"]):
+            from ds_vit import exchange
+
+            return exchange.main(argv)
         arguments = build_parser().parse_args(argv)
         return arguments.run(arguments)
     except ValueError as error:

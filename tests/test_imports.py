@@ -17,7 +17,7 @@ PACKAGE = ROOT / "ds_vit"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("api", "bench"),
-    ("evaluation",),
+    ("evaluation", "exchange"),
     ("train",),
     ("parity", "session"),
     ("build", "feed", "summary"),

@@ -134,8 +134,8 @@ def _check_trainable(model: TimmViT, name: str) -> None:
             module.aug_active = False  # neutral settings: spare the draws and keep the cached table
 
 
-def create_model(spec: ModelSpec, *, for_training: bool = True) -> TimmViT:
-    """timm's model of a spec on the meta device: its structure, names and shapes, without memory.
+def create_model(spec: ModelSpec, *, for_training: bool = True, device: str = "meta") -> TimmViT:
+    """timm's model of a spec, on the meta device its structure, names and shapes without memory.
 
     `dynamic_img_size`, which some names switch on, is switched off: the image size of a run is fixed, and a fixed
     size lets rotary tables be computed once. Parameters and names do not depend on it.
@@ -143,9 +143,10 @@ def create_model(spec: ModelSpec, *, for_training: bool = True) -> TimmViT:
     Args:
         spec: what to build.
         for_training: also refuse what can be evaluated but not trained the same in every layout.
+        device: where its tensors are; with values (timm's own initial ones) anywhere but on the meta device.
 
     Returns:
-        a `VisionTransformer` or `Eva`, all tensors on the meta device.
+        a `VisionTransformer` or `Eva`.
 
     Raises:
         ValueError: the name is unknown or of another class, an argument is unknown, reserved or refused by timm, or
@@ -154,7 +155,7 @@ def create_model(spec: ModelSpec, *, for_training: bool = True) -> TimmViT:
     _require_supported_name(spec.name)
     arguments = _constructor_arguments(spec)
     try:
-        model = timm.create_model(spec.name, pretrained=False, device="meta", **arguments)
+        model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ValueError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
