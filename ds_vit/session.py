@@ -67,11 +67,12 @@ class Session:
         self.watchdog.beat(0, "building the model", patience=4)
         self.engine = build_engine(plan, self.device)
         self.ema: Ema | None = None
-        if plan.config.model_ema and not plan.config.eval_only:
-            self.ema = Ema(self.engine.fragments, plan.config.model_ema_decay, plan.config.model_ema_warmup)
-        if plan.config.spike_factor is not None:
-            self.engine.guard.watch_spikes(plan.config.spike_factor)
-        self.health = GradientHealth(self.engine.fragments, self.engine.clipped_by)
+        if not plan.config.eval_only:
+            if plan.config.model_ema:
+                self.ema = Ema(self.engine.fragments, plan.config.model_ema_decay, plan.config.model_ema_warmup)
+            if plan.config.spike_factor is not None:
+                self.engine.guard.watch_spikes(plan.config.spike_factor)
+            self.health = GradientHealth(self.engine.fragments, self.engine.clipped_by)
         self.feed = Feed(plan, self.engine, self.throughput)
         if console is not None:
             events = self.engine.write_events

@@ -47,7 +47,7 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
     clip = plan.deepspeed["gradient_clipping"]
     optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
     per_epoch = plan.order.steps_per_epoch
-    return [
+    rows = [
         ("model", plan.config.model),
         ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
         ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
@@ -59,6 +59,8 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
         ("output", str(folder)),
     ]
+    of_training = ("steps", "optimizer") if plan.config.eval_only else ()
+    return [row for row in rows if row[0] not in of_training]
 
 
 def summarise(
