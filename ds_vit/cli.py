@@ -2,6 +2,7 @@
 
 ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
+ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       somebody else's weights under timm's names
@@ -14,6 +15,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ds_vit.doctor.command import add_arguments as add_doctor_arguments
+from ds_vit.doctor.command import doctor as run_doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,6 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
     hosts.set_defaults(run=_hosts)
+
+    doctor = commands.add_parser("doctor", help="what would keep a run from starting or slow it down")
+    add_doctor_arguments(doctor)
+    doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
 
     for name, text in _WITH_FLAGS.items():
         commands.add_parser(name, help=text, add_help=False)

@@ -1,0 +1,559 @@
+"""`ds-vit doctor` without a cluster: planted faults in what hosts say and in what was measured, each found alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ds_vit import cli
+from ds_vit.doctor.checks import CHECKS, Finding, Run, examine, link_of
+from ds_vit.doctor.facts import Ask, Facts, Interface, Port, gather
+from ds_vit.doctor.measure import bus_factor, host_pairs
+from ds_vit.doctor.network import Figures, judge, slowest
+from ds_vit.doctor.remote import ROOT, Answer, Way, ask_all, explain
+from ds_vit.hosts import Host
+
+RUN = Run(
+    environ={"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
+    output="/shared/runs",
+    port=29500,
+)
+
+
+def gpu_host(number: int, names: tuple[str, ...]) -> Facts:
+    """A host of an InfiniBand cluster as it should be."""
+    return Facts(
+        host=f"n{number}",
+        identity=f"id{number}",
+        executable="/env/bin/python",
+        python="3.11.7",
+        packages=dict.fromkeys(("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow"), "1.0"),
+        cuda="13.2",
+        nccl="2.29",
+        driver="590.1",
+        accelerators=("NVIDIA H100",) * 8,
+        torch_accelerators=8,
+        cores=64,
+        code="aa",
+        code_path="/code/ds_vit",
+        data="dd",
+        output_free_bytes=2**40,
+        interfaces=(
+            Interface("lo", "loopback", addresses=("127.0.0.1",), mtu=65536),
+            Interface("eth0", addresses=(f"10.0.0.{number}",), gbits=25),
+            Interface("ib0", "infiniband", addresses=(f"10.1.0.{number}",), gbits=400, mtu=4092),
+        ),
+        ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=400)),
+        gpudirect=True,
+        memlock_bytes=None,
+        open_files=65536,
+        shm_bytes=2**38,
+        resolves={name: (f"10.0.0.{name[1:]}",) for name in names},
+    )
+
+
+def healthy(num_hosts: int = 4) -> list[Answer]:
+    names = tuple(f"n{i + 1}" for i in range(num_hosts))
+    return [
+        Answer(Host(name, 8), gpu_host(i + 1, names), clock_ahead_seconds=(-0.01, 0.01), marks=num_hosts)
+        for i, name in enumerate(names)
+    ]
+
+
+def test_a_healthy_cluster_has_no_finding():
+    # Catches: a check that cries wolf.
+    assert examine(healthy(), RUN) == []
+    assert examine(healthy(1), RUN) == []
+    bare = [replace(a, host=Host(a.host.name, 2)) for a in healthy(2)]
+    cpu = {"accelerators": (), "torch_accelerators": None, "ports": (), "gpudirect": None, "memlock_bytes": 8 << 20}
+    assert examine([replace(a, facts=replace(a.facts, **cpu)) for a in bare], Run({})) == []
+
+
+def second(**changes: object) -> Callable[[list[Answer]], list[Answer]]:
+    """The second host says something else."""
+    return lambda answers: [answers[0], replace(answers[1], facts=replace(answers[1].facts, **changes)), *answers[2:]]
+
+
+def all_hosts(**changes: object) -> Callable[[list[Answer]], list[Answer]]:
+    return lambda answers: [replace(answer, facts=replace(answer.facts, **changes)) for answer in answers]
+
+
+def second_answer(**changes: object) -> Callable[[list[Answer]], list[Answer]]:
+    return lambda answers: [answers[0], replace(answers[1], **changes), *answers[2:]]
+
+
+def packages(**changes: str) -> dict[str, str]:
+    return gpu_host(1, ()).packages | changes
+
+
+def interfaces(**changes: object) -> tuple[Interface, ...]:
+    *others, ib = gpu_host(2, ()).interfaces
+    return (*others, replace(ib, **changes))
+
+
+# name → (fault, check, severity, words, hosts)
+FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
+    "no answer": (
+        second_answer(facts=None, problem="ssh is refused", remedy="start sshd"),
+        "ssh",
+        "error",
+        "ssh is refused",
+        ("n2",),
+    ),
+    "two names for one machine": (second(identity="id1"), "hosts", "error", "n1 and n2 are one machine", ("n1", "n2")),
+    "another torch": (
+        second(packages=packages(torch="2.0")),
+        "versions",
+        "error",
+        "torch differs: 1.0 on n1, n3, n4; 2.0 on n2",
+        ("n2",),
+    ),
+    "no timm": (
+        all_hosts(packages=packages(timm="missing")),
+        "versions",
+        "error",
+        "timm is not installed",
+        ("n1", "n2", "n3", "n4"),
+    ),
+    "another Python": (
+        second(python="3.12.1"),
+        "versions",
+        "error",
+        "Python differs: 3.11",
+        ("n2",),
+    ),
+    "another CUDA": (
+        second(cuda="12.8"),
+        "versions",
+        "error",
+        "12.8 on n2",
+        ("n2",),
+    ),
+    "another NCCL": (
+        second(nccl="2.20"),
+        "versions",
+        "error",
+        "NCCL differs",
+        ("n2",),
+    ),
+    "another driver": (
+        second(driver="550"),
+        "versions",
+        "warning",
+        "driver differs",
+        ("n2",),
+    ),
+    "other code": (
+        second(code="bb"),
+        "code",
+        "error",
+        "the code of ds_vit differs",
+        ("n2",),
+    ),
+    "too many slots": (
+        second_answer(host=Host("n2", 9)),
+        "slots",
+        "error",
+        "9 slots, but 8 accelerators",
+        ("n2",),
+    ),
+    "idle accelerators": (
+        second_answer(host=Host("n2", 6)),
+        "slots",
+        "warning",
+        "2 stay idle",
+        ("n2",),
+    ),
+    "torch sees no GPU": (
+        second(torch_accelerators=0),
+        "accelerators",
+        "error",
+        "torch (CUDA 13.2) can use none",
+        ("n2",),
+    ),
+    "another GPU": (
+        second(accelerators=("NVIDIA A100",) * 8),
+        "accelerators",
+        "warning",
+        "NVIDIA A100 on n2",
+        ("n2",),
+    ),
+    "name unknown": (
+        second(resolves={"n1": (), "n2": ("10.0.0.2",)}),
+        "names",
+        "error",
+        "n1, the host of rank 0, has no address",
+        ("n2",),
+    ),
+    "name is loopback": (
+        lambda a: [replace(a[0], facts=replace(a[0].facts, resolves={"n1": ("127.0.1.1",)})), *a[1:]],
+        "names",
+        "error",
+        "n1 is 127.0.1.1 on itself",
+        ("n1",),
+    ),
+    "port taken": (
+        lambda a: [replace(a[0], facts=replace(a[0].facts, port_problem="port 29500: Address already in use")), *a[1:]],
+        "port",
+        "error",
+        "port 29500: Address already in use",
+        ("n1",),
+    ),
+    "clock ahead": (
+        second_answer(clock_ahead_seconds=(7.9, 8.3)),
+        "clock",
+        "error",
+        "7.9 s ahead",
+        ("n2",),
+    ),
+    "clock behind": (
+        second_answer(clock_ahead_seconds=(-9.0, -8.5)),
+        "clock",
+        "error",
+        "8.5 s behind",
+        ("n2",),
+    ),
+    "no data": (
+        second(data="", data_problem="--data-dir /d is not there"),
+        "data",
+        "error",
+        "is not there",
+        ("n2",),
+    ),
+    "other data": (
+        second(data="ee"),
+        "data",
+        "error",
+        "the data differs",
+        ("n2",),
+    ),
+    "disk full": (
+        second(output_free_bytes=2**20),
+        "disk",
+        "error",
+        "0.00 GiB are free",
+        ("n2",),
+    ),
+    "output not writable": (
+        second(output_problem="/shared cannot be written to: Permission denied"),
+        "output",
+        "error",
+        "Permission",
+        ("n2",),
+    ),
+    "output not shared": (
+        second_answer(marks=1),
+        "output",
+        "error",
+        "is not one folder",
+        ("n2",),
+    ),
+    "interface missing": (
+        second(interfaces=interfaces(name="ib1")),
+        "interface",
+        "error",
+        "GLOO_SOCKET_IFNAME=ib0, and there is no",
+        ("n2",),
+    ),
+    "interface down": (
+        second(interfaces=interfaces(up=False)),
+        "interface",
+        "error",
+        "ib0 is down",
+        ("n2",),
+    ),
+    "other packet size": (
+        second(interfaces=interfaces(mtu=2044)),
+        "interface",
+        "warning",
+        "2044 on n2",
+        ("n2",),
+    ),
+    "adapter missing": (
+        second(ports=(Port("mlx5_0", gbits=400),)),
+        "infiniband",
+        "error",
+        "no adapter mlx5_1:1 (there: mlx5_0:1)",
+        ("n2",),
+    ),
+    "adapter down": (
+        second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", state="DOWN", gbits=400))),
+        "infiniband",
+        "error",
+        "mlx5_1:1 is DOWN",
+        ("n2",),
+    ),
+    "slow adapter": (
+        second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=100))),
+        "infiniband",
+        "warning",
+        "rates",
+        ("n2",),
+    ),
+    "locked memory": (
+        second(memlock_bytes=8 << 20),
+        "memlock",
+        "error",
+        "`ulimit -l` is 8192 KiB",
+        ("n2",),
+    ),
+    "no GPUDirect": (
+        second(gpudirect=False),
+        "gpudirect",
+        "warning",
+        "nvidia_peermem",
+        ("n2",),
+    ),
+    "small shm": (
+        second(shm_bytes=64 << 20),
+        "shm",
+        "error",
+        "/dev/shm has 64 MiB",
+        ("n2",),
+    ),
+    "few files": (second(open_files=256), "files", "error", "`ulimit -n` is 256", ("n2",)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    # Catches: a fault that passes, is laid at another host's door, or has no remedy.
+    plant, check, severity, words, hosts = FAULTS[fault]
+    found = examine(plant(healthy()), RUN)
+    matching = [f for f in found if f.check == check and words in f.what]
+    assert matching, found
+    assert matching[0].severity == severity
+    assert matching[0].hosts == hosts
+    assert matching[0].remedy
+    # One fault, one kind of finding (a name that is missing from one interface list is so for gloo and NCCL).
+    assert {f.check for f in found} <= {check, *({"interface"} if "interface" in fault else ())}, found
+
+
+def test_errors_come_first_and_every_check_is_planted():
+    # Catches: a check that no fault shows to work.
+    found = examine(second(driver="550", code="bb")(healthy()), RUN)
+    assert [f.severity for f in found] == ["error", "warning"]
+    by_check = {
+        "ssh": "reached", "hosts": "distinct", "versions": "versions", "code": "code", "slots": "slots",
+        "accelerators": "accelerators", "names": "names", "port": "port", "clock": "clocks", "data": "data",
+        "output": "output", "interface": "interfaces", "infiniband": "adapters", "shm": "limits",
+    }  # fmt: skip
+    assert {by_check[check] for _, check, *_ in FAULTS.values() if check in by_check} == {c.__name__ for c in CHECKS}
+
+
+def test_the_majority_is_the_norm():
+    # Catches: three good hosts blamed for the first one's fault.
+    answers = healthy()
+    answers[0] = replace(answers[0], facts=replace(answers[0].facts, code="bb"))
+    assert [f.hosts for f in examine(answers, RUN)] == [("n1",)]
+
+
+# ---- what was measured -----------------------------------------------------------------------------------------------
+
+
+def figures(**changes: dict) -> Figures:
+    """Four hosts' pairs; `n12={...}` changes the pair of n1 and n2."""
+    pairs = []
+    for a, b in host_pairs(4):
+        pair = {"a": a, "b": b, "latency_seconds": 5e-6, "bytes_per_second": 45e9}
+        pairs.append(pair | changes.get(f"n{a + 1}{b + 1}", {}))
+    return Figures(("n1", "n2", "n3", "n4"), {"pairs": pairs, "collectives": [], "world_size": 32, "backend": "nccl"})
+
+
+def judged(figures: Figures) -> list[Finding]:
+    return list(judge(figures, healthy(), RUN))
+
+
+def test_a_good_network():
+    # Catches: a network blamed for nothing.
+    assert judged(figures()) == []
+    assert slowest(figures()) == "n1 - n2: 5 us, 360.00 Gbit/s"
+
+
+def test_a_slow_pair_is_named():
+    # Catches: one bad cable lost in an average.
+    (found,) = judged(figures(n23={"bytes_per_second": 10e9}))
+    assert (found.check, found.severity, found.hosts) == ("bandwidth", "error", ("n2", "n3"))
+    assert "80.00 Gbit/s between them, 360.00 Gbit/s between the others" in found.what
+    assert slowest(figures(n23={"bytes_per_second": 10e9})).startswith("n2 - n3")
+
+
+def test_a_delay_is_named():
+    # Catches: a route through another building.
+    (found,) = judged(figures(n34={"latency_seconds": 0.05}))
+    assert (found.check, found.hosts) == ("latency", ("n3", "n4"))
+    assert "takes 50.0 ms one way" in found.what
+
+
+def test_a_link_that_gives_less_than_it_should():
+    # Catches: NCCL on Ethernet while InfiniBand is there: every pair alike, so no pair stands out.
+    found = judged(figures(**{f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs(4)}))
+    assert {f.severity for f in found} == {"warning"}
+    assert "16.00 Gbit/s between them over a link of 800 Gbit/s" in found[0].what
+    assert link_of(healthy()[0], RUN) == ("2 x InfiniBand 400 Gbit/s", 800)
+
+
+def test_ranks_that_do_not_meet():
+    # Catches: a measurement that failed taken for a healthy one.
+    (found,) = judged(Figures(("n1", "n2"), problem="timed out", culprits=("n2",)))
+    assert (found.check, found.severity, found.hosts) == ("collectives", "error", ("n2",))
+
+
+def test_pairs_and_factors():
+    # Catches: a thousand hosts timed in all half million pairs; a bandwidth that counts a byte twice.
+    assert len(host_pairs(4)) == 6
+    assert len(host_pairs(1000)) == 1000
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("all_gather", 4) == 0.75
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_facts_travel():
+    # Catches: a field that JSON turns into something else.
+    facts = gpu_host(1, ("n1",))
+    assert Facts.unpack(facts.pack()) == facts
+    here = gather(Ask(names=("localhost",)))
+    assert Facts.unpack(here.pack()) == here
+    assert here.host == socket.gethostname()
+    assert here.packages["torch"] != "missing"
+    assert "127.0.0.1" in here.resolves["localhost"]
+    assert any(i.kind == "loopback" and "127.0.0.1" in i.addresses for i in here.interfaces)
+
+
+def test_ports_are_read_as_the_kernel_writes_them(tmp_path):
+    # Catches: a state or a rate misread; expected as /sys/class/infiniband has them.
+    from ds_vit.doctor.facts import _ports
+
+    folder = tmp_path / "mlx5_0" / "ports" / "1"
+    folder.mkdir(parents=True)
+    for name, text in {"state": "4: ACTIVE\n", "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "Ethernet\n"}.items():
+        (folder / name).write_text(text)
+    assert list(_ports(tmp_path)) == [Port("mlx5_0", 1, "ACTIVE", 400.0, "Ethernet")]
+
+
+def test_the_data_checksum_sees_a_change(tmp_path):
+    # Catches: a checksum of nothing; a class folder that is missing on one host.
+    for path, text in {"train/a/1.jpg": "x", "train/b/2.jpg": "y", "val/a/3.jpg": "z"}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def digest() -> str:
+        facts = gather(Ask(data_dir=str(tmp_path)))
+        assert facts.data_problem == ""
+        return facts.data
+
+    first = digest()
+    assert digest() == first
+    (tmp_path / "train/a/1.jpg").write_text("w")
+    changed = digest()
+    assert changed != first
+    (tmp_path / "train/c").mkdir()
+    assert digest() != changed
+    assert "is not there" in gather(Ask(data_dir=str(tmp_path / "gone"))).data_problem
+
+
+def test_nothing_reaches_the_remote_shell_unquoted(tmp_path):
+    # Catches: a variable or a folder with quotes, blanks or `;` that the remote shell takes for a command.
+    nasty = """a b'c"d;$(touch pwned) `touch pwned` & \\"""
+    way = Way(environ={"NCCL_X": nasty}, cwd=tmp_path / nasty)
+    (tmp_path / nasty).mkdir()
+    command = way.command("node1", "some.module", arguments=[nasty])
+    assert command[:-2] == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--"]
+    assert command[-2] == "node1"
+    shown = command[-1].replace(
+        shlex.quote(sys.executable) + " -m some.module", 'sh -c \'pwd; echo "$NCCL_X"; echo "$0"\''
+    )
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [str(tmp_path / nasty), nasty, nasty], done.stderr
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "says"),
+    [
+        (255, "ssh: connect to host n2 port 22: Connection refused", "ssh is refused"),
+        (255, "root@n2: Permission denied (publickey,password).", "asks for a password"),
+        (255, "ssh: Could not resolve hostname n2: Name or service not known", "the name is not known"),
+        (255, "Host key verification failed.", "does not know the host's key"),
+        (127, "env: '/env/bin/python': No such file or directory", "no /"),
+        (1, "sh: 1: cd: can't cd to /work", "the working folder is not there"),
+        (1, "/env/bin/python: No module named ds_vit", "cannot be imported"),
+        (-9, "", "no answer in time"),
+    ],
+)
+def test_why_a_host_does_not_answer(code, errors, says):
+    # Catches: every failure told as the same one.
+    problem, remedy = explain("n2", code, errors, timed_out=False)
+    assert says in problem
+    assert remedy
+
+
+def test_this_machine_is_asked(tmp_path):
+    # Catches: a probe that does not start or answer; a mark that stays; a clock compared with the wrong sign.
+    way = Way(environ={}, cwd=ROOT, local=True)
+    (answer,) = ask_all((Host("here", 1),), Ask(output=str(tmp_path / "new" / "run")), way, 120)
+    assert answer.problem == ""
+    assert answer.facts.output_problem == ""
+    assert answer.marks == 1
+    assert list(tmp_path.iterdir()) == []
+    at_least, at_most = answer.clock_ahead_seconds
+    assert at_least <= 0 <= at_most
+
+
+def test_a_slow_host_is_given_up(monkeypatch):
+    # Catches: an inquiry without an end.
+    monkeypatch.setattr(Way, "command", lambda *args, **kwargs: ["sleep", "600"])
+    (answer,) = ask_all((Host("here", 1),), Ask(), Way({}, ROOT), 1.0)
+    assert answer.problem == "no answer in time"
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    # Catches: a wrong exit code; JSON that cannot be read; a port that is taken and not seen.
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert cli.main(["doctor", "--json", "--no-collectives", "--master_port", port]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [finding["check"] for finding in told["findings"]] == ["port"]
+    assert not told["healthy"]
+    assert cli.main(["doctor", "--json", "--no-collectives", "--master_port", port]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == []
+    assert cli.main(["doctor", "--no-collectives", "--data-dir", str(tmp_path / "gone"), "--master_port", port]) == 1
+    assert "is not there" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["doctor", "--hostfile", str(tmp_path / "gone")]) == 2
+    (tmp_path / "hosts").write_text("a slots=two\n")
+    assert cli.main(["doctor", "--hostfile", str(tmp_path / "hosts")]) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert cli.main(["doctor", "--master_port", "99999"]) == 2
+
+
+@pytest.mark.slow
+def test_the_collectives_of_this_machine(capsys, tmp_path, monkeypatch):
+    # Catches: ranks that do not meet, figures that are not there, a process left behind.
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    before = threading.active_count()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    assert cli.main(["doctor", "--json", "--master_port", port, "--timeout", "200"]) == 0
+    network = json.loads(capsys.readouterr().out)["network"]
+    assert {row["name"] for row in network["measured"]["collectives"]} == {"all_reduce", "all_gather", "reduce_scatter"}
+    assert all(row["bus_bytes_per_second"] > 0 for row in network["measured"]["collectives"])
+    assert threading.active_count() <= before
