@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -557,3 +559,34 @@ def test_the_collectives_of_this_machine(capsys, tmp_path, monkeypatch):
     assert {row["name"] for row in network["measured"]["collectives"]} == {"all_reduce", "all_gather", "reduce_scatter"}
     assert all(row["bus_bytes_per_second"] > 0 for row in network["measured"]["collectives"])
     assert threading.active_count() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_as_ranks_of_a_launcher(launcher, tmp_path):
+    # Catches: a table from every rank, ranks that do not meet, a wrong exit code under srun or mpirun.
+    bin_folder = Path(sys.executable).parent
+    if not (bin_folder / launcher).exists():
+        pytest.skip(f"no {launcher}: pip install 'ds-vit[mpi]'")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    start = {
+        "torchrun": ["--nproc_per_node", "2", "--master_port", port, "-m", "ds_vit.cli"],
+        "mpirun": ["-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "ds_vit.cli"],
+    }[launcher]
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"MASTER_PORT": port, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ["doctor", "--json", "--output", str(tmp_path / "runs"), "--timeout", "200"]
+    command = [str(bin_folder / launcher), *start, *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    told = json.loads(line)
+    assert told["findings"] == []
+    assert told["network"]["measured"]["world_size"] == 2
+    (host,) = told["hosts"].values()
+    assert host["host"]["slots"] == 2
+    assert list(tmp_path.iterdir()) == []

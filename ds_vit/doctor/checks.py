@@ -240,8 +240,9 @@ def interfaces(answers: Sequence[Answer], run: Run) -> Found:
                 remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
                 yield Finding("interface", "error", (answer.host.name,), what, remedy)
     taken = {a.host.name: interface_of(a, run) for a, _ in _known(answers)}
-    sizes = _differing(answers, lambda facts, taken=taken: "", by_name=lambda n: str(taken[n].mtu) if taken[n] else "")
-    if len(answers) > 1 and sizes:
+    mtus = {name: str(i.mtu) if i is not None and i.kind != "loopback" else "" for name, i in taken.items()}
+    sizes = _grouped(mtus, left_out="")
+    if sizes:
         what = f"the largest packet (MTU) of the interface differs: {sizes}"
         remedy = "ip link set dev NAME mtu N: one value on every host; large messages may hang otherwise"
         yield Finding("interface", "warning", sizes.odd, what, remedy)
@@ -369,22 +370,22 @@ def _list(hosts: Sequence[str]) -> str:
 
 
 def _differing(
-    answers: Sequence[Answer],
-    value: Callable[[Facts], str],
-    *,
-    left_out: str | None = None,
-    by_name: Callable[[str], str] | None = None,
+    answers: Sequence[Answer], value: Callable[[Facts], str], *, left_out: str | None = None
 ) -> Differing | None:
+    """Group hosts by a value of their facts; None where all agree."""
+    return _grouped({answer.host.name: value(facts) for answer, facts in _known(answers)}, left_out)
+
+
+def _grouped(values: Mapping[str, str], left_out: str | None = None) -> Differing | None:
     """Group hosts by a value; None where all agree. With as many on each side the first host's value is the norm."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for answer, facts in _known(answers):
-        found = by_name(answer.host.name) if by_name else value(facts)
-        if found != left_out:
-            groups[found].append(answer.host.name)
+    for name, value in values.items():
+        if value != left_out:
+            groups[value].append(name)
     if len(groups) < 2:
         return None
-    norm = max(groups, key=lambda v: len(groups[v]))  # of equals the first
-    odd = tuple(name for v, names in groups.items() if v != norm for name in names)
+    norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
+    odd = tuple(name for value, names in groups.items() if value != norm for name in names)
     return Differing(dict(groups), odd)
 
 
