@@ -27,6 +27,18 @@ def test_of_world():
         Layout.of_world(1, pp=0)
 
 
+SRUN = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -45,6 +57,11 @@ def test_of_world():
             },
             Process("openmpi", 1, 2, 0, 1),
         ),
+        (SRUN, Process("slurm", 4, 5, 0, 1)),
+        (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Process("slurm", 4, 5, 0, 1)),
+        (SRUN | {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, Process("mpich", 0, 2, 0, None)),
+        (SRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, Process("env", 1, 2, 1, 2)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0"}, Process("none", 0, 1, 0, 1)),
     ],
 )
 def test_discover(environ, expected):
@@ -66,6 +83,30 @@ def test_plain_python_meets_itself():
     assert rendezvous(Process("none", 0, 1, 0, 1), environ) == {"auto_mpi_discovery": False}
     assert environ["WORLD_SIZE"] == "1"
     assert environ["MASTER_PORT"] != "29500"
+
+
+def test_where_the_ranks_of_srun_and_mpirun_meet():
+    """Ranks of one run that look for each other at different places wait for ten minutes."""
+    environ = dict(SRUN)
+    assert rendezvous(discover(environ), environ) == {"auto_mpi_discovery": False}
+    found = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    assert found == {
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "20099",
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "0",
+    }
+    environ = SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    rendezvous(discover(environ), environ)
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("a", "7")
+
+    mpi = Process("openmpi", 1, 2, 0, 1)
+    environ = {"MASTER_PORT": "7"}
+    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": True, "distributed_port": 7}
+    environ["MASTER_ADDR"] = "a"
+    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": False}
+    assert environ["RANK"] == "1"
 
 
 def test_folder_of_another_run(tmp_path):

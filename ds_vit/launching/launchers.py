@@ -234,7 +234,7 @@ class Mpi(Launcher):
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
         # mpirun passes SIGUSR1 on to all ranks. SIGTERM it takes as "kill them": a second later, unsaved.
-        launcher.send_signal(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     def _family(self) -> str:
         """Which MPI this mpirun is of, by what `--version` says."""
@@ -279,7 +279,7 @@ class Slurm(Launcher):
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
         # srun passes SIGUSR1 on to all tasks, and ends the step on SIGTERM.
-        launcher.send_signal(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:

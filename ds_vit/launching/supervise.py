@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from ds_vit.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK
 from ds_vit.launching.launchers import Launcher
-from ds_vit.launching.rank import MARK, Job, end_with_parent
+from ds_vit.launching.rank import MARK, Job
 
 _FINAL = (OK, BAD_INPUT, DIVERGED)  # the same start would end the same way
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
@@ -106,14 +106,14 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C comes here alone, and reaches the ranks as "save and end"
-            preexec_fn=end_with_parent,
         )
         outcome = Outcome(0)
-        try:
-            self._watch(process, outcome)
-        finally:
-            if process.poll() is None:
-                self._kill(process)
+        with guarded(self.launcher, process, job.stop_seconds):
+            try:
+                self._watch(process, outcome)
+            finally:
+                if process.poll() is None:
+                    self._kill(process)
         outcome.code = exit_code(process.returncode, outcome)
         return outcome
 
@@ -157,6 +157,49 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> Iterator[None]:
+    """Within the block, end the ranks if this process is killed: a second process notices, and asks them to save.
+
+    Nobody else would tell ranks on other hosts: pdsh outlives DeepSpeed's launcher, and ssh is silent as long as its
+    rank is.
+    """
+    reading, writing = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        os.setsid()
+        os.dup2(reading, 0)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a launcher shall see that nobody reads its output any more
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_IGN)
+        with contextlib.suppress(BaseException):
+            if not os.read(0, 1):
+                _end_orphans(launcher, process, stop_seconds)
+        os._exit(0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(writing, b".")
+        os.close(writing)
+        os.waitpid(guard, 0)
+
+
+def _end_orphans(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> None:
+    """Ask the ranks to save and end; kill what is left of the run after `stop_seconds`."""
+    end = time.monotonic() + stop_seconds
+    with contextlib.suppress(Exception):
+        launcher.send(process, signal.SIGUSR1)
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.kill(process.pid, 0)
+            time.sleep(0.5)
+    with contextlib.suppress(Exception):
+        launcher.send(process, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Lines:
@@ -224,8 +267,10 @@ def describe(outcome: Outcome) -> list[str]:
         return ["interrupted; the ranks have saved their state (code 75): start again with --resume auto"]
     lines = [f"the connection to {host} broke: the host or its network is down" for host in outcome.lost]
     first = first_failure(outcome.reports)
+    if first is None and lines:
+        return lines
     if first is None:
-        return [*lines, f"failed with code {outcome.code}; no rank has said why: see the launcher's lines above"]
+        return [f"failed with code {outcome.code}; no rank has said why: see the launcher's lines above"]
     how = f"code {first['code']}" if first["code"] < 128 else _signal_text(first["code"] - 128)
     lines.append(f"rank {first['rank']} on {first['host']} failed first, {how}; its log: {first['log'] or 'none'}")
     lines += [f"  {line}" for line in first["error"]]

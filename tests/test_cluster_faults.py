@@ -1,0 +1,221 @@
+"""What a run over ssh does when a cable is pulled, a host dies, a port is taken, or packets are late and lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Host, cluster
+from curves import assert_same_curve, read_rows
+from launches import GLOBAL_BATCH, alone, cifar_folder, explain, training
+from project import ROOT
+
+pytestmark = pytest.mark.slow
+
+# How soon a silent host is noticed; the defaults are those of docs/clusters.md (45 s, 30 s, 10 minutes).
+SOON = {
+    "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=2 -o ServerAliveCountMax=2 -o ConnectTimeout=3",
+    "DEEPSPEED_TIMEOUT": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
+}
+
+
+@pytest.fixture
+def hosts(tmp_path) -> Iterator[list[Host]]:
+    with cluster(tmp_path / "c", 2) as hosts:
+        (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+        for host in hosts:
+            host.environ.update(SOON)
+        yield hosts
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    """launch/run_hostfile.sh with its options, up to the script."""
+    launcher = ["bash", str(ROOT / "launch" / "run_hostfile.sh"), "--hostfile", str(folder / "hosts"), "--grace", "4"]
+    return [*launcher, "--logs", str(folder / "logs"), *options]
+
+
+@pytest.fixture
+def running(hosts, tmp_path, real_images) -> Iterator[subprocess.Popen]:
+    """A long training over both hosts that has begun."""
+    data = cifar_folder(tmp_path / "data", real_images)
+    arguments = [*training(data, 100_000), "--epochs", "100000", "--batch-size", "4", "--output", str(tmp_path / "out")]
+    process = hosts[0].popen(
+        [*command(tmp_path), str(ROOT / "launch" / "train.py"), *arguments],
+        stdout=(tmp_path / "stdout").open("w"),
+        stderr=(tmp_path / "stderr").open("w"),
+        cwd=tmp_path,
+    )
+    rows = tmp_path / "out" / "metrics.jsonl"
+    wait_until(lambda: (rows.exists() and rows.read_text().count("\n") > 3) or process.poll() is not None, "no step")
+    assert process.poll() is None, (tmp_path / "stderr").read_text()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} within {seconds:g} s"
+        time.sleep(0.2)
+
+
+def ranks_of(host: Host) -> list[str]:
+    return [line for line in host.processes() if "train.py" in line or "script.py" in line]
+
+
+def test_a_pulled_cable_ends_the_run(hosts, running, tmp_path):
+    # Catches: a run that waits for a host that is gone, and never says which.
+    hosts[1].link("down")
+    assert running.wait(240) == 1
+    said = (tmp_path / "stderr").read_text()
+    assert "the connection to node2 broke: the host or its network is down" in said
+    assert not ranks_of(hosts[0])
+    hosts[1].link("up")  # the rank over there finds out by itself, after DEEPSPEED_TIMEOUT at the latest
+    wait_until(lambda: not ranks_of(hosts[1]), "node2's rank has not ended")
+
+
+SAVES = """
+import os, pathlib, signal, socket, sys, time
+here = pathlib.Path(sys.argv[-1]) / os.environ["RANK"]
+def end(number, frame):
+    here.write_text(str(number)); sys.exit(75)
+signal.signal(signal.SIGUSR1, end); signal.signal(signal.SIGTERM, end)
+here.touch(); time.sleep(300)
+"""
+
+
+@pytest.fixture
+def waiting(hosts, tmp_path) -> Iterator[subprocess.Popen]:
+    """A script on both hosts that waits to be told to save."""
+    (tmp_path / "script.py").write_text(SAVES)
+    line = [*command(tmp_path), str(tmp_path / "script.py"), str(tmp_path)]
+    process = hosts[0].popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "no ranks")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_dead_host_ends_the_run(hosts, waiting):
+    # Catches: a run that waits for a host that is gone, and never says which.
+    hosts[1].kill()
+    _, error = waiting.communicate(timeout=120)
+    assert waiting.returncode == 1
+    assert "the connection to node2 broke: the host or its network is down" in error
+    assert not ranks_of(hosts[0])
+
+
+def saved(folder: Path) -> list[str]:
+    """What each rank has noted on its way out."""
+    return [(folder / rank).read_text() for rank in "01"]
+
+
+def test_ranks_end_with_the_process_that_started_them(hosts, waiting, tmp_path):
+    # Catches: GPUs held on every host by a run that nobody watches any more; a kill without time to save.
+    waiting_for = hosts[0].check("pgrep", "-f", "^[^ ]*python [^ ]*launch/run.py hostfile").split()
+    assert len(waiting_for) == 2  # and its guard
+    hosts[0].check("kill", "-KILL", min(waiting_for, key=int))
+    wait_until(lambda: not ranks_of(hosts[0]) and not ranks_of(hosts[1]), "the ranks have not ended")
+    assert set(saved(tmp_path)) <= {str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))}
+    wait_until(lambda: not hosts[0].processes(), "something is left on node1")
+
+
+def test_sigterm_reaches_the_ranks_on_all_hosts(hosts, waiting, tmp_path):
+    # Catches: a stop that only the launching machine's ranks hear, or hear as SIGTERM without time to save.
+    launcher = min(hosts[0].check("pgrep", "-f", "^[^ ]*python [^ ]*launch/run.py hostfile").split(), key=int)
+    hosts[0].check("kill", launcher)
+    _, error = waiting.communicate(timeout=120)
+    assert waiting.returncode == 75, error
+    assert saved(tmp_path) == [str(int(signal.SIGUSR1))] * 2
+    assert "saved their state" in error
+
+
+FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("before", flush=True); raise RuntimeError("the disk of rank 1 is full")
+time.sleep(3 if sys.argv[-1] == "falls" else 300); raise RuntimeError("connection closed by peer")
+"""
+
+
+@pytest.mark.parametrize("other", ["falls", "hangs"])
+def test_the_first_error_is_shown_last(other, hosts, tmp_path):
+    # Catches: the first rank's complaint about the second in place of the second's own error; a hang.
+    (tmp_path / "script.py").write_text(FAILS)
+    done = hosts[0].run([*command(tmp_path), str(tmp_path / "script.py"), other], cwd=tmp_path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    first = next(i for i, line in enumerate(lines) if "rank 1 on node2 failed first, code 1" in line)
+    assert str(tmp_path / "logs" / "rank-0001.node2.log") in lines[first]
+    assert "run:   RuntimeError: the disk of rank 1 is full" in lines[first + 1 :]
+    assert len(lines) - first < 10
+    assert "closed by peer" not in "\n".join(lines[first:])
+    assert not [line for host in hosts for line in host.processes() if "script.py" in line]
+
+
+def test_hosts_that_cannot_take_part(hosts, tmp_path):
+    # Catches: DeepSpeed's check of the first host alone; a port that is taken; a hang; a folder made for nothing.
+    train = [str(ROOT / "launch" / "train.py"), "--output", str(tmp_path / "out")]
+    listen = "import socket, time; s = socket.socket(); s.bind(('', 29777)); s.listen(); print(1, flush=True)"
+    listen += "; time.sleep(99)"
+    server = hosts[0].popen(["python", "-c", listen], stdout=subprocess.PIPE)
+    assert server.stdout.readline()
+    done = hosts[0].run([*command(tmp_path, "--master_port", "29777"), *train])
+    assert done.returncode == 2
+    assert (
+        "1 of 2 hosts cannot take part; node1: rank.py: error: port 29777 on node1: Address already in use"
+        in done.stderr
+    )
+
+    hosts[1].stop_sshd()
+    done = hosts[0].run([*command(tmp_path), *train])
+    assert done.returncode == 2
+    assert "1 of 2 hosts cannot take part; node2: ssh: connect to host node2 port 22: Connection refused" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_late_and_lost_packets_change_nothing(ranks, tmp_path, real_images):
+    # Catches: results that depend on the order or the time of arrival.
+    data = cifar_folder(tmp_path / "data", real_images)
+    output = tmp_path / "out"
+    with cluster(tmp_path / "c", 2, delay_seconds=0.05, loss=0.01) as hosts:
+        (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+        half = str(GLOBAL_BATCH // 2)
+        arguments = [*training(data, 3), "--batch-size", half, "--output", str(output)]
+        environ = SOON | {"DEEPSPEED_TIMEOUT": "5"}
+        line = [*command(tmp_path), str(ROOT / "launch" / "train.py"), *arguments]
+        done = hosts[0].run(line, environ=environ, cwd=tmp_path, timeout=500)
+    assert done.returncode == 0, explain(done, output)
+    assert json.loads((output / "summary.json").read_text())["layout"]["dp"] == 2
+    assert_same_curve(alone(ranks, data, 3), read_rows(output), rtol=1e-5)
+
+
+def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):
+    # Catches: a job that ignores the scheduler's hosts, words torn at blanks, a SIGTERM that bash keeps to itself.
+    (tmp_path / "script.py").write_text(SAVES)
+    (tmp_path / "nodes").write_text("node1\nnode2\n")
+    environ = {
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PBS_O_WORKDIR": str(ROOT),
+        "ARGUMENTS": f"--logs '{tmp_path}/my logs' '{tmp_path}/script.py' 'two words' '{tmp_path}'",
+    }
+    line = ["bash", str(ROOT / "launch" / "pbs.sh")]
+    process = hosts[0].popen(line, environ=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(
+        lambda: ((tmp_path / "0").exists() and (tmp_path / "1").exists()) or process.poll() is not None, "no ranks"
+    )
+    assert process.poll() is None, process.communicate()[1]
+    log = tmp_path / "my logs" / "rank-0001.node2.log"
+    assert "two words" in log.read_text()
+    hosts[0].check("pkill", "-TERM", "-f", "bash .*launch/pbs.sh")
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert saved(tmp_path) == [str(int(signal.SIGUSR1))] * 2

