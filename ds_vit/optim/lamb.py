@@ -6,7 +6,7 @@ and the arithmetic of timm's `Lamb`. DeepSpeed #88 asks for it under ZeRO.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ds_vit.optim.per_parameter import PerParameterOptimizer
 class Lamb(PerParameterOptimizer):
     """Adam's update, scaled for each parameter by |w| / |update|.
 
-    One fused Adam pass writes the update into a scratch tensor as large as this rank's share; norms of all parameters
-    take one collective of 2·P numbers for the P parameters of a group that is adapted.
+    The gradient's memory takes up the update, so that a step needs a small scratch tensor alone; the norms take one
+    collective of 2·P numbers for the P parameters of a group that is adapted. Gradients are used up by a step.
 
     Args:
         params: parameters or groups.
@@ -69,14 +69,13 @@ class Lamb(PerParameterOptimizer):
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         tensors, lr_scales = self._segmented(parameters)
         flats = [p.view(-1) for p in parameters]
-        updates = self._negative_adam(group, parameters)
         lr, decay = group["lr"], group["weight_decay"]
-        if decay and not group["decoupled_decay"]:
-            torch._foreach_add_(updates, flats, alpha=-decay)
-        elif decay and lr_scales is not None:
-            tensors.mul_(flats, 1.0 - lr * decay * lr_scales)
-        elif decay:
-            torch._foreach_mul_(flats, 1.0 - lr * decay)
+        updates = self._adam(group, parameters, flats)
+        if decay and group["decoupled_decay"]:
+            if lr_scales is None:
+                torch._foreach_mul_(flats, 1.0 - lr * decay)
+            else:
+                tensors.mul_(flats, 1.0 - lr * decay * lr_scales)
         factors = lr_scales
         if decay or group["always_adapt"]:
             ratios = _trust_ratios(*tensors.norms(flats, updates), clip=group["trust_clip"])
@@ -87,8 +86,13 @@ class Lamb(PerParameterOptimizer):
         else:
             tensors.addcmul_(flats, updates, lr * factors)
 
-    def _negative_adam(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Advance the moments, and give minus Adam's update at a learning rate of one."""
+    def _adam(
+        self, group: dict[str, Any], parameters: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Advance the moments, and turn the gradients into minus the update at a learning rate of one.
+
+        Piece by piece: what a piece computes is still in the cache when it is used.
+        """
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {
@@ -97,43 +101,97 @@ class Lamb(PerParameterOptimizer):
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         states = [self.state[p] for p in parameters]
-        steps = [state["step"] for state in states]
-        first = [state["exp_avg"].view(-1) for state in states]
-        second = [state["exp_avg_sq"].view(-1) for state in states]
+        torch._foreach_add_([state["step"] for state in states], 1)
         grads = [p.grad.view(-1) for p in parameters]
-        beta1, beta2 = group["betas"]
-        torch._foreach_add_(steps, 1)
-        updates = [torch.zeros_like(grad) for grad in grads]
-        if group["bias_correction"] and group["grad_averaging"]:
-            torch._fused_adam_(
-                updates,
-                grads,
-                first,
-                second,
-                [],
-                steps,
-                lr=1.0,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=0.0,
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-            return updates
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-        corrections = (1.0, 1.0)
-        if group["bias_correction"]:
-            step = float(steps[0])
-            corrections = (1.0 - beta1**step, 1.0 - beta2**step)
-        roots = torch._foreach_sqrt(second)
-        torch._foreach_div_(roots, corrections[1] ** 0.5)
-        torch._foreach_add_(roots, group["eps"])
-        torch._foreach_addcdiv_(updates, first, roots, value=-1.0 / corrections[0])
-        return updates
+        size = _PIECE_ON_CPU if flats[0].device.type == "cpu" else _PIECE
+        scratch = torch.empty(min(size, sum(map(torch.numel, flats))), dtype=grads[0].dtype, device=grads[0].device)
+        decay = 0.0 if group["decoupled_decay"] else group["weight_decay"]
+        adam = _fused_adam if group["bias_correction"] and group["grad_averaging"] else _plain_adam
+        for weights, gradients, first, second, steps in _pieces(size, states, flats, grads):
+            lengths = [w.numel() for w in weights]
+            updates = list(scratch[: sum(lengths)].zero_().split(lengths))
+            adam(group, updates, gradients, first, second, steps)
+            if len(updates) == 1:
+                torch.add(updates[0], weights[0], alpha=-decay, out=gradients[0])  # one pass instead of two
+                continue
+            torch._foreach_add_(updates, weights, alpha=-decay)
+            torch._foreach_copy_(gradients, updates)
+        return grads
+
+
+def _pieces(
+    size: int, states: Sequence[dict[str, torch.Tensor]], flats: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], ...]]:
+    """Lists of at most `size` elements in all: a part of a large tensor, or several small ones.
+
+    Yields:
+        weights, gradients, first moments, second moments, steps.
+    """
+    waiting: tuple[list[torch.Tensor], ...] = ([], [], [], [], [])
+    held = 0
+    for state, flat, grad in zip(states, flats, grads, strict=True):
+        moments = (state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        for piece in zip(*(tensor.split(size) for tensor in (flat, grad, *moments)), strict=True):
+            if held + piece[0].numel() > size:
+                yield waiting
+                waiting, held = ([], [], [], [], []), 0
+            for tensors, tensor in zip(waiting, (*piece, state["step"]), strict=True):
+                tensors.append(tensor)
+            held += piece[0].numel()
+    yield waiting
+
+
+# Elements that are worked on together: a few of them fit into a processor's cache; a GPU wants more at a time.
+_PIECE_ON_CPU, _PIECE = 2**17, 2**26
+
+
+def _fused_adam(
+    group: dict[str, Any],
+    updates: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    steps: list[torch.Tensor],
+) -> None:
+    """Adam with a learning rate of one, on zeros in place of weights."""
+    beta1, beta2 = group["betas"]
+    torch._fused_adam_(
+        updates,
+        grads,
+        first,
+        second,
+        [],
+        steps,
+        lr=1.0,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _plain_adam(
+    group: dict[str, Any],
+    updates: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    steps: list[torch.Tensor],
+) -> None:
+    """The same without bias correction, or with the gradient's full weight in the first moment."""
+    beta1, beta2 = group["betas"]
+    torch._foreach_mul_(first, beta1)
+    torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+    torch._foreach_mul_(second, beta2)
+    torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+    step = float(steps[0])
+    corrections = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    roots = torch._foreach_sqrt(second)
+    torch._foreach_div_(roots, corrections[1] ** 0.5)
+    torch._foreach_add_(roots, group["eps"])
+    torch._foreach_addcdiv_(updates, first, roots, value=-1.0 / corrections[0])
 
 
 def _trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, clip: bool) -> torch.Tensor:
