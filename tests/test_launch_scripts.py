@@ -186,6 +186,46 @@ def test_test_sh_passes_its_arguments_on(clone):
     assert done.stdout.splitlines() == ["<pytest>", "<-n>", "<2>", "<--dist>", "<loadfile>", "<-m>", "<not slow>"]
 
 
+WORDS = ("--restarts", "2", "launch/train.py", "--output", "a 'b' $HOME; touch pwned")
+SHOW_WORDS = '#!/bin/sh\nfor word; do echo "<$word>"; done\nexit 75\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [("local.sh", "local"), ("run_hostfile.sh", "hostfile"), ("mpi.sh", "mpi"), ("slurm.sbatch", "slurm")],
+)
+def test_a_launcher_passes_everything_on(clone, script, kind):
+    # Catches: words torn at blanks or expanded, a clone in a path with a blank, an exit code that gets lost.
+    fake_venv(clone, SHOW_WORDS)
+    environ = {"SLURM_SUBMIT_DIR": str(clone.root)} if kind == "slurm" else {}
+    done = clone.run(f"my clone/launch/{script}", *WORDS, **environ)
+    assert done.returncode == 75, done.stderr
+    assert done.stdout.splitlines() == [f"<{word}>" for word in (f"{clone.root}/launch/run.py", kind, *WORDS)]
+    assert not list(clone.root.parent.rglob("pwned"))
+
+
+def test_a_launcher_takes_another_python(clone):
+    # Catches: DS_VIT_PYTHON without effect; a clone without .venv that fails with "No such file".
+    clone.tool("mine", '#!/bin/sh\necho "mine $2"\n')
+    clone.tool("python3", '#!/bin/sh\necho "system $2"\n')
+    assert clone.run("my clone/launch/local.sh", DS_VIT_PYTHON=str(clone.bin / "mine")).stdout == "mine local\n"
+    assert clone.run("my clone/launch/local.sh").stdout == "system local\n"
+    (clone.bin / "python3").unlink()
+    done = clone.run("my clone/launch/local.sh")
+    assert done.returncode == 2
+    assert "bash launch/setup.sh makes it" in done.stderr
+
+
+def test_slurm_and_pbs_outside_of_a_clone_or_a_job_say_so(clone):
+    # Catches: an error that names Slurm's spool folder, or an empty variable.
+    done = clone.run("my clone/launch/slurm.sbatch", SLURM_SUBMIT_DIR=str(clone.bin))
+    assert done.returncode == 2
+    assert f"no clone in {clone.bin}: call sbatch there, or set DS_VIT_ROOT" in done.stderr
+    done = clone.run("my clone/launch/pbs.sh")
+    assert done.returncode != 0
+    assert "not in a PBS job" in done.stderr
+
+
 @pytest.mark.parametrize(("pytest_exit", "ruff_exit", "code"), [(0, 0, 0), (1, 0, 1), (5, 0, 1), (0, 1, 1)])
 def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, code):
     # Catches: a CI that is green although lint or a test failed, or no test was run; a stop where apt cannot work.

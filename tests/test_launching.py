@@ -304,6 +304,7 @@ def test_a_killed_rank_is_reported(tmp_path, capfd):
         (["mpi", "-np", "2", "--mpirun", "no-mpirun", "{train}"], "no-mpirun is not on PATH"),
         (["slurm", "{train}"], "SLURM_JOB_ID is not set"),
         (["hostfile", "--hostfile", "hosts", "{train}"], "-oProxyCommand=x"),
+        (["hostfile", "--hostfile", "hosts", "--master_addr", "a; touch called", "{train}"], "is not a host name"),
     ],
 )
 def test_bad_input_of_the_launcher(words, reason, tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
+from ds_vit.hosts import Host
 from ds_vit.launching.environment import collected
 from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
 from ds_vit.launching.rank import Job
@@ -102,6 +103,8 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         )
     if min(arguments.restarts, arguments.backoff, arguments.grace) < 0:
         raise ValueError("--restarts, --backoff and --grace cannot be negative")
+    if getattr(arguments, "master_addr", None):
+        Host(arguments.master_addr, 1)  # raises where it is no host's name
     script = Path(arguments.script)
     if not script.is_file():
         raise ValueError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
