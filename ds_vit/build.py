@@ -15,7 +15,16 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 
 from ds_vit.engine import Engine, Loss, PlainEngine
 from ds_vit.losses import build_loss
-from ds_vit.models import Layer, SequentialViT, freeze, initialise, no_weight_decay_names, take_apart, timm_names
+from ds_vit.models import (
+    Layer,
+    SequentialViT,
+    freeze,
+    initialise,
+    no_weight_decay_names,
+    norms_in_fp32,
+    take_apart,
+    timm_names,
+)
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.pipe_engine import PipeEngine, StagedViT
 from ds_vit.prepare import Plan
@@ -41,6 +50,8 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     def on_layer(layer: Layer) -> None:
         if tp is not None:
             cut_layer(layer, tp, class_parallel=plan.class_parallel)
+        if plan.precision.compute != "float32" and plan.config.norm_dtype == "float32":
+            norms_in_fp32(layer)
         freeze(layer, plan.frozen)
         if plan.stage == 3:
             group = grid and grid.get_data_parallel_group()

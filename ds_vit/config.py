@@ -138,6 +138,14 @@ class RunConfig:
     model_ema: bool = _flag(False, _O, "keep an exponential moving average of the weights, and evaluate it too")
     model_ema_decay: float = _flag(0.9998, _O, "decay of the average", type=float)
     model_ema_warmup: bool = _flag(False, _O, "let the decay of the average grow from 0")
+    norm_dtype: str = _flag(
+        "float32",
+        _O,
+        "type that norms compute in where the model is in 16 bits",
+        neutral=("float32",),
+        choices=("float32", "model"),
+    )
+    tf32: bool = _flag(False, _O, "let fp32 matrix products use a GPU's TF32 cores")
     on_nonfinite: str = _flag("stop", _O, "a step whose gradient is not finite", choices=("stop", "skip"))
     spike_factor: float | None = _flag(
         None, _O, "treat a loss or gradient norm above this many times its recent mean alike", type=float

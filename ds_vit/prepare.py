@@ -136,6 +136,7 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     ds_json.check_pipeline(data, path, config.pp)
     precision = ds_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
+    _check_types(config, precision, on_cpu)
     checkpointing = ds_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
     batch = ds_json.batch_sizes(
         data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
@@ -233,6 +234,15 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         horizon=horizon,
         notes=tuple(notes),
     )
+
+
+def _check_types(config: RunConfig, precision: ds_json.Precision, on_cpu: bool) -> None:
+    """Refuse --norm-dtype and --tf32 where they would do nothing."""
+    if config.norm_dtype == "model" and precision.compute == "float32":
+        raise ValueError(f"--norm-dtype model has no effect in {precision.name}: the model is in float32; drop it")
+    if config.tf32 and (on_cpu or precision.compute != "float32"):
+        why = "a CPU has no TF32 cores" if on_cpu else f"the model is in {precision.compute}"
+        raise ValueError(f"--tf32 has no effect: {why}; drop it")
 
 
 def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:

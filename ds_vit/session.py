@@ -64,6 +64,8 @@ class Session:
             for note in plan.notes:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
+        if plan.config.tf32:
+            torch.set_float32_matmul_precision("high")
         self.watchdog.beat(0, "building the model", patience=4)
         self.engine = build_engine(plan, self.device)
         self.ema: Ema | None = None

@@ -11,7 +11,9 @@ import torch
 
 from ds_vit.evaluate import Accuracy
 from ds_vit.metrics import Throughput
-from ds_vit.models import num_parameters
+from ds_vit.models import no_weight_decay_names, num_parameters
+from ds_vit.optim.health import layers_of
+from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.prepare import Plan
 
 Rows = list[tuple[str, str]]
@@ -52,15 +54,41 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
         ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
         ("layout", layout),
-        ("precision", f"{plan.precision.name} on {device.type}"),
+        ("precision", _precision(plan, device)),
         ("data", data),
         ("global batch", str(plan.batch)),
         ("steps", f"{plan.total_steps:,} ({per_epoch:,} an epoch, schedule over {plan.horizon:,}{warmup})"),
         ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
+        *_rules(plan),
         ("output", str(folder)),
     ]
     of_training = ("steps", "optimizer") if plan.config.eval_only else ()
     return [row for row in rows if row[0] not in of_training]
+
+
+def _precision(plan: Plan, device: torch.device) -> str:
+    name = f"{plan.precision.name} on {device.type}"
+    if plan.precision.compute != "float32" and plan.config.norm_dtype == "float32":
+        return f"{name}, norms in float32"
+    return f"{name}, TF32 matrix products" if plan.config.tf32 else name
+
+
+def _rules(plan: Plan) -> Rows:
+    """What single parameters get: weight decay, their layer's learning rate, an average."""
+    rows: Rows = []
+    trained = [name for name, _ in plan.model.named_parameters() if name not in plan.frozen]
+    if plan.weight_decay:
+        free = no_weight_decay_names(plan.model).intersection(trained)
+        rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
+    if plan.config.layer_decay not in (None, 1.0):
+        scales, layers = layer_scales(plan.model, plan.config.layer_decay), layers_of(trained)
+        # A layer's parameters share a factor, but for what timm puts elsewhere: the last one's is the layer's own.
+        by_layer = {layers[name]: plan.lr * scales[name] for name in trained}
+        rows.append(("lr by layer", ", ".join(f"{layer} {lr:.3g}" for layer, lr in by_layer.items())))
+    if plan.config.model_ema:
+        growing = " growing from 0" if plan.config.model_ema_warmup else ""
+        rows.append(("average", f"of the weights, decay {plan.config.model_ema_decay:g}{growing}"))
+    return rows
 
 
 def summarise(

@@ -172,7 +172,9 @@ class BlockLayer(Layer):
             if self.rope is None:
                 tokens = self.block(tokens)
             else:
-                tokens = self.block(tokens, rope=self.rotary_table(tokens, freqs[0] if freqs else None))
+                table = self.rotary_table(tokens, freqs[0] if freqs else None)
+                # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
+                tokens = self.block(tokens, rope=table.to(tokens.dtype))
         return (tokens, keys, *freqs)
 
 

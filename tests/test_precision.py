@@ -1,0 +1,212 @@
+"""What is computed in which type: norms, masters, pure bf16, loss scales; LAMB on fp32 masters."""
+
+import json
+
+import oracle
+import per_parameter as timm_side
+import pytest
+import timm
+import torch
+import torchvision
+from curves import assert_same_curve, read_rows, train_in, train_rows
+from safetensors.torch import load_file
+from test_fragments import BF16, WRAPPER, words
+from test_run import pretend_fp16, run_quietly
+from timm.utils import ModelEmaV3
+from vits import KINDS, small_kwargs
+
+from ds_vit.models import norms_in_fp32
+
+NUM_IMAGES = 32
+PURE = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """32 CIFAR-10 images and random initial weights."""
+    folder = tmp_path_factory.mktemp("precision")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, NUM_IMAGES, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    return folder
+
+
+def command(cifar, path, stage, changes, dp, flags=(), steps=timm_side.STEPS):
+    """Full-batch steps as in the emulation."""
+    argv = words(cifar, stage, changes, path)
+    argv[argv.index("--max-steps") + 1] = steps
+    argv[argv.index("-b") + 1] = NUM_IMAGES // dp
+    argv += ["--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5]
+    return [*argv, "--log-interval", 1, "--sched", "constant", "--warmup-steps", 0, *flags]
+
+
+@pytest.fixture(scope="module")
+def emulated(cifar):
+    """One process: a bf16 model with norms in fp32, fp32 masters, timm's Lamb on them."""
+    pixels = torchvision.transforms.Compose(
+        [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    )
+    data = torchvision.datasets.ImageFolder(str(cifar / "train"), pixels)
+    images = torch.stack([image for image, _ in data]).bfloat16()
+    labels = torch.tensor([label for _, label in data])
+    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **timm_side.KWARGS)
+    model.load_state_dict(load_file(str(cifar / "weights.safetensors")))
+    model.bfloat16()
+    assert norms_in_fp32(model) == 2 * 6 + 1
+    masters = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **timm_side.KWARGS)
+    masters.load_state_dict(model.state_dict())
+    optimizer, ema = timm_side.timm_optimizer("lamb", masters), ModelEmaV3(masters, decay=timm_side.EMA_DECAY)
+    rows = []
+    for step in range(1, timm_side.STEPS + 1):
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+        loss.backward()
+        for master, p in zip(masters.parameters(), model.parameters(), strict=True):
+            master.grad = p.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), timm_side.CLIP)
+        optimizer.step()
+        ema.update(masters, step=step)
+        model.load_state_dict(masters.state_dict())
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    return rows, masters.state_dict(), ema.module.state_dict()
+
+
+CASES = {
+    "ZeRO-1": (1, 1, [], BF16),
+    "BF16_Optimizer dp2": (2, 1, [], WRAPPER),
+    "ZeRO-2 dp4": (4, 2, [], BF16),
+    "ZeRO-3 dp2": (2, 3, [], BF16),
+    "BF16_Optimizer pp2": (2, 1, ["--pp", 2], WRAPPER),
+    "ZeRO-1 tp2": (2, 1, ["--tp", 2], BF16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lamb_on_fp32_masters(ranks, cifar, emulated, case, tmp_path):
+    """Norms of the 16-bit weights, moments in bf16, an average of rounded weights."""
+    world, stage, flags, changes = CASES[case]
+    changes = {**changes, "communication_data_type": "fp32", "optimizer": timm_side.BLOCKS["lamb"]}
+    dp = 1 if flags else world
+    argv = command(cifar, tmp_path / "config.json", stage, changes, dp, flags)
+    argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", timm_side.EMA_DECAY]
+    rows = train_in(ranks, world, argv)
+    assert_same_curve(emulated[0], rows, rtol=1e-3, keys=("loss",))
+    start = load_file(str(cifar / "weights.safetensors"))
+    for file, expected in (("model", emulated[1]), ("ema", emulated[2])):
+        ours = load_file(str(tmp_path / "run" / f"{file}.safetensors"))
+        # Relative to how far training moved a tensor: 10 % of it is far less than bf16 resolves.
+        far = {n: torch.linalg.norm(expected[n] - start[n]) for n in expected}
+        off = {n: (torch.linalg.norm(ours[n] - expected[n]) / far[n]).item() for n in expected if far[n] > 1e-3}
+        assert max(off.values()) < 0.3, max(off, key=off.get)
+        assert any((ours[n] != ours[n].bfloat16().float()).any() for n in ours), "fp32 masters are no bf16 numbers"
+
+
+def norm_types(argv):
+    """On a rank: the types that layer norms compute in during training."""
+    from torch.nn import functional as F
+
+    from ds_vit.train import main
+
+    seen, layer_norm = set(), F.layer_norm
+
+    def recording(x, shape, weight=None, bias=None, eps=1e-5):
+        seen.add((str(x.dtype), str(weight.dtype)))
+        return layer_norm(x, shape, weight, bias, eps)
+
+    F.layer_norm = recording
+    code = main([str(word) for word in argv])
+    return code, seen
+
+
+@pytest.mark.parametrize(("norm", "kind"), [("float32", "float32"), ("model", "bfloat16")])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_compute_in_fp32_unless_told_otherwise(ranks, cifar, tmp_path, norm, kind, stage):
+    """A switch that does nothing, under ZeRO-3's gathered weights too."""
+    argv = command(cifar, tmp_path / "config.json", stage, BF16, 1, ["--norm-dtype", norm], steps=1)
+    [(code, seen)] = ranks.run(1, norm_types, [*argv, "--output", tmp_path / "run"])
+    assert code == 0
+    assert seen == {(f"torch.{kind}", f"torch.{kind}")}
+
+
+def test_a_norm_in_fp32_loses_less():
+    """The arithmetic itself, weight and bias included, against float64."""
+    torch.manual_seed(0)
+    norm = torch.nn.LayerNorm(96)
+    torch.nn.init.normal_(norm.weight)
+    exact = torch.nn.LayerNorm(96).double()
+    norm.bfloat16()
+    exact.load_state_dict(norm.state_dict())
+    x = torch.randn(64, 96).bfloat16() * 30 + 100
+    assert norms_in_fp32(norm) == 1
+    error = (norm(x).double() - exact(x.double())).abs()
+    assert norm(x).dtype == torch.bfloat16
+    assert (error <= exact(x.double()).abs() * 2**-8 + 1e-6).all(), "no more than one rounding to bf16"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pure_bf16(ranks, cifar, tmp_path, stage):
+    """Masters and moments in bf16 train, are averaged in fp32, and are what the JSON asked for."""
+    changes = {**PURE, "optimizer": timm_side.BLOCKS["lamb"]}
+    argv = command(cifar, tmp_path / "config.json", stage, changes, 2)
+    output = tmp_path / "run"
+    rows = train_in(ranks, 2, [*argv, "--model-ema", "--model-ema-decay", 0.8, "--output", output])
+    losses = [row["loss"] for row in train_rows(rows)]
+    assert losses[-1] < losses[0] - 0.1
+    weights, average = (load_file(str(output / f"{name}.safetensors")) for name in ("model", "ema"))
+    assert all((w == w.bfloat16().float()).all() for w in weights.values()), "bf16 masters"
+    assert any((w != w.bfloat16().float()).any() for w in average.values()), "an fp32 average"
+
+
+ROTARY = [KINDS["Eva with rotary tables"], KINDS["learned rotary frequencies"], KINDS["DINOv3"]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotary_models_in_bf16(ranks, cifar, tmp_path, name, stage):
+    """DeepSpeed casts parameters and leaves buffers: the rotary table would meet bf16 tokens in fp32."""
+    config = tmp_path / "config.json"
+    argv = command(cifar, config, stage, {**BF16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 1, steps=2)
+    at = argv.index("--model")
+    end = argv.index("--img-size")
+    kwargs = [f"{key}={value}" for key, value in small_kwargs(name).items()]
+    argv[at:end] = ["--model", name, "--model-kwargs", *kwargs]
+    argv[argv.index("--img-size") + 1] = 56 if "14" in name else 64
+    at = argv.index("--initial-checkpoint")
+    del argv[at : at + 2]
+    rows = train_rows(train_in(ranks, 1, argv))
+    assert len(rows) == 2
+    assert all(row["loss"] < 5 for row in rows)
+
+
+LAYOUTS = {
+    "dp2 ZeRO-2": (2, 2, []),
+    "dp2 ZeRO-3": (2, 3, []),
+    "pp2": (2, 1, ["--pp", 2]),
+    "tp2": (2, 1, ["--tp", 2]),
+    "pp2 tp2": (4, 1, ["--pp", 2, "--tp", 2]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp16_overflows_alike(ranks, cifar, tmp_path, layout):
+    """A rank that skips alone, a scale that goes its own way, a skip that the metrics do not show."""
+    fp16 = {"enabled": True, "initial_scale_power": 26, "hysteresis": 1, "loss_scale_window": 1000}
+    changes = {"fp16": fp16, "optimizer": timm_side.BLOCKS["lamb"]}
+    runs = {}
+    for name, (world, stage, flags) in {"one": (1, 1, []), "other": LAYOUTS[layout]}.items():
+        dp = 1 if flags else world
+        argv = command(cifar, tmp_path / f"{name}.json", stage, changes, dp, flags, steps=14)
+        argv = [str(word) for word in [*argv, "--output", tmp_path / name]]
+        said = ranks.run(world, run_quietly, argv, pretend_fp16)
+        assert [code for code, *_ in said] == [0] * world, said[0][2]
+        runs[name] = read_rows(tmp_path / name)
+    scales = {name: [row["loss_scale"] for row in train_rows(rows)] for name, rows in runs.items()}
+    assert scales["one"] == scales["other"]
+    skips = {name: [row for row in rows if row["kind"] == "skip"] for name, rows in runs.items()}
+    assert len(skips["one"]) >= 2
+    assert [row["step"] for row in skips["one"]] == [row["step"] for row in skips["other"]]
+    assert all(row["reason"] == "overflow" for row in skips["other"])
+    assert [row["skipped_steps"] for row in skips["other"]] == list(range(1, len(skips["one"]) + 1))
+    for before, after in zip(train_rows(runs["other"]), train_rows(runs["other"])[1:], strict=False):
+        assert after["loss_scale"] == before["loss_scale"] / (2 if before["grad_norm"] is None else 1)
+    assert_same_curve(runs["one"], runs["other"], rtol=5e-3, keys=("loss",))
+    assert json.loads((tmp_path / "other" / "summary.json").read_text())["precision"] == "fp16"
