@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 import yaml
 
+from ds_vit.durations import Interval, parse_seconds
+
 
 def _flag(
     default: Any,
@@ -172,8 +174,16 @@ class RunConfig:
     output: str = _flag("", _R, "folder of the run (default: runs/<time>-<model>)", metavar="DIR")
     seed: int = _flag(42, _R, "seed of everything random", type=int)
     resume: str = _flag("none", _R, "checkpoint to go on from: none, auto or a path", neutral=("none",))
-    checkpoint_interval: int = _flag(0, _R, "optimizer steps between checkpoints", neutral=(0,), type=int)
-    keep_checkpoints: int = _flag(0, _R, "checkpoints to keep", neutral=(0,), type=int)
+    allow_batch_change: bool = _flag(False, _R, "go on from a checkpoint with another global batch")
+    checkpoint_interval: str = _flag(
+        "0", _R, "optimizer steps (500) or time (30m) between checkpoints; 0: when interrupted alone", neutral=("0",)
+    )
+    keep_checkpoints: int = _flag(2, _R, "checkpoints to keep beside the best one (0: all)", type=int)
+    stop_before_seconds: float | None = _flag(
+        None, _R, "save and stop this long before --time-limit or the end of a Slurm job", type=float
+    )
+    time_limit: str = _flag("", _R, "save and stop after this time: 90m, 24h", neutral=("",))
+    log_samples: bool = _flag(False, _R, "write which samples each step used, to samples/ in the output folder")
     log_interval: int = _flag(50, _R, "optimizer steps between lines of metrics.jsonl", type=int)
     eval_interval: int = _flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), type=int)
     validation_batch_size: int | None = _flag(None, _R, "images a rank in evaluation", short=("-vb",), type=int)
@@ -196,14 +206,6 @@ def default_of(name: str) -> Any:
 def spelling(name: str) -> str:
     """How a flag is written on the command line: `drop_path` → `--drop-path`."""
     return FIELDS[name].metadata["spelling"] or "--" + name.replace("_", "-")
-
-
-# Flags of the contract whose mechanism has not been built yet: accepted at their neutral value, refused otherwise.
-_NOT_YET = {
-    "resume": "going on from a checkpoint",
-    "checkpoint_interval": "checkpoints during training (the final weights are saved as model.safetensors)",
-    "keep_checkpoints": "checkpoints during training (the final weights are saved as model.safetensors)",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -256,8 +258,7 @@ def _help(name: str) -> str:
     shown = "" if default in (None, "", (), {}, False) else f" [{default}]"
     if isinstance(default, tuple) and default:
         shown = f" [{' '.join(f'{value:g}' for value in default)}]"
-    later = " (another value: not in this release)" if name in _NOT_YET else ""
-    return (FIELDS[name].metadata["help"] + shown + later).replace("%", "%%")
+    return (FIELDS[name].metadata["help"] + shown).replace("%", "%%")
 
 
 def _literal(text: str) -> Any:
@@ -424,14 +425,10 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         value = getattr(config, name)
         return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]
 
-    for name, what in _NOT_YET.items():
-        if written(name):
-            raise ValueError(
-                f"{spelling(name)} {getattr(config, name)}: {what}: not in this release; leave the flag out"
-            )
     if not config.deepspeed_config:
         raise ValueError("--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision")
     _check_ranges(config)
+    _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
         raise ValueError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
     if config.freeze and config.linear_probe:
@@ -498,6 +495,19 @@ def _check_ranges(config: RunConfig) -> None:
     must(config.std is None or min(config.std) > 0, "std", "above 0")
 
 
+def _check_checkpoints(config: RunConfig) -> None:
+    """What the flags of checkpoints and interruption must be."""
+    Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
+    if config.time_limit:
+        parse_seconds(config.time_limit, "--time-limit")
+    if config.keep_checkpoints < 0:
+        raise ValueError(f"--keep-checkpoints must be at least 0 (0 keeps all), not {config.keep_checkpoints}")
+    if config.stop_before_seconds is not None and config.stop_before_seconds < 0:
+        raise ValueError(f"--stop-before-seconds must be at least 0, not {config.stop_before_seconds}")
+    if config.resume == "auto" and not config.output:
+        raise ValueError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
+
+
 def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     """(flag, why it does nothing here) for this combination."""
     idle: list[tuple[str, str]] = []
@@ -523,6 +533,18 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("cutmix", "beside --cutmix-minmax, which draws the box itself")]
     if not config.bce_loss:
         idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
+    if config.resume == "none":
+        idle += [("allow_batch_change", "without --resume")]
+    if config.eval_only:
+        names = (
+            "resume",
+            "checkpoint_interval",
+            "keep_checkpoints",
+            "stop_before_seconds",
+            "time_limit",
+            "log_samples",
+        )
+        idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
     if config.tp == 1:
         idle += [(name, "without --tp") for name in ("sequence_parallel", "class_parallel")]
     if config.pp == 1:

@@ -32,6 +32,11 @@ from ds_vit.tensor_parallel import TensorSlice, assemble
 Inputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 # The same for evaluation, and which rows count: bool [B].
 EvalInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
+# Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
+# two such chunks a run can be stopped.
+EVAL_CHUNK = 32
+# What DeepSpeed's DynamicLossScaler counts.
+_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -198,6 +203,44 @@ class Engine(ABC):
         if not self.engine.fp16_enabled():
             return 1.0
         return float(self.engine.optimizer.cur_scale)
+
+    def progress(self) -> dict[str, Any]:
+        """What the engine knows beside tensors and must not forget: plain numbers, the same on every rank."""
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        scheduler = self.engine.lr_scheduler
+        out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
+        if scaler is not None:
+            out["loss_scaler"] = {key: value for key, value in scaler.state_dict().items() if value is not None}
+        elif self.engine.fp16_enabled():
+            own = vars(self.engine.optimizer.loss_scaler)
+            out["loss_scaler"] = {key: own[key] for key in _LOSS_SCALER if key in own}
+        if scheduler is not None:
+            out["lr_scheduler"] = int(scheduler.last_batch_iteration)
+        return out
+
+    def restore_progress(self, progress: Mapping[str, Any], step: int) -> None:
+        """Take up what `progress` gave; a loss scale is taken up where both runs have one of the same kind.
+
+        Args:
+            progress: from a checkpoint.
+            step: optimizer steps that are done.
+        """
+        engine = self.engine
+        engine.global_steps = step
+        engine.global_samples = step * engine.train_batch_size()
+        engine.skipped_steps = int(progress["skipped_steps"])
+        saved = progress.get("loss_scaler") or {}
+        scaler = engine.torch_autocast_z0_gradscaler
+        if scaler is not None:
+            if "scale" in saved:
+                scaler.load_state_dict({**scaler.state_dict(), **saved})
+        elif engine.fp16_enabled() and engine.optimizer.loss_scaler.dynamic:
+            for key in _LOSS_SCALER:
+                if key in saved:
+                    setattr(engine.optimizer.loss_scaler, key, saved[key])
+        if engine.lr_scheduler is not None and progress.get("lr_scheduler", -1) >= 0:
+            engine.lr_scheduler.step(progress["lr_scheduler"])
+        self.set_lr(progress["lr"])
 
     @abstractmethod
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:

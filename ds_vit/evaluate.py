@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ds_vit.engine import Engine, EvalInputs
+from ds_vit.engine import EVAL_CHUNK, Engine, EvalInputs
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ def evaluate(
     num_batches: int,
     *,
     bce: bool = False,
+    between: Callable[[], None] = lambda: None,
 ) -> Accuracy:
     """Count right answers over all ranks (a collective; every rank brings the same number of batches).
 
@@ -36,6 +37,7 @@ def evaluate(
             valid are padding and count nowhere.
         num_batches: how many this rank brings.
         bce: the loss is binary cross-entropy (multi-label); else softmax cross-entropy without smoothing.
+        between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
 
     Returns:
         The same figures on every rank. For multi-hot targets an image counts as right at top-k when one of its labels
@@ -45,8 +47,11 @@ def evaluate(
         ValueError: no image was valid.
     """
     totals = torch.zeros(4, dtype=torch.float64, device=engine.device)  # right at 1, right at 5, loss, images
-    for logits, targets, valid in engine.forward_batches(batches, num_batches):
-        totals += count(logits, targets, valid, bce=bce)
+    for start in range(0, num_batches, EVAL_CHUNK):
+        if start:
+            between()
+        for logits, targets, valid in engine.forward_batches(batches, min(EVAL_CHUNK, num_batches - start)):
+            totals += count(logits, targets, valid, bce=bce)
     top1, top5, loss, images = engine.sum(totals).tolist()
     if not images:
         raise ValueError("the validation split has no image that can be decoded")

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit import layout
+from ds_vit import exit_codes, layout
 from ds_vit.engine import init_distributed, quiet_deepspeed, share_cores
 from ds_vit.train import guarded
 from ds_vit.weights import StoredWeights, add_weights_arguments, find_weights
@@ -38,7 +38,12 @@ _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
     """Run `launch/eval.py` or `ds-vit eval` with these arguments; exit codes as those of `launch/train.py`."""
-    return guarded(program, lambda process: _run_words(argv, program, process), "nothing was written")
+
+    def body(process: layout.Process) -> int:
+        _run_words(argv, program, process)
+        return exit_codes.OK
+
+    return guarded(program, body, "nothing was written")
 
 
 def _run_words(argv: Sequence[str] | None, program: str, process: layout.Process) -> dict[str, Any]:

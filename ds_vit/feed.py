@@ -6,8 +6,11 @@ a layer's tensor slices one loads and the others receive.
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,22 +39,24 @@ class Feed:
         plan: the run.
         engine: its device, type and process groups.
         throughput: is told how long the loop waited for data.
+        samples: folder for files of the samples that each step used (--log-samples), or None.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, throughput: Throughput) -> None:
+    def __init__(self, plan: Plan, engine: Engine, throughput: Throughput, samples: Path | None = None) -> None:
         self.plan = plan
         self.engine = engine
         self.throughput = throughput
         self.loads = plan.layout.tp_rank(plan.process.rank) == 0
+        self.samples = samples
         self.skipped_images = 0
         """Images of this rank that could not be decoded and were replaced; a row is counted by one rank alone."""
 
-    def training(self) -> Iterator[Inputs]:
-        """The micro-batches of the whole run; the time they are waited for is counted."""
+    def training(self, first_step: int = 0) -> Iterator[Inputs]:
+        """The micro-batches of the run from a step on; the time they are waited for is counted."""
         plan = self.plan
         if not self.loads:
             rows, soft = plan.batch.micro_batch, plan.mix.active or plan.train_source.multi_label
-            for _ in range(plan.total_steps * plan.batch.accumulation):
+            for _ in range(max(0, plan.total_steps - first_step) * plan.batch.accumulation):
                 yield self._receive(rows, soft)
             return
         batches = iter(
@@ -61,11 +66,12 @@ class Feed:
                 share=plan.share,
                 augment=plan.augment,
                 mix=plan.mix,
-                stop_step=plan.total_steps,
+                start_step=first_step,
+                stop_step=max(first_step, plan.total_steps),
                 **self._loading(),
             )
         )
-        while True:
+        for number in itertools.count(first_step * plan.batch.accumulation):
             before = time.perf_counter()
             batch = next(batches, None)
             self.throughput.waited(time.perf_counter() - before)
@@ -73,7 +79,19 @@ class Feed:
                 return
             if plan.has_images:
                 self.skipped_images += batch.num_skipped
+                self._log_samples(number, batch)
             yield self._share(self._finish(batch, plan.augment, plan.mix))
+
+    def _log_samples(self, number: int, batch: MicroBatch) -> None:
+        """Write down which samples a micro-batch is made of, counted over the run from 0."""
+        if self.samples is None:
+            return
+        step, micro_index = divmod(number, self.plan.batch.accumulation)
+        rows = self.plan.share.rows(micro_index)
+        line = {"step": step + 1, "first_row": rows.start, "samples": batch.indices[: batch.num_rows].tolist()}
+        self.samples.mkdir(parents=True, exist_ok=True)
+        with (self.samples / f"rank-{self.plan.process.rank:05d}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def evaluation(self) -> tuple[Iterator[EvalInputs], int]:
         """The batches of the validation split, and how many: the same number on every rank."""

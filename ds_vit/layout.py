@@ -92,6 +92,12 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     return tasks[int(node)] if int(node) < len(tasks) else None
 
 
+def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
+    """When the scheduler will end this job, as `time.time()`; None where it does not say (Slurm does)."""
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() else None
+
+
 def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ) -> dict[str, object]:
     """The arguments of `deepspeed.init_distributed` that make this launcher's ranks meet.
 

@@ -133,8 +133,11 @@ class Reporter:
 
         self.console = console or make_console()
         self._events = events
+        _cut_torn_line(folder / "metrics.jsonl")
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        # What an interrupted run drew beyond the step that this one goes on from is hidden.
+        purge = {"purge_step": first_step + 1} if first_step else {}
+        self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
         self._figures = self._accuracy = ""
         self._progress: Progress | None = None
         self._total = total_steps
@@ -228,6 +231,11 @@ class Reporter:
             global_step=step,
         )
 
+    def checkpoint(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "checkpoint": step, pause_seconds, write_seconds, bytes, and error where it failed."""
+        self._write({"kind": "checkpoint", **row})
+        self._scalar("checkpoint/pause_seconds", row["pause_seconds"], row["step"])
+
     def say(self, text: str) -> None:
         """One line for whoever watches."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -251,6 +259,16 @@ class Reporter:
     def _monitor(self, at: int, group: str, row: Mapping[str, Any], keys: Sequence[str]) -> None:
         if self._events:
             self._events([(f"{group}/{key}", row[key], at) for key in keys if row.get(key) is not None])
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove the last row if the run that wrote it was killed within it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
 
 
 def make_console() -> Console:

@@ -19,15 +19,22 @@ def default_folder(model: str) -> str:
     return f"{DEFAULT_PARENT}/{time.strftime('%Y%m%d-%H%M%S')}-{model.split('/')[-1]}"
 
 
-def check_folder(output: str) -> None:
+def check_folder(output: str, *, goes_on: bool = False) -> None:
     """Refuse a folder that holds a run already, or that cannot be written.
+
+    Args:
+        output: the folder.
+        goes_on: the run in it is the one that shall go on.
 
     Raises:
         ValueError: says which and what to do.
     """
     folder = Path(output)
-    if (folder / "metrics.jsonl").exists():
-        raise ValueError(f"--output {output} already holds a run (metrics.jsonl); choose another folder or remove it")
+    if (folder / "metrics.jsonl").exists() and not goes_on:
+        raise ValueError(
+            f"--output {output} already holds a run (metrics.jsonl); choose another folder, remove it, or "
+            "go on with it by --resume auto"
+        )
     parent = folder
     while not parent.exists():
         parent = parent.parent

@@ -17,7 +17,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from ds_vit.engine import Engine, EvalInputs, Inputs, Loss, StepResult
+from ds_vit.engine import EVAL_CHUNK, Engine, EvalInputs, Inputs, Loss, StepResult
 from ds_vit.models import BlockLayer, BlockRun
 
 
@@ -72,9 +72,6 @@ class StagedViT(PipelineModule):
 class PipeEngine(Engine):
     """DeepSpeed's pipeline engine behind the common face."""
 
-    # Evaluation runs this many micro-batches through the pipeline at a time: the bubble against the logits kept.
-    _EVAL_CHUNK = 32
-
     def __init__(
         self, model: StagedViT, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any], **shared: Any
     ) -> None:
@@ -102,8 +99,8 @@ class PipeEngine(Engine):
         at_end = engine.is_first_stage() or engine.is_last_stage()
         counts = engine.is_last_stage() and self.grid.get_slice_parallel_rank() == 0
         monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
-        for start in range(0, num_batches, self._EVAL_CHUNK):
-            size = min(self._EVAL_CHUNK, num_batches - start)
+        for start in range(0, num_batches, EVAL_CHUNK):
+            size = min(EVAL_CHUNK, num_batches - start)
             chunk = [next(batches) for _ in range(size)] if at_end else []
             feed = iter([((images, keys), targets) for images, keys, targets, _ in chunk])
             engine.total_loss = None  # eval_batch would go on adding to training's

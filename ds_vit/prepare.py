@@ -32,10 +32,13 @@ from ds_vit.models import (
     frozen_names,
     image_size,
     layer_costs,
+    names_and_shapes,
     take_apart,
 )
 from ds_vit.optim.build import check_layer_decay, optimizer_class
 from ds_vit.optim.schedules import Schedule
+from ds_vit.resume import Resume, check_same_run, keep_global_batch
+from ds_vit.resume import find as find_resume
 from ds_vit.tensor_parallel import check_cut, pays
 
 DEFAULT_EPOCHS = 300  # timm's
@@ -76,6 +79,22 @@ class Plan:
     total_steps: int
     horizon: int
     notes: tuple[str, ...]
+    resume: Resume | None = None
+    stop_at: float | None = None  # time.time() at which a scheduler or --time-limit ends the run
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this the run that it is: a checkpoint of another one cannot be gone on from."""
+        return {
+            "model": self.config.model,
+            "num_classes": self.config.num_classes,
+            "img_size": list(self.image.img_size),
+            "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model).items()},
+            "seed": self.config.seed,
+            "images": len(self.train_source),
+            "optimizer": self.optimizer[0].__name__,
+            "trained": [name for name in names_and_shapes(self.model) if name not in self.frozen],
+        }
 
     @property
     def stage(self) -> int:
@@ -115,7 +134,9 @@ class Plan:
         )
 
 
-def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on_cpu: bool) -> Plan:
+def prepare(
+    config: RunConfig, explicit: frozenset[str], process: Process, *, on_cpu: bool, stop_at: float | None = None
+) -> Plan:
     """Resolve a run.
 
     Args:
@@ -123,6 +144,7 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         explicit: which of them somebody wrote down.
         process: this rank.
         on_cpu: there is no accelerator.
+        stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
 
     Raises:
         ValueError: one message for people, with the numbers and the way out.
@@ -141,6 +163,16 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     batch = ds_json.batch_sizes(
         data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
     )
+    if config.stop_before_seconds is not None and stop_at is None:
+        raise ValueError(
+            "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
+            "give --time-limit"
+        )
+    resume = find_resume(config)
+    if resume is not None:
+        fixed = isinstance(data.get("train_batch_size"), int)
+        batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
+        notes += [*resume.notes, *kept]
     optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
     if config.layer_decay not in (None, 1.0):
         check_layer_decay(optimizer)
@@ -179,7 +211,9 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
     )
     model = create_model(spec, for_training=not config.eval_only)
-    initial = InitialCheckpoint(config.initial_checkpoint, model) if config.initial_checkpoint else None
+    # A run that goes on has its weights from the checkpoint.
+    starts = bool(config.initial_checkpoint) and resume is None
+    initial = InitialCheckpoint(config.initial_checkpoint, model) if starts else None
     if initial is not None and initial.newly_initialised:
         notes.append(f"not in {config.initial_checkpoint}, newly initialised: {', '.join(initial.newly_initialised)}")
 
@@ -207,7 +241,7 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
     total_steps, horizon = _steps(config, order.steps_per_epoch)
     schedule = _schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
     resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
-    return Plan(
+    plan = Plan(
         config=dataclasses.replace(config, num_classes=num_classes),
         process=process,
         layout=layout,
@@ -233,7 +267,13 @@ def prepare(config: RunConfig, explicit: frozenset[str], process: Process, *, on
         total_steps=0 if config.eval_only else total_steps,
         horizon=horizon,
         notes=tuple(notes),
+        resume=resume,
+        stop_at=stop_at,
     )
+    if resume is None:
+        return plan
+    changes = check_same_run(resume, plan.identity, resolved_flags(plan))
+    return dataclasses.replace(plan, notes=(*plan.notes, *changes))
 
 
 def _check_types(config: RunConfig, precision: ds_json.Precision, on_cpu: bool) -> None:
@@ -516,6 +556,10 @@ def _resolve_json(
     return resolved
 
 
+# Flags of how this process was started, which another start will answer for itself.
+_OF_THIS_START = ("resume", "allow_batch_change", "stop_before_seconds", "time_limit")
+
+
 def resolved_flags(plan: Plan) -> dict[str, Any]:
     """The flags with everything that was found out written in: a recipe that runs the same again.
 
@@ -524,7 +568,7 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     config = plan.config
     values = {name: getattr(config, name) for name in flags.FIELDS}
     values["deepspeed_config"] = "deepspeed.json"
-    for name in ("output", "batch_size", "grad_accum_steps", "weight_decay", "clip_grad"):
+    for name in ("output", "batch_size", "grad_accum_steps", "weight_decay", "clip_grad", *_OF_THIS_START):
         values[name] = None
     values |= {
         "lr": plan.lr,

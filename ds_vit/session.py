@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,24 @@ import torch.distributed as dist
 
 from ds_vit import config as flags
 from ds_vit.build import build_engine
-from ds_vit.checkpoint import save_weights
 from ds_vit.engine import StepResult, device_of
 from ds_vit.evaluate import Accuracy, evaluate
 from ds_vit.exit_codes import Diverged
 from ds_vit.feed import Feed
+from ds_vit.interrupt import Interrupted, Signals
+from ds_vit.keeper import Keeper
 from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
-from ds_vit.models import forward_flops, timm_state_dict
+from ds_vit.models import forward_flops
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.health import GradientHealth
 from ds_vit.prepare import Plan, resolved_flags
 from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
 from ds_vit.watchdog import Watchdog
+
+
+class _Stop(Exception):
+    """Leaves an evaluation in the middle, on all ranks at the same batch."""
 
 
 class Session:
@@ -35,13 +42,17 @@ class Session:
         folder: the output folder, shared by all ranks; rank 0 writes to it.
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
+        signals: that this rank has had, or None where nobody listens to them.
     """
 
-    def __init__(self, plan: Plan, folder: Path, started: float, watchdog: Watchdog) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, started: float, watchdog: Watchdog, signals: Signals | None = None
+    ) -> None:
         self.plan = plan
         self.folder = folder
         self.started = started
         self.watchdog = watchdog
+        self.signals = signals
         self.device = device_of(plan.process.local_rank)
         self.flops = forward_flops(plan.model)
         self.peak = peak_tflops(self.device, plan.precision.name)
@@ -49,6 +60,10 @@ class Session:
         self.accuracies: list[Accuracy] = []
         self.ema_accuracies: list[Accuracy] = []
         self.skipped_steps = self.skips_in_a_row = 0
+        self.evaluated_step = 0
+        self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
+        self.step = 0  # optimizer steps that are done
+        self.keeper: Keeper | None = None  # of a run that trains
         self.reporter: Reporter | None = None
 
     def run(self) -> dict[str, Any]:
@@ -75,23 +90,39 @@ class Session:
             if plan.config.spike_factor is not None:
                 self.engine.guard.watch_spikes(plan.config.spike_factor)
             self.health = GradientHealth(self.engine.fragments, self.engine.clipped_by)
-        self.feed = Feed(plan, self.engine, self.throughput)
+        samples = self.folder / "samples" if plan.config.log_samples else None
+        self.feed = Feed(plan, self.engine, self.throughput, samples)
+        done = self._restore()
         if console is not None:
             events = self.engine.write_events
-            self.reporter = Reporter(self.folder, total_steps=plan.total_steps, events=events, console=console)
+            total = plan.total_steps
+            self.reporter = Reporter(self.folder, total_steps=total, first_step=done, events=events, console=console)
+            if self.keeper is not None:
+                self.keeper.reporter = self.reporter
+        exit_word = "completed"
         try:
             if plan.config.eval_only:
                 self._evaluate(step=0)
             else:
-                self._train()
-                self.watchdog.beat(plan.total_steps, "saving the weights", patience=4)
+                self._train(done)
                 self._save()
+        except Interrupted:
+            exit_word = "interrupted"
         finally:
             if self.reporter:
                 self.reporter.close()
-        skipped = int(self.engine.sum(torch.tensor(self.feed.skipped_images, device=self.device)))
+        if self.keeper is not None and self.keeper.num_failed:
+            exit_word = "not all saved"
+        history = self._history()
         summary = summarise(
-            plan, self.accuracies, self.ema_accuracies, self.throughput, skipped, time.perf_counter() - self.started
+            plan,
+            self.accuracies,
+            self.ema_accuracies,
+            self.throughput,
+            history["skipped_images"],
+            history["wall_seconds"],
+            steps=self.step,
+            exit_word=exit_word,
         )
         if console is not None:
             temporary = self.folder / ".summary.json.partial"
@@ -101,12 +132,35 @@ class Session:
         self.engine.close()
         return summary
 
-    def _train(self) -> None:
+    def _restore(self) -> int:
+        """Take up what was saved, if this run goes on; gives the steps that are done (a collective)."""
+        if self.plan.config.eval_only:
+            return 0
+        shared = (self.engine, self.ema, self.throughput, self.signals, self._history)
+        self.keeper = Keeper(self.plan, self.folder, *shared)
+        if self.plan.resume is not None:
+            self.watchdog.beat(0, "reading the checkpoint", patience=4)
+        self.step, history = self.keeper.restore()
+        if history:
+            self._restore_history(history)
+        return self.step
+
+    def _save(self) -> None:
+        """The end of the run as a checkpoint, where it has any, and its weights (a collective)."""
+        assert self.keeper is not None
+        self.watchdog.beat(self.step, "saving", patience=4)
+        self.keeper.finish(self.step)
+        self.watchdog.beat(self.step, "saving the weights", patience=4)
+        self.keeper.save_weights(self.folder)
+
+    def _train(self, first_step: int) -> None:
         plan, config = self.plan, self.plan.config
-        inputs = self.watchdog.micro_batches(self.feed.training())
-        per_epoch = plan.order.steps_per_epoch
+        inputs = self.watchdog.micro_batches(self.feed.training(first_step))
+        self._boundary(first_step)
+        if first_step and self.evaluated_step != first_step:
+            self._evaluate_if_due(first_step)  # the run was interrupted within this evaluation
         self.throughput.restart()
-        for step in range(plan.total_steps):
+        for step in range(first_step, plan.total_steps):
             if plan.schedule is not None:
                 self.engine.set_lr(plan.schedule.lr(step))
             lr, scale = self.engine.lr(), self.engine.loss_scale()
@@ -128,11 +182,28 @@ class Session:
                 self._log(done, lr, scale, result)
             elif self.reporter:
                 self.reporter.advance(done)
-            if plan.val_source is not None:
-                epochs, rest = divmod(done, per_epoch)
-                due = config.eval_interval > 0 and rest == 0 and epochs % config.eval_interval == 0
-                if due or done == plan.total_steps:
-                    self._evaluate(done)
+            self.step = done
+            self._evaluate_if_due(done)
+            self._boundary(done)
+
+    def _boundary(self, done: int) -> None:
+        """Between two steps: save if it is time.
+
+        Raises:
+            Interrupted: some rank was told to stop; all of them are here, and the step is saved.
+        """
+        if self.keeper is not None:
+            self.watchdog.beat(done, "saving", patience=4)
+            self.keeper.boundary(done)
+
+    def _evaluate_if_due(self, done: int) -> None:
+        plan = self.plan
+        if plan.val_source is None or not done:
+            return
+        epochs, rest = divmod(done, plan.order.steps_per_epoch)
+        interval = plan.config.eval_interval
+        if (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.total_steps:
+            self._evaluate(done)
 
     # Steps in a row without an update after which going on is pointless; a loss scale of 2^16 is found in fewer.
     _MAX_SKIPS = 50
@@ -200,36 +271,64 @@ class Session:
         )
 
     def _evaluate(self, step: int) -> None:
-        """Exact accuracy on the validation split (a collective)."""
+        """Exact accuracy on the validation split (a collective).
+
+        Raises:
+            Interrupted: the ranks were told to stop meanwhile; the step is saved, and not counted as evaluated.
+        """
         self.throughput.pause()
-        self._evaluate_weights(step, self.accuracies, "eval")
-        if self.ema is not None:
-            with self.ema.swapped():
-                self._evaluate_weights(step, self.ema_accuracies, "eval_ema")
+        try:
+            self._evaluate_weights(step, self.accuracies, "eval")
+            if self.ema is not None:
+                with self.ema.swapped():
+                    self._evaluate_weights(step, self.ema_accuracies, "eval_ema")
+        except _Stop:
+            self._boundary(step)
         self.throughput.resume()
+        self.evaluated_step = step
+        if self.keeper is not None:
+            self.keeper.evaluated(step, self.accuracies[-1].top1, max(a.top1 for a in self.accuracies))
 
     def _evaluate_weights(self, step: int, accuracies: list[Accuracy], kind: str) -> None:
         """Exact accuracy of the weights that the model has now (a collective)."""
+
+        def stop_if_told_to() -> None:
+            if self.keeper is not None and self.keeper.asked_to_stop():
+                raise _Stop
+
         self.watchdog.beat(step, "evaluation")
         batches, num_batches = self.feed.evaluation()
         batches = self.watchdog.micro_batches(batches)
-        accuracy = evaluate(self.engine, batches, num_batches, bce=self.plan.config.bce_loss)
+        bce = self.plan.config.bce_loss
+        accuracy = evaluate(self.engine, batches, num_batches, bce=bce, between=stop_if_told_to)
         accuracies.append(accuracy)
         if self.reporter:
-            figures = {"top1": accuracy.top1, "top5": accuracy.top5, "loss": accuracy.loss, "images": accuracy.images}
-            self.reporter.eval({"step": step, **figures}, kind)
+            self.reporter.eval({"step": step, **dataclasses.asdict(accuracy)}, kind)
 
-    def _save(self) -> None:
-        """The final weights as model.safetensors, their average as ema.safetensors (a collective)."""
-        self._save_weights("model")
-        if self.ema is not None:
-            with self.ema.swapped():
-                self._save_weights("ema")
+    def _history(self) -> dict[str, Any]:
+        """What a run that goes on wants to know of the time before (a collective)."""
+        skipped = int(self.engine.sum(torch.tensor(self.feed.skipped_images, device=self.device)))
+        return {
+            "accuracies": [dataclasses.asdict(a) for a in self.accuracies],
+            "ema_accuracies": [dataclasses.asdict(a) for a in self.ema_accuracies],
+            "evaluated_step": self.evaluated_step,
+            "skipped_steps": self.skipped_steps,
+            "spikes": self.engine.guard.recent() if not self.plan.config.eval_only else [],
+            "skipped_images": self.before["skipped_images"] + skipped,
+            "wall_seconds": self.before["wall_seconds"] + time.perf_counter() - self.started,
+            "trained_images": self.throughput.total_images,
+            "trained_seconds": self.throughput.total_seconds,
+        }
 
-    def _save_weights(self, name: str) -> None:
-        state = self.engine.full_state(timm_state_dict(self.engine.module, keep_vars=True))
-        if state is not None:
-            save_weights(self.folder, state, name=name)
+    def _restore_history(self, history: Mapping[str, Any]) -> None:
+        self.accuracies = [Accuracy(**a) for a in history["accuracies"]]
+        self.ema_accuracies = [Accuracy(**a) for a in history["ema_accuracies"]]
+        self.evaluated_step = history["evaluated_step"]
+        self.skipped_steps = history["skipped_steps"]
+        self.engine.guard.remember(history["spikes"])
+        self.before = {name: history[name] for name in self.before}
+        self.throughput.total_images = history["trained_images"]
+        self.throughput.total_seconds = history["trained_seconds"]
 
     def _write_config(self) -> None:
         """config.yaml (enough to run again) and deepspeed.json, before anything is trained."""

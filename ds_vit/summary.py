@@ -98,8 +98,22 @@ def summarise(
     throughput: Throughput,
     skipped_images: int,
     wall_seconds: float,
+    *,
+    steps: int,
+    exit_word: str,
 ) -> dict[str, Any]:
-    """The contents of summary.json; the average's accuracy stands in it only where there is an average."""
+    """The contents of summary.json; the average's accuracy stands in it only where there is an average.
+
+    Args:
+        plan: the run.
+        accuracies: all evaluations, in order.
+        ema_accuracies: those of the average.
+        throughput: of the training steps.
+        skipped_images: images that could not be decoded and were replaced.
+        wall_seconds: of all the processes that this run has had.
+        steps: that are done.
+        exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint failed).
+    """
     average = {
         "best_top1_ema": max((a.top1 for a in ema_accuracies), default=None),
         "last_top1_ema": ema_accuracies[-1].top1 if ema_accuracies else None,
@@ -111,7 +125,7 @@ def summarise(
         "num_parameters": num_parameters(plan.model),
         "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp, "zero_stage": plan.stage},
         "precision": plan.precision.name,
-        "steps": plan.total_steps,
+        "steps": steps,
         "best_top1": max((a.top1 for a in accuracies), default=None),
         "last_top1": last.top1 if last else None,
         "best_top5": max((a.top5 for a in accuracies), default=None),
@@ -121,7 +135,7 @@ def summarise(
         "wall_seconds": wall_seconds,
         **(average if plan.config.model_ema else {}),
         "skipped_images": skipped_images,
-        "exit": "completed",
+        "exit": exit_word,
     }
 
 
@@ -137,9 +151,9 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
         rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and were replaced"))
-    weights = "" if plan.config.eval_only else "model.safetensors, "
-    if plan.config.model_ema and not plan.config.eval_only:
-        weights += "ema.safetensors, "
+    weights = ""
+    if summary["exit"] != "interrupted" and not plan.config.eval_only:
+        weights = "model.safetensors, ema.safetensors, " if plan.config.model_ema else "model.safetensors, "
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
         ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),

@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from ds_vit import config as flags
 from ds_vit import exit_codes, layout
+from ds_vit.durations import parse_seconds
 from ds_vit.engine import init_distributed, quiet_deepspeed, share_cores
 from ds_vit.exit_codes import Diverged
+from ds_vit.interrupt import Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,17 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         One of `ds_vit.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
     """
-    return guarded(
-        "train.py", lambda process: run(*flags.parse(argv), process), "the weights of this run are not saved"
-    )
+
+    def body(process: layout.Process) -> int:
+        config, explicit = flags.parse(argv)
+        with Signals().installed(speaks=process.local_rank == 0) as signals:
+            summary = run(config, explicit, process, signals)
+        return exit_codes.OF_WORD[summary["exit"]]
+
+    return guarded("train.py", body, "what came after the last checkpoint is not saved")
 
 
-def guarded(program: str, body: Callable[[layout.Process], Any], interrupted: str) -> int:
+def guarded(program: str, body: Callable[[layout.Process], int], interrupted: str) -> int:
     """Run the body of a program that a launcher starts once a rank; what is wrong with its input becomes one line.
 
     Args:
         program: its name in messages.
-        body: what it does, given this rank.
+        body: what it does, given this rank; gives the exit code.
         interrupted: what to say after Ctrl-C.
 
     Returns:
@@ -46,7 +53,7 @@ def guarded(program: str, body: Callable[[layout.Process], Any], interrupted: st
     try:
         process = layout.discover()
         rank, speaks = process.rank, process.local_rank == 0
-        body(process)
+        return body(process)
     except ValueError as error:
         # A ValueError that was not raised in this package is a bug, and shows where.
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -68,11 +75,18 @@ def guarded(program: str, body: Callable[[layout.Process], Any], interrupted: st
         if speaks:
             print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
         return exit_codes.CTRL_C
-    return 0
 
 
-def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Process) -> dict[str, Any]:
+def run(
+    config: flags.RunConfig, explicit: frozenset[str], process: layout.Process, signals: Signals | None = None
+) -> dict[str, Any]:
     """Carry out one run: prepare, start the ranks, train, evaluate, save.
+
+    Args:
+        config: the flags and the recipe.
+        explicit: which of them somebody wrote down.
+        process: this rank.
+        signals: that this process is told to stop by; None for a caller who handles them himself.
 
     Returns:
         What summary.json holds, on every rank.
@@ -87,18 +101,22 @@ def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Proce
 
     from ds_vit.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.prepare import prepare
+    from ds_vit.resume import goes_on_in
     from ds_vit.session import Session
     from ds_vit.watchdog import Watchdog
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    plan = prepare(config, explicit, process, on_cpu=on_cpu)
+    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else layout.job_end()
+    plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
     if config.output and process.rank == 0:
-        check_folder(config.output)
+        check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     check_shared(config.output or DEFAULT_PARENT, process)
 
     if on_cpu:
         share_cores(process.local_world_size)
     made_group = init_distributed(layout.rendezvous(process))
+    if signals is not None:
+        signals.ranks_have_met = True
     finished = False
     try:
         # One name on every rank: the clocks of two hosts differ.
@@ -112,7 +130,7 @@ def run(config: flags.RunConfig, explicit: frozenset[str], process: layout.Proce
             folder=Path(folder[0]),
         )
         with watchdog:
-            summary = Session(plan, Path(folder[0]), started, watchdog).run()
+            summary = Session(plan, Path(folder[0]), started, watchdog, signals).run()
         finished = True
         return summary
     finally:

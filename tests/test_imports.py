@@ -20,8 +20,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation", "exchange"),
     ("train",),
     ("parity", "session"),
-    ("build", "feed", "summary"),
+    ("build", "feed", "keeper", "summary"),
     ("prepare",),
+    ("resume",),
     ("config", "ds_json", "output", "weights"),
     ("launching",),
     ("layout",),
@@ -32,8 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor_parallel",),
     ("metrics", "losses"),
     ("data", "models"),
-    ("watchdog",),
-    ("exit_codes", "hosts", "keyed"),
+    ("interrupt", "watchdog"),
+    ("durations", "exit_codes", "hosts", "keyed"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 

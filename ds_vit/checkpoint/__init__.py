@@ -14,6 +14,7 @@ from ds_vit.checkpoint.folder import (
     partial_folder,
     prune,
     remove_leftovers,
+    step_of,
 )
 from ds_vit.checkpoint.tensors import FileEntry, TensorFiles, TensorSpec, TensorWriter, index_of, split_files
 from ds_vit.checkpoint.weights import save_weights
@@ -39,4 +40,5 @@ __all__ = [
     "remove_leftovers",
     "save_weights",
     "split_files",
+    "step_of",
 ]

@@ -131,9 +131,17 @@ def _list(parent: Path) -> list[Path]:
 
 
 def checkpoints(parent: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the newest first."""
-    found = [path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: -int(step_of(path.name) or 0))
+    """The complete checkpoints in a folder in the order in which they count.
+
+    First the one that `latest` names, then those before it, the newest first. Those of later steps come last: they
+    belong to a course that was given up, when somebody went on from an earlier checkpoint.
+    """
+    found = {step_of(path.name): path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()}
+    newest_first = sorted(found, key=lambda step: -int(step or 0))
+    latest = step_of(marked(parent, "latest") or "")
+    if latest in found:
+        newest_first.sort(key=lambda step: int(step or 0) > int(latest or 0))
+    return [found[step] for step in newest_first]
 
 
 def prune(parent: Path, keep: int) -> list[str]:
@@ -279,7 +287,7 @@ def newest(parent: Path, *, skip: frozenset[str] = frozenset()) -> tuple[Checkpo
     found = checkpoints(parent)
     latest = marked(parent, "latest")
     if found and latest != found[0].name:
-        named = "is missing" if latest is None else f"names {latest!r}"
+        named = "is missing" if latest is None else f"names {latest!r}, which is not there"
         notes.append(f"{parent}/latest {named}; the newest complete checkpoint is {found[0].name}")
     for path in found:
         if path.name in skip:

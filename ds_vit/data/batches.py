@@ -25,6 +25,7 @@ from ds_vit.data.mixing import PairDraws, PairMix
 from ds_vit.data.order import SampleOrder, Share, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
 from ds_vit.data.source import ImageDecodeError, Source
+from ds_vit.interrupt import ignore_in_worker
 
 _REPLACEMENTS_TRIED = 16
 
@@ -247,6 +248,7 @@ class Loader:
             sampler=numbers,
             num_workers=num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=ignore_in_worker if num_workers else None,
             pin_memory=pin_memory,
             persistent_workers=keep_workers and num_workers > 0,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator

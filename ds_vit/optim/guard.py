@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,16 @@ class StepGuard:
     def watch_spikes(self, factor: float) -> None:
         """Turn down steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
         self._losses, self._norms = Recent(factor), Recent(factor)
+
+    def recent(self) -> list[list[float]]:
+        """The losses and norms that spikes are told by, for a checkpoint."""
+        return [list(recent.values) if recent is not None else [] for recent in (self._losses, self._norms)]
+
+    def remember(self, values: Sequence[Sequence[float]]) -> None:
+        """Take up what `recent` gave, where spikes are watched for."""
+        for recent, old in zip((self._losses, self._norms), values, strict=True):
+            if recent is not None:
+                recent.values.extend(old)
 
     def begin(self) -> None:
         """A new step."""

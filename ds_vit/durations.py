@@ -1,0 +1,48 @@
+"""Lengths of time and intervals as people write them: 90, 90s, 15m, 2h; 500 steps or 30m."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str, flag: str) -> float:
+    """`"90"`, `"90s"`, `"15m"`, `"2h"` or `"1d"` in seconds.
+
+    Raises:
+        ValueError: names the flag and what it takes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(text).strip())
+    if match is None:
+        raise ValueError(f"{flag} {text}: write a number of seconds, or 90s, 15m, 2h, 1d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every so many optimizer steps, or every so many seconds; neither where both are 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> Interval:
+        """`"500"` (steps), `"30m"` (a time with its unit), `"0"` for never.
+
+        Raises:
+            ValueError: names the flag and what it takes.
+        """
+        text = str(text).strip()
+        if text.isdigit():
+            return cls(steps=int(text))
+        if not text[-1:].isalpha():
+            raise ValueError(f"{flag} {text}: write a number of optimizer steps, or a time such as 90s, 15m, 2h")
+        return cls(seconds=parse_seconds(text, flag))
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.seconds)
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps" if self.steps else f"{self.seconds:g} s"
