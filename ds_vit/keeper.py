@@ -71,6 +71,7 @@ class Keeper:
         holding = Holding(engine.fragments, ema.tensors if ema else None, names_and_shapes(plan.model))
         self._saver = Saver(self.parent, holding, config.keep_checkpoints)
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
+        self._failed_step: int | None = None  # of the last save that came to nothing
         self._saved_at = time.monotonic()
         self._due = False
         self._best_step: int | None = None  # step whose accuracy is the best so far
@@ -197,13 +198,12 @@ class Keeper:
         self._saver.wait()
         self._collect()
         if step and self._saved_step != step:
-            failed = self.num_failed
             self._begin(step)
             self._saver.wait()
             self._collect()
-            saved = "but this step could not be saved" if self.num_failed > failed else f"saved in {self.parent}"
-        else:
-            saved = "nothing new to save" if step else "nothing was trained yet"
+        saved = f"saved in {self.parent}" if step else "nothing was trained yet"
+        if step and self._failed_step == step:
+            saved = "this step could not be saved"
         self._say(f"interrupted by {why} after step {step}; {saved}; --resume auto goes on")
         raise Interrupted(why)
 
@@ -218,8 +218,7 @@ class Keeper:
             }
             if save.error:
                 self.num_failed += 1
-                if self._saved_step == save.step:
-                    self._saved_step = None
+                self._failed_step = save.step
                 row["error"] = save.error
                 self._say(
                     f"WARNING: the checkpoint of step {save.step} could not be written ({save.error}); training goes "

@@ -13,6 +13,7 @@ checkpoints/.step-00002000.partial one that is being written, or was when its ru
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -121,8 +122,9 @@ def remove_leftovers(parent: Path) -> list[str]:
     names = [path.name for path in _list(parent) if _LEFTOVER.fullmatch(path.name)]
     for name in names:
         shutil.rmtree(parent / name, ignore_errors=True)
-    for name in (".latest.partial", ".best.partial"):
-        (parent / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to is told of by the first save
+        for name in (".latest.partial", ".best.partial"):
+            (parent / name).unlink(missing_ok=True)
     return names
 
 

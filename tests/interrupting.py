@@ -1,0 +1,83 @@
+"""Training on ranks of the pool, one of which is told to stop, or killed, at a moment that the test chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+TINY = [
+    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--log-interval", 1),
+    *("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2", "num_heads=2", "--epochs", 1, "--warmup-steps", 2),
+    *("--drop-path", 0.2, "--model-ema", "--stall-seconds", 0),
+]
+
+
+def metrics_bytes(output: Path) -> int:
+    """Size of metrics.jsonl."""
+    path = output / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def last_step(output: Path, since: int = 0) -> int:
+    """The step of the last whole row of kind "train" in metrics.jsonl behind its first bytes; 0 where there is none."""
+    path = output / "metrics.jsonl"
+    rows = path.read_bytes()[since:].decode(errors="replace").splitlines() if path.exists() else []
+    for row in reversed(rows):
+        with contextlib.suppress(ValueError):
+            data = json.loads(row)
+            if data["kind"] == "train":
+                return data["step"]
+    return 0
+
+
+def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[str, Any]) -> tuple[int, str, str]:
+    """On a rank of a job: train; the process of one rank sends itself a signal.
+
+    Args:
+        argv: of launch/train.py.
+        output: the run's folder.
+        rank: which one.
+        signum: the signal.
+        when: {"step": when this step is logged} or {"saving": when a checkpoint is being written}, and "delay":
+            seconds after that.
+
+    Returns:
+        Exit code, and what was said on stdout and stderr.
+    """
+    import torch.distributed as dist
+
+    from ds_vit.train import main
+
+    fsync = os.fsync
+
+    def slow_fsync(descriptor: int) -> None:  # a save that takes long enough to be hit
+        time.sleep(0.01)
+        fsync(descriptor)
+
+    os.fsync = slow_fsync
+    ended = threading.Event()
+    since = metrics_bytes(Path(output))  # what an earlier process logged does not count
+
+    def strike() -> None:
+        while not ended.wait(0.001):
+            if "step" in when and last_step(Path(output), since) < when["step"]:
+                continue
+            if "saving" in when and not list(Path(output, "checkpoints").glob(".step-*.partial")):
+                continue
+            ended.wait(when["delay"])
+            os.kill(os.getpid(), signum)
+            return
+
+    if dist.get_rank() == rank:
+        threading.Thread(target=strike, daemon=True).start()
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    ended.set()
+    return code, out.getvalue(), err.getvalue()

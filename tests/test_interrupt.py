@@ -1,0 +1,197 @@
+"""Told to stop, or refused by the disk: the documented outcome each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from curves import assert_same_curve, read_rows, train_in, train_rows
+from interrupting import TINY, train_with
+from project import ROOT
+
+from ds_vit import exit_codes
+from ds_vit.checkpoint import checkpoints, marked, newest
+from ds_vit.interrupt import Deadline
+
+CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+NEVER = {"step": 10**9, "delay": 0.0}
+
+
+def words(*argv: object) -> list[str]:
+    return [str(word) for word in [*TINY, *CONFIG, "-b", 8, *argv]]
+
+
+def summary(output: Path) -> dict:
+    return json.loads((output / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """Rows of the run that nobody interrupts."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    return train_in(ranks, 2, words("--max-steps", 12, "--output", output))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_one_rank_is_told_and_all_save(ranks, tmp_path, whole, signum):
+    # Catches: a rank that stops alone, a step that is not saved, a code that schedulers cannot tell from a failure.
+    output = tmp_path / "run"
+    argv = words("--max-steps", 12, "--output", output)
+    results = ranks.run(2, train_with, argv, str(output), 1, signum, {"step": 3, "delay": 0.0})
+    assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
+    step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))
+    assert 3 <= step < 12
+    assert f"interrupted by {signum.name} after step {step}; saved in" in results[0][1]
+    assert (summary(output)["exit"], summary(output)["steps"]) == ("interrupted", step)
+    assert not (output / "model.safetensors").exists()
+    rows = train_in(ranks, 2, [*argv, "--resume", "auto"])
+    assert_same_curve(whole, rows, rtol=1e-6)
+    assert next(r for r in train_rows(rows) if r["step"] > step)["images_seen"] == 16 * (step + 1)
+    assert (summary(output)["exit"], summary(output)["steps"]) == ("completed", 12)
+    assert summary(output)["last_top1"] == [row["top1"] for row in whole if row["kind"] == "eval"][-1]
+
+
+def stop_in_evaluation(argv: list[str], rank: int) -> tuple[int, str]:
+    """On a rank: SIGTERM arrives as the evaluation begins."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    from ds_vit import session
+    from ds_vit.train import main
+
+    plain = session.evaluate
+
+    def evaluate(*args, **kwargs):
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*args, **kwargs)
+
+    session.evaluate = evaluate
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(argv)
+    return code, out.getvalue()
+
+
+def test_told_during_evaluation(ranks, tmp_path, whole):
+    # Catches: an evaluation of an hour that outlasts the grace period, or one that is left out after the resume.
+    output = tmp_path / "run"
+    argv = words("--max-steps", 12, "--output", output, "--validation-batch-size", 4)
+    results = ranks.run(2, stop_in_evaluation, argv, 1)
+    assert [code for code, _ in results] == [exit_codes.INTERRUPTED] * 2
+    assert not [row for row in read_rows(output) if row["kind"].startswith("eval")]
+    assert newest(output / "checkpoints")[0].step == 12
+    rows = train_in(ranks, 2, [*argv, "--resume", "auto"])
+    for kind in ("eval", "eval_ema"):
+        [a], [b] = ([row for row in r if row["kind"] == kind] for r in (whole, rows))
+        assert (a["top1"], a["top5"], a["step"]) == (b["top1"], b["top5"], b["step"])
+
+
+def test_told_during_start_up(tmp_path):
+    # Catches: the seconds of imports and of waiting for other ranks, when the default would be to die unexplained.
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RANK": "0"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = "29999"  # nobody else will come: it would wait for half an hour
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *words("--output", tmp_path / "run")]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not _catches(process.pid, signal.SIGTERM):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == exit_codes.INTERRUPTED, err
+    assert "SIGTERM before the ranks have met: nothing to save" in err
+    assert not (tmp_path / "run").exists()
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        pytest.skip("no /proc on this system")
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def test_time_limit(ranks, tmp_path):
+    # Catches: a limit that only one rank's clock has passed, or that is counted from somewhere else.
+    output = tmp_path / "run"
+    argv = words("--max-steps", 80, "--output", output, "--time-limit", "1h", "--stop-before-seconds", 3600)
+    results = ranks.run(2, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+    assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
+    assert "interrupted by the time limit after step 0; nothing was trained yet" in results[0][1]
+    assert not (output / "checkpoints").exists()
+
+
+def test_deadline():
+    # Catches: a sign the wrong way round.
+    now = time.time()
+    assert not Deadline(None, 10.0).passed
+    assert not Deadline(now + 100, 50.0).passed
+    assert Deadline(now + 100, 150.0).passed
+
+
+def small_disk(folder: Path, size: str) -> None:
+    """A file system of its own for the checkpoints."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small tmpfs")
+    folder.mkdir(parents=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"this machine mounts no tmpfs: {done.stderr.decode().strip()}")
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only", "no folder"])
+def test_a_disk_that_refuses(ranks, tmp_path, whole, trouble):
+    # Catches: a crash, a half checkpoint, a rank that waits for another's file, a success that is none.
+    output = tmp_path / "run"
+    folder = output / "checkpoints"
+    argv = words("--max-steps", 12, "--output", output, "--checkpoint-interval", 4)
+    mounted = trouble != "no folder"
+    try:
+        if trouble == "no folder":
+            output.mkdir()
+            folder.write_text("a file where the folder should be")
+        else:
+            small_disk(folder, "700k")  # enough for one of 0.45 MB, not for two
+        if trouble == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        results = ranks.run(2, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+        assert [code for code, _, _ in results] == [exit_codes.UNSAVED] * 2
+        said = results[0][1]
+        reason = {"full": "No space left", "read-only": "Read-only", "no folder": "exists|Not a directory"}[trouble]
+        assert any(word in said for word in reason.split("|")), said
+        assert "WARNING: the checkpoint of step 12 could not be written" in said
+        rows = read_rows(output)
+        assert_same_curve(whole, rows, rtol=1e-6)
+        assert [bool(row.get("error")) for row in rows if row["kind"] == "checkpoint"] == [
+            trouble != "full",
+            True,
+            True,
+        ]
+        assert summary(output)["exit"] == "not all saved"
+        assert (output / "model.safetensors").exists()
+        if trouble == "full":
+            [path] = checkpoints(folder)
+            newest(folder)[0].verify()
+            assert path.name == marked(folder, "latest") == "step-00000004"
+            assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000004"]
+    finally:
+        if mounted and os.path.ismount(folder):
+            subprocess.run(["umount", str(folder)], check=True)
