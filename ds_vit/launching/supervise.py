@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ds_vit.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK
+from ds_vit.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK, UNSAVED
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
-_FINAL = (OK, BAD_INPUT, DIVERGED)  # the same start would end the same way
+_FINAL = (OK, BAD_INPUT, DIVERGED, UNSAVED)  # the same start would end the same way
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
 _LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
 _CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
