@@ -63,6 +63,8 @@ class Keeper:
         self.reporter: Reporter | None = None
         self.num_failed = 0
         """Checkpoints that could not be written."""
+        self.stopped_unsaved = False
+        """The run was told to stop, and the step that it stopped at could not be written."""
         self._signals = signals or Signals()
         self._history = history
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
@@ -202,7 +204,8 @@ class Keeper:
             self._saver.wait()
             self._collect()
         saved = f"saved in {self.parent}" if step else "nothing was trained yet"
-        if step and self._failed_step == step:
+        self.stopped_unsaved = step > 0 and self._failed_step == step
+        if self.stopped_unsaved:
             saved = "this step could not be saved"
         self._say(f"interrupted by {why} after step {step}; {saved}; --resume auto goes on")
         raise Interrupted(why)

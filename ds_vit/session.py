@@ -106,13 +106,12 @@ class Session:
             else:
                 self._train(done)
                 self._save()
+                exit_word = "not all saved" if self.keeper.num_failed else exit_word
         except Interrupted:
-            exit_word = "interrupted"
+            exit_word = "not all saved" if self.keeper.stopped_unsaved else "interrupted"
         finally:
             if self.reporter:
                 self.reporter.close()
-        if self.keeper is not None and self.keeper.num_failed:
-            exit_word = "not all saved"
         history = self._history()
         summary = summarise(
             plan,

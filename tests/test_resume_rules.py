@@ -1,0 +1,248 @@
+"""What a run may go on from, and what becomes of its batch, its damage and its end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from curves import assert_same_curve, read_rows, train_in, train_rows
+from interrupting import TINY, train_with
+from project import ROOT
+
+from ds_vit.checkpoint import newest
+from ds_vit.checkpoint.folder import Checkpoint
+from ds_vit.data import SampleOrder
+from ds_vit.ds_json import BatchSizes
+from ds_vit.durations import Interval, parse_seconds
+from ds_vit.resume import Resume, first_step, goes_on_in, keep_global_batch
+
+NEVER = {"step": 10**9, "delay": 0.0}
+
+
+def resume_of(global_batch: int) -> Resume:
+    return Resume(Checkpoint(Path("x"), {}, {"global_batch": global_batch, "step": 7}), falls_back=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted", "kept"),
+    [
+        ((8, 1, 4), 32, (8, 1)),  # the same
+        ((8, 1, 2), 32, (8, 2)),  # half the ranks: twice the accumulation
+        ((8, 2, 8), 32, (4, 1)),  # more ranks than the micro-batch leaves room for
+        ((8, 4, 1), 24, (8, 3)),
+        ((5, 1, 2), 32, (4, 4)),  # the largest micro-batch that divides, not above what was asked for
+    ],
+)
+def test_the_global_batch_is_kept_by_accumulation(asked, wanted, kept):
+    # Catches: another global batch in silence, which is another curve.
+    micro, accumulation, dp = asked
+    batch = BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
+    got, notes = keep_global_batch(batch, resume_of(wanted), fixed=False, allow=False)
+    assert (got.micro_batch, got.accumulation, got.global_batch) == (*kept, wanted)
+    assert got.micro_batch * got.accumulation * dp == wanted
+    assert bool(notes) == (batch != got)
+
+
+def test_a_batch_that_cannot_be_kept_is_refused_with_the_numbers():
+    # Catches: a floor division.
+    batch = BatchSizes(24, 8, 1, 3)
+    with pytest.raises(ValueError, match=r"global batch is 32.*24 = 8 .* 3 data-parallel.*start 2 data-parallel ranks"):
+        keep_global_batch(batch, resume_of(32), fixed=False, allow=False)
+    with pytest.raises(ValueError, match=r'write "train_batch_size": 32 or "auto", or say --allow-batch-change'):
+        keep_global_batch(BatchSizes(64, 16, 1, 4), resume_of(32), fixed=True, allow=False)
+    got, [note] = keep_global_batch(batch, resume_of(32), fixed=False, allow=True)
+    assert got == batch
+    assert "changes from 32 to 24" in note
+
+
+@pytest.mark.parametrize(("old", "new"), [(16, 24), (24, 16), (10, 7), (16, 16), (50, 20)])
+def test_another_batch_goes_on_behind_the_samples_that_were_seen(old, new):
+    # Catches: samples that are seen twice in an epoch, or more than a batch of them left out.
+    before, after = SampleOrder(103, old, 1), SampleOrder(103, new, 1)
+    for step in range(3 * before.steps_per_epoch):
+        epoch, rest = divmod(step, before.steps_per_epoch)
+        state = {"step": step, "epoch": epoch, "images_in_epoch": rest * old, "global_batch": old}
+        begun = first_step(state, after)
+        skipped = begun % after.steps_per_epoch * new - rest * old
+        if begun // after.steps_per_epoch == epoch:
+            assert 0 <= skipped < new
+        else:
+            assert begun == (epoch + 1) * after.steps_per_epoch
+            assert rest * old > (after.steps_per_epoch - 1) * new
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("0", Interval()),
+        ("500", Interval(steps=500)),
+        ("30m", Interval(seconds=1800)),
+        ("1.5h", Interval(seconds=5400)),
+    ],
+)
+def test_intervals(text, interval):
+    # Catches: minutes that are taken for steps.
+    assert Interval.parse(text, "--x") == interval
+    assert bool(interval) == (text != "0")
+
+
+def test_seconds():
+    # Catches: a unit by the wrong factor.
+    assert [parse_seconds(text, "--x") for text in ("90", "90s", "2m", "2h", "1d")] == [90, 90, 120, 7200, 86400]
+
+
+def test_whose_folder_it_is(tmp_path):
+    # Catches: two runs' rows in one metrics.jsonl.
+    run = tmp_path / "run"
+    assert goes_on_in(str(run), "auto")
+    assert not goes_on_in(str(run), "none")
+    assert goes_on_in(str(run), str(run / "checkpoints" / "step-00000007"))
+    assert goes_on_in(str(run), str(run))
+    assert not goes_on_in(str(run), str(tmp_path / "other" / "checkpoints" / "step-00000007"))
+
+
+def words(*argv: object) -> list[str]:
+    config = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 16, "--val-split", ""]
+    plain = [word for word in TINY if word != "--model-ema"]
+    return [str(word) for word in [*plain, *config, *argv]]
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    """A run of 8 steps with checkpoints at 2, 4, 6 and 8: its folder and rows."""
+    output = tmp_path_factory.mktemp("rules") / "run"
+    argv = ("--max-steps", 8, "--checkpoint-interval", 2, "--keep-checkpoints", 0)
+    return output, train_in(ranks, 1, words(*argv, "--output", output))
+
+
+REFUSED = {
+    "model": (("--model", "vit_small_patch16_224"), "model: vit_tiny_patch16_224 there and vit_small_patch16_224 here"),
+    "num classes": (("--num-classes", 12), "num classes: 10 there and 12 here; give the same --num-classes"),
+    "seed": (("--seed", 7), "seed: 42 there and 7 here"),
+    "shapes": (
+        ("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=2"),
+        "shapes: cls_token is [1, 1, 32]",
+    ),
+    "trained": (("--linear-probe",), "give the same --freeze or --linear-probe"),
+    "optimizer": (("--deepspeed_config", "sgd.json"), "optimizer: AdamW there and SGD here"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
+    # Catches: weights of one run under the optimizer state, data or seed of another.
+    from ds_vit.train import main
+
+    data = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text())
+    data["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    (tmp_path / "sgd.json").write_text(json.dumps(data))
+    flags, message = REFUSED[what]
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+    code = main(words("--output", tmp_path / "new", "--resume", run[0], *flags))
+    err = capsys.readouterr().err
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("harm", ["a flipped bit", "a missing file"])
+def test_a_damaged_newest_one_falls_back(ranks, run, tmp_path, harm):
+    # Catches: a silently wrong resume, a crash, and words that do not name the file.
+    import shutil
+
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    victim = output / "checkpoints" / "step-00000008" / "optimizer-exp_avg_sq.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-9] ^= 16
+    victim.unlink()
+    if harm == "a flipped bit":
+        victim.write_bytes(data)
+    argv = words("--max-steps", 10, "--output", output, "--resume", "auto", "--checkpoint-interval", 5)
+    [(code, out, err)] = ranks.run(1, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+    assert code == 0, err
+    assert "step-00000008/optimizer-exp_avg_sq.safetensors" in out
+    assert "going on from" in out
+    assert "step-00000006 at step 6" in out
+    rows = train_rows(read_rows(output))
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    newest(output / "checkpoints")[0].verify()
+
+
+def test_all_damaged_is_said(run, tmp_path, capsys, monkeypatch):
+    # Catches: a run that quietly begins anew and overwrites what could be rescued.
+    import shutil
+
+    from ds_vit.train import main
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    for path in output.glob("checkpoints/step-*/state.json"):
+        path.unlink()
+    assert main(words("--output", output, "--resume", "auto")) == 2
+    err = capsys.readouterr().err
+    assert "no checkpoint in" in err
+    assert "step-00000008/state.json is missing" in err
+
+
+def test_an_earlier_one_by_name_and_then_auto(ranks, run, tmp_path):
+    # Catches: `auto` that returns to the course that was given up, because its steps are higher.
+    import shutil
+
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    path = output / "checkpoints" / "step-00000002"
+    argv = words("--output", output, "--checkpoint-interval", 3, "--keep-checkpoints", 2)
+    train_in(ranks, 1, [*argv, "--max-steps", 5, "--resume", str(path)])
+    assert newest(output / "checkpoints")[0].step == 5
+    assert sorted(p.name for p in (output / "checkpoints").glob("step-*")) == ["step-00000003", "step-00000005"]
+    rows = train_in(ranks, 1, [*argv, "--max-steps", 8, "--resume", "auto"])
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [*range(1, 9), 3, 4, 5, 6, 7, 8]
+    assert_same_curve(run[1], rows, rtol=1e-6)
+
+
+def test_a_finished_run_is_left_as_it_is(ranks, run, tmp_path):
+    # Catches: a supervisor's last restart that trains one more step, or fails.
+    import shutil
+
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    before = (output / "model.safetensors").read_bytes()
+    rows = train_in(ranks, 1, words("--output", output, "--max-steps", 8, "--resume", "auto"))
+    assert rows == run[1]
+    assert (output / "model.safetensors").read_bytes() == before
+    assert json.loads((output / "summary.json").read_text())["steps"] == 8
+
+
+def lose_the_moments(argv: list[str]) -> int:
+    """On a rank: resume with optimizer states that are zero."""
+    from ds_vit import keeper
+    from ds_vit.train import main
+
+    plain = keeper.load_tensors
+
+    def load(checkpoint, fragments, ema, scalars):
+        plain(checkpoint, fragments, ema, scalars)
+        for shard in fragments.shards:
+            fragments.state(shard, "exp_avg").zero_()
+
+    keeper.load_tensors = load
+    return main(argv)
+
+
+def test_a_lost_moment_is_felt(ranks, run, tmp_path):
+    # Catches: a comparison of curves that would not see what it is there to see.
+    argv = words("--output", tmp_path / "run", "--max-steps", 8)
+    checkpoint = str(run[0] / "checkpoints" / "step-00000004")
+    good = train_in(ranks, 1, [*argv, "--resume", checkpoint])
+    later = [row for row in run[1] if row["step"] > 4]
+    assert_same_curve(later, good, rtol=1e-6)
+    lost = tmp_path / "lost"
+    assert ranks.run(1, lose_the_moments, [*argv, "--output", str(lost), "--resume", checkpoint]) == [0]
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(later, read_rows(lost), rtol=1e-5)
