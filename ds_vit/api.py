@@ -28,3 +28,41 @@ def train(**settings: Any) -> dict[str, Any]:
 
     config, explicit = flags.from_values(settings)
     return run(config, explicit, layout.discover())
+
+
+def evaluate(source: str, **settings: Any) -> dict[str, Any]:
+    """Exact accuracy of a run's weights, a checkpoint or a file, as `launch/eval.py`; every rank calls it.
+
+    Args:
+        source: a run's output folder, a checkpoint folder, or a file.
+        settings: `weights`, `checkpoint` and `output`, and flags that have the last word over the run's config.yaml.
+
+    Returns:
+        What eval.json holds, on every rank.
+
+    Raises:
+        ValueError: anything that the command line would refuse.
+    """
+    from ds_vit.evaluation import evaluate_weights
+
+    return evaluate_weights(source, **settings)
+
+
+def export(source: str, to: str, **settings: Any) -> Any:
+    """Write weights for another tool, as `ds-vit export`.
+
+    Args:
+        source: a run's output folder, a checkpoint folder, or a file.
+        to: "timm", "hf" or "onnx".
+        settings: `weights`, `checkpoint`, `output` and `labels`, and flags of the model and its pixels.
+
+    Returns:
+        An `exchange.Difference`: the folder, and the largest difference of logits to the source. Where it is not
+        `within` the tolerance, nothing is kept.
+
+    Raises:
+        ValueError: anything that the command line would refuse.
+    """
+    from ds_vit.exchange import export as write
+
+    return write(source, to, **settings)

@@ -220,6 +220,7 @@ def build_parser(
     description: str = "Train a Vision Transformer through DeepSpeed: "
     "deepspeed launch/train.py --deepspeed_config FILE …",
     only: Collection[str] | None = None,
+    show_defaults: bool = True,
 ) -> argparse.ArgumentParser:
     """A command line, generated from RunConfig; a value left out is absent from the namespace.
 
@@ -227,6 +228,7 @@ def build_parser(
         program: its name in messages.
         description: what it does, for --help.
         only: the flags that it takes, by their recipe names; None for all.
+        show_defaults: whether --help shows training's defaults.
     """
     parser = _Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
@@ -242,7 +244,7 @@ def build_parser(
         dashed = "--" + name.replace("_", "-")
         if dashed not in names:
             names.append(dashed)
-        options: dict[str, Any] = {"help": _help(name), "dest": name}
+        options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
         if f.type == "bool":
             group.add_argument(*names, action="store_true", **options)
             continue
@@ -253,8 +255,8 @@ def build_parser(
     return parser
 
 
-def _help(name: str) -> str:
-    default = default_of(name)
+def _help(name: str, show_default: bool) -> str:
+    default = default_of(name) if show_default else None
     shown = "" if default in (None, "", (), {}, False) else f" [{default}]"
     if isinstance(default, tuple) and default:
         shown = f" [{' '.join(f'{value:g}' for value in default)}]"

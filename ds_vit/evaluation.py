@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
 
 
 def _run_words(argv: Sequence[str] | None, program: str, process: layout.Process) -> dict[str, Any]:
-    parser = flags.build_parser(program, "Exact top-1 and top-5 of weights, whatever the layout.", only=_FLAGS)
+    parser = flags.build_parser(program, "Exact top-1 and top-5 of weights, whatever the layout.", _FLAGS, False)
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
     words = flags.read_words(parser, argv)

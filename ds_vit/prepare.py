@@ -152,12 +152,12 @@ def prepare(
     path = config.deepspeed_config
     data = ds_json.load_json(path)
     ds_json.check_keys(data, path)
+    precision = ds_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     if config.eval_only:
         data = ds_json.for_evaluation(data, pp=config.pp)
     notes = [f"idle in this run: {line}" for line in ds_json.idle_keys(data)]
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     ds_json.check_pipeline(data, path, config.pp)
-    precision = ds_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     _check_types(config, precision, on_cpu)
     checkpointing = ds_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
     batch = ds_json.batch_sizes(

@@ -118,6 +118,31 @@ def test_zero_3_stays_partitioned(ranks, run_folder, by_timm, tmp_path):
     assert right(result) == by_timm(run_folder / "model.safetensors")[:2]
 
 
+# The files that people train with; on a CPU fp16 is refused, as in training.
+@pytest.mark.parametrize(
+    ("base", "world", "words"),
+    [
+        ("zero0_bf16.json", 1, ""),
+        ("zero1_bf16.json", 2, ""),
+        ("zero1_bf16.json", 2, "--pp 2"),
+        ("zero2_bf16.json", 2, "--tp 2"),
+        ("zero3_bf16.json", 2, ""),
+        ("zero3_offload_bf16.json", 1, ""),
+        ("lamb_zero1_bf16.json", 1, ""),
+        ("zero1_bf16_auto.json", 1, ""),
+    ],
+)
+def test_shipped_files_evaluate(ranks, run_folder, by_timm, tmp_path, base, world, words):
+    """A file whose optimizer, schedule or 16-bit wrapper stands in the way; 16 bits that are not."""
+    argv = [run_folder, "--val-split", "val", "--deepspeed_config", CONFIGS / base, "-vb", 16]
+    result = evaluate(ranks, world, tmp_path, *argv, *words.split())
+    assert "bf16" in result["precision"]
+    assert result["images"] == IMAGES
+    loss = by_timm(run_folder / "model.safetensors")[2]
+    assert result["loss"] == pytest.approx(loss, rel=5e-3)
+    assert result["loss"] != pytest.approx(loss, rel=1e-7)
+
+
 def test_averaged_weights(ranks, run_folder, by_timm, tmp_path):
     """`--weights ema` that evaluates the raw ones."""
     result = evaluate(ranks, 1, tmp_path, run_folder, "--val-split", "val", "--weights", "ema")

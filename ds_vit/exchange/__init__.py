@@ -43,7 +43,10 @@ def _take(words: dict[str, Any], **defaults: Any) -> list[Any]:
 
 def _export(argv: Sequence[str]) -> int:
     parser = flags.build_parser(
-        "ds-vit export", "Write a run's weights for another tool, and check them there.", only=MODEL_FLAGS + PIXEL_FLAGS
+        "ds-vit export",
+        "Write a run's weights for another tool, and check them there.",
+        only=MODEL_FLAGS + PIXEL_FLAGS,
+        show_defaults=False,
     )
     add_weights_arguments(parser)
     parser.add_argument("--to", choices=FORMATS, required=True, help="the tool that shall read them")
@@ -62,7 +65,9 @@ def _export(argv: Sequence[str]) -> int:
 
 
 def _import(argv: Sequence[str]) -> int:
-    parser = flags.build_parser("ds-vit import", "Write weights under timm's names.", only=MODEL_FLAGS)
+    parser = flags.build_parser(
+        "ds-vit import", "Write weights under timm's names.", only=MODEL_FLAGS, show_defaults=False
+    )
     parser.add_argument(
         "source", metavar="SOURCE", help="a Hugging Face or timm folder, a DeepSpeed checkpoint, or a file"
     )

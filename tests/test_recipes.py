@@ -1,0 +1,133 @@
+"""The papers' recipes: their commands are legal, their values the papers', and each trains on real images."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import oracle
+import pytest
+import yaml
+from curves import read_rows, train_in, train_rows
+from safetensors.torch import save_file
+
+from ds_vit import config
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "launch" / "recipes"
+NAMES = ("deit3_small", "mae_finetune_base", "bigvision_s16_90ep", "augreg")
+TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
+
+# The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
+ROWS = {
+    "deit3_small": (
+        {"epochs": 800, "drop_path": 0.05, "mixup": 0.8, "cutmix": 1.0, "aa": "3a", "color_jitter": 0.3}
+        | {"aug_repeats": 3, "bce_loss": True, "bce_target_thresh": 0.0, "smoothing": 0.0, "lr": 0.004, "reprob": 0.0},
+        ("Lamb", 0.05, 1.0, [0.9, 0.999]),
+    ),
+    "mae_finetune_base": (
+        {"epochs": 100, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
+        | {"layer_decay": 0.65, "smoothing": 0.1, "min_lr": 1e-6},
+        ("AdamW", 0.05, 0.0, [0.9, 0.999]),
+    ),
+    "bigvision_s16_90ep": (
+        {"epochs": 90, "drop_path": 0.0, "mixup": 0.2, "cutmix": 0.0, "aa": "rand-m10-n2-p1", "lr": 0.001}
+        | {"smoothing": 0.0, "scale": [0.05, 1.0]},
+        ("AdamW", 0.1, 1.0, [0.9, 0.999]),
+    ),
+    "augreg": (
+        {"epochs": 300, "drop_path": 0.0, "mixup": 0.5, "cutmix": 0.0, "aa": "rand-m15-n2-p1-mmax15", "lr": 0.001}
+        | {"smoothing": 0.0, "scale": [0.05, 1.0]},
+        ("AdamW", 0.1, 1.0, [0.9, 0.999]),
+    ),
+}
+
+
+def command_of(name):
+    """The words behind launch/train.py of the command in a recipe's first lines."""
+    lines = [line.removeprefix("#").strip() for line in (RECIPES / f"{name}.yaml").read_text().splitlines()]
+    [command] = [line for line in lines[:6] if line.startswith("deepspeed launch/train.py ")]
+    return shlex.split(command)[2:]
+
+
+def test_every_recipe_is_tested():
+    """A recipe that nobody runs."""
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*NAMES, "digits"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_in_the_first_lines_is_legal(monkeypatch, name):
+    """A flag that was renamed; a recipe that cannot be found from the project's root."""
+    monkeypatch.chdir(ROOT)
+    parsed, explicit = config.parse(command_of(name))
+    assert {"model", "epochs", "deepspeed_config", "batch_size"} <= explicit
+    assert Path(parsed.deepspeed_config).is_file()
+    text = (RECIPES / f"{name}.yaml").read_text()
+    assert re.search(r"arXiv \d{4}\.\d{5}", text.splitlines()[0]), "the paper"
+    [batch] = re.findall(r"For a global batch of (\d+): on 8 GPUs", text)
+    assert int(batch) == 8 * parsed.batch_size * (parsed.grad_accum_steps or 1)
+
+
+@pytest.fixture(scope="module")
+def cifar(real_images, tmp_path_factory):
+    """A few CIFAR-10 JPEGs in class folders."""
+    folder = tmp_path_factory.mktemp("cifar")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 120, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
+    return folder
+
+
+def on_cpu(name, folder):
+    """A recipe's JSON in fp32 and with small buckets."""
+    data = json.loads((RECIPES / config.load_recipe(str(RECIPES / f"{name}.yaml"))["deepspeed_config"]).read_text())
+    for key in ("bf16", "data_types", "communication_data_type"):
+        data.pop(key)
+    data["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+    path = folder / "cpu.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dry_run(ranks, cifar, tmp_path, name):
+    """Two steps on two ranks of a model that is small in width and depth alone."""
+    recipe = config.load_recipe(str(RECIPES / f"{name}.yaml"))
+    kwargs = {**recipe.get("model_kwargs", {}), **TINY}
+    argv = ["--recipe", RECIPES / f"{name}.yaml", "--deepspeed_config", on_cpu(name, tmp_path), "--data-dir", cifar]
+    argv += [*oracle.kwargs_words(kwargs), "--img-size", 32, "-b", 6, "--workers", 0, "--log-interval", 1]
+    argv += ["--max-steps", 2, "--output", tmp_path / "run"]
+    if "warmup_steps" in recipe:
+        argv += ["--warmup-steps", 2]  # 10,000 are more than these few images have
+    if name == "mae_finetune_base":
+        argv += ["--initial-checkpoint", _pretrained(tmp_path, recipe["model"], kwargs)]
+    train_in(ranks, 2, argv)
+    rows = read_rows(tmp_path / "run")
+    assert [row["step"] for row in train_rows(rows)] == [1, 2]
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in train_rows(rows))
+    assert rows[-1]["images"] == 20
+    flags, (optimizer, decay, clip, betas) = ROWS[name]
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert {key: resolved[key] for key in flags} == flags
+    deepspeed = json.loads((tmp_path / "run" / "deepspeed.json").read_text())
+    params = deepspeed["optimizer"]["params"]
+    assert (deepspeed["optimizer"]["type"], params["weight_decay"], deepspeed["gradient_clipping"]) == (
+        optimizer,
+        decay,
+        clip,
+    )
+    assert params["betas"] == betas
+    if name == "mae_finetune_base":
+        assert params["lr"] == pytest.approx(0.0005 * 12 / 256)
+
+
+def _pretrained(folder, model, kwargs):
+    """What MAE's encoder file holds: everything but a classifier."""
+    import timm
+
+    encoder = timm.create_model(model, num_classes=0, img_size=32, **kwargs)
+    path = folder / "mae.safetensors"
+    save_file(encoder.state_dict(), path)
+    return path
