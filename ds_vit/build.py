@@ -11,9 +11,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.utils.checkpoint
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from ds_vit.engine import Engine, Loss, PlainEngine
+from ds_vit.layout import AXES
 from ds_vit.losses import build_loss
 from ds_vit.models import (
     Layer,
@@ -38,7 +39,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     rank holds more than one layer whole.
     """
     layout = plan.layout
-    topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
+    topology = ProcessTopology(axes=list(AXES), dims=list(layout.dims))
     grid = None
     if layout.tp > 1 and layout.pp == 1:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology

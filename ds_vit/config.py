@@ -62,6 +62,7 @@ class RunConfig:
     deepspeed_config: str = _flag("", _R, "DeepSpeed JSON file", spelling="--deepspeed_config", metavar="FILE")
     pp: int = _flag(1, _R, "pipeline stages", neutral=(1,), type=int)
     tp: int = _flag(1, _R, "tensor-parallel ranks", neutral=(1,), type=int)
+    tp_across_hosts: bool = _flag(False, _R, "let tensor-parallel groups lie on two hosts")
     sequence_parallel: bool = _flag(False, _R, "cut the tokens too, between the layers that --tp cuts")
     class_parallel: str = _flag(
         "auto", _R, "cut the classifier over classes under --tp", neutral=("auto",), choices=("auto", "on", "off")
@@ -548,7 +549,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         )
         idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
     if config.tp == 1:
-        idle += [(name, "without --tp") for name in ("sequence_parallel", "class_parallel")]
+        names = ("sequence_parallel", "class_parallel", "tp_across_hosts")
+        idle += [(name, "without --tp") for name in names]
     if config.pp == 1:
         idle += [("pp_partition", "without --pp")]
     if config.dataset == "digits":

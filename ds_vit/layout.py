@@ -124,11 +124,15 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
     return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500"))}
 
 
+AXES = ("data", "pipe", "model")
+"""The axes of a rank's coordinates by DeepSpeed's names, outermost first: a replica's ranks are neighbours."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Degrees of pipeline, data and tensor parallelism; `pp * dp * tp` is the world size.
 
-    A rank's coordinates follow DeepSpeed's PipeModelDataParallelTopology: tp innermost, then dp, then pp.
+    A rank's coordinates follow `AXES`: tp innermost (inside a host), then pp (neighbours), dp outermost.
     """
 
     pp: int = 1
@@ -157,9 +161,14 @@ class Layout:
         """Number of ranks."""
         return self.pp * self.dp * self.tp
 
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """The degrees in the order of `AXES`."""
+        return self.dp, self.pp, self.tp
+
     def dp_rank(self, rank: int) -> int:
         """The data-parallel coordinate of a global rank, 0 to dp - 1."""
-        return rank // self.tp % self.dp
+        return rank // (self.pp * self.tp)
 
     def tp_rank(self, rank: int) -> int:
         """The tensor-parallel coordinate of a global rank, 0 to tp - 1."""
@@ -167,7 +176,7 @@ class Layout:
 
     def stage(self, rank: int) -> int:
         """The pipeline stage of a global rank, 0 to pp - 1."""
-        return rank // (self.dp * self.tp)
+        return rank // self.tp % self.pp
 
     def __str__(self) -> str:
         return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"

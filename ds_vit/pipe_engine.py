@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from ds_vit.engine import EVAL_CHUNK, Engine, EvalInputs, Inputs, Loss, StepResult
@@ -37,7 +37,7 @@ class StagedViT(PipelineModule):
         self,
         layers: Sequence[nn.Module],
         bounds: Sequence[int],
-        topology: PipeModelDataParallelTopology,
+        topology: ProcessTopology,
         loss: Loss,
         *,
         checkpoint_interval: int,

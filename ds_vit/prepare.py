@@ -37,6 +37,7 @@ from ds_vit.models import (
 )
 from ds_vit.optim.build import check_layer_decay, optimizer_class
 from ds_vit.optim.schedules import Schedule
+from ds_vit.placement import check_tp_inside_hosts
 from ds_vit.resume import Resume, check_same_run, keep_global_batch
 from ds_vit.resume import find as find_resume
 from ds_vit.tensor_parallel import check_cut, pays
@@ -157,6 +158,7 @@ def prepare(
         data = ds_json.for_evaluation(data, pp=config.pp)
     notes = [f"idle in this run: {line}" for line in ds_json.idle_keys(data)]
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
+    check_tp_inside_hosts(layout, process, config.tp_across_hosts)
     ds_json.check_pipeline(data, path, config.pp)
     _check_types(config, precision, on_cpu)
     checkpointing = ds_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.build import build_engine
@@ -24,6 +26,7 @@ from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, prin
 from ds_vit.models import forward_flops
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.health import GradientHealth
+from ds_vit.placement import Placement
 from ds_vit.prepare import Plan, resolved_flags
 from ds_vit.replicas import check_replicas
 from ds_vit.summary import end_rows, start_rows, summarise
@@ -79,6 +82,8 @@ class Session:
             for note in plan.notes:
                 console.print(note, markup=False, highlight=False, soft_wrap=True)
             print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
+        if plan.process.spans_hosts:
+            self._show_placement(console)
         if plan.config.tf32:
             torch.set_float32_matmul_precision("high")
         self.watchdog.beat(0, "building the model", patience=4)
@@ -130,6 +135,13 @@ class Session:
             print_table(console, "done", end_rows(plan, summary, self.folder))
         self.engine.close()
         return summary
+
+    def _show_placement(self, console: Console | None) -> None:
+        """Which ranks sit on which host, on rank 0's console (a collective)."""
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        if console is not None and len(set(hosts)) > 1:
+            print_table(console, "placement", Placement(self.plan.layout, tuple(hosts)).rows())
 
     def _restore(self) -> int:
         """Take up what was saved, if this run goes on; gives the steps that are done (a collective)."""

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build", "feed", "keeper", "summary"),
     ("prepare",),
     ("resume",),
-    ("config", "ds_json", "output", "weights"),
+    ("config", "ds_json", "output", "placement", "weights"),
     ("launching",),
     ("layout",),
     ("checkpoint", "evaluate", "pipe_engine", "replicas"),

@@ -5,17 +5,22 @@ import threading
 
 import pytest
 
-from ds_vit.layout import Layout, Process, discover, rendezvous
+from ds_vit.layout import AXES, Layout, Process, discover, rendezvous
 from ds_vit.output import check_folder, check_shared
+from ds_vit.placement import Placement, check_tp_inside_hosts
 
 
 def test_dp_rank_follows_deepspeeds_topology():
     """Coordinates that differ from DeepSpeed's grid would load another rank's samples."""
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from deepspeed.runtime.pipe.topology import ProcessTopology
 
     layout = Layout(pp=2, dp=3, tp=2)
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
-    assert [layout.dp_rank(r) for r in range(12)] == [topology.get_coord(r).data for r in range(12)]
+    topology = ProcessTopology(axes=list(AXES), dims=list(layout.dims))
+    for rank in range(12):
+        coordinates = topology.get_coord(rank)
+        assert layout.dp_rank(rank) == coordinates.data
+        assert layout.stage(rank) == coordinates.pipe
+        assert layout.tp_rank(rank) == coordinates.model
 
 
 def test_of_world():
@@ -150,3 +155,43 @@ def test_output_folder_that_is_not_shared(tmp_path):
     errors = _hosts([tmp_path / "a", tmp_path / "b"], timeout=1)
     assert "not the folder that rank 0 writes to" in errors[2]
     assert "was seen by 0 of 1 other hosts" in errors[0]
+
+
+# ---- placement -------------------------------------------------------------------------------------------------------
+
+
+def test_tp_stays_inside_a_host_then_pp_then_dp():
+    """An order of ranks that puts stages or replicas of one group apart would send more over the network."""
+    layout = Layout(pp=2, dp=2, tp=4)
+    two = Placement(layout, ("a",) * 8 + ("b",) * 8)
+    assert two.crossing() == {"tp": False, "pp": False, "dp": True}
+    four = Placement(layout, tuple(name for name in "abcd" for _ in range(4)))
+    assert four.crossing() == {"tp": False, "pp": True, "dp": True}
+    eight = Placement(layout, tuple(name for name in "abcdefgh" for _ in range(2)))
+    assert eight.crossing() == {"tp": True, "pp": True, "dp": True}
+    assert Placement(Layout(dp=2), ("a", "b")).crossing() == {"dp": True}
+
+
+def test_the_map():
+    """A map with a wrong replica or stage is worse than none."""
+    rows = dict(Placement(Layout(pp=2, dp=2, tp=2), ("a",) * 3 + ("b",) * 5).rows())
+    assert rows["a"] == "ranks 0-2, replica 0, stage 0-1, tp 0-1"
+    assert rows["b"] == "ranks 3-7, replica 0-1, stage 0-1, tp 0-1"
+    assert rows["inside a host"] == "nothing"
+    assert rows["across hosts"] == "tp, pp, dp"
+    many = Placement(Layout(dp=100), tuple(f"n{i}" for i in range(100))).rows()
+    assert len(many) == 19
+    assert many[16] == ("…", "and 84 hosts more")
+
+
+def test_tp_across_hosts_is_refused():
+    """Tensor parallelism over the network, found out by a step that takes ten times as long."""
+    check_tp_inside_hosts(Layout(dp=4, tp=4), Process("env", 0, 16, 0, 8), allowed=False)
+    check_tp_inside_hosts(Layout(dp=1, tp=4), Process("env", 0, 4, 0, 4), allowed=False)
+    check_tp_inside_hosts(Layout(dp=8, tp=2), Process("slurm", 0, 16, 0, None), allowed=False)
+    apart = Layout(dp=2, tp=8), Process("env", 0, 16, 0, 4)
+    with pytest.raises(ValueError, match=r"--tp 8 with 4 ranks a host.*--tp 1 or 2 or 4 stays inside"):
+        check_tp_inside_hosts(*apart, allowed=False)
+    check_tp_inside_hosts(*apart, allowed=True)
+    with pytest.raises(ValueError, match="no effect"):
+        check_tp_inside_hosts(Layout(dp=4, tp=4), Process("env", 0, 16, 0, 8), allowed=True)
