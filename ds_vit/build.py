@@ -19,6 +19,7 @@ from ds_vit.losses import build_loss
 from ds_vit.models import (
     Layer,
     SequentialViT,
+    cast_block_buffers,
     freeze,
     initialise,
     no_weight_decay_names,
@@ -51,8 +52,10 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     def on_layer(layer: Layer) -> None:
         if tp is not None:
             cut_layer(layer, tp, class_parallel=plan.class_parallel)
-        if plan.precision.compute != "float32" and plan.config.norm_dtype == "float32":
-            norms_in_fp32(layer)
+        if plan.precision.compute != "float32":
+            cast_block_buffers(layer, getattr(torch, plan.precision.compute))
+            if plan.config.norm_dtype == "float32":
+                norms_in_fp32(layer)
         freeze(layer, plan.frozen)
         if plan.stage == 3:
             group = grid and grid.get_data_parallel_group()

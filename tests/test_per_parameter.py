@@ -11,7 +11,8 @@ from curves import assert_same_curve, train_in
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
-LOSS_RTOL, WEIGHT_RTOL = 1e-5, 1e-4
+# A norm follows the weights, whose rounding the trust ratios carry on: it may differ as much as they do.
+LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL = 1e-5, 1e-4, 1e-4
 NUM_IMAGES = 32
 LAYOUTS = [
     (pp, dp, tp, stage)
@@ -74,7 +75,8 @@ def furthest(a, b):
 
 def assert_same(ours, theirs):
     """Curve, weights and average."""
-    assert_same_curve(theirs[0], ours[0], rtol=LOSS_RTOL)
+    assert_same_curve(theirs[0], ours[0], rtol=LOSS_RTOL, keys=("loss",))
+    assert_same_curve(theirs[0], ours[0], rtol=NORM_RTOL, keys=("grad_norm",))
     for a, b in zip(ours[1:], theirs[1:], strict=True):
         part, tensor = furthest(a, b)
         assert part <= WEIGHT_RTOL, f"{tensor}: {part:.2e} relative"

@@ -1,10 +1,10 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
+from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.flops import LayerCost, forward_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
-from ds_vit.models.norms import norms_in_fp32
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
 from ds_vit.models.sequential import BlockRun, SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
@@ -30,6 +30,7 @@ __all__ = [
     "SequentialViT",
     "TimmViT",
     "balance",
+    "cast_block_buffers",
     "check_bounds",
     "classifier_names",
     "create_model",

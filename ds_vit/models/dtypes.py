@@ -1,7 +1,7 @@
-"""Norms that compute in fp32 inside a 16-bit model.
+"""What DeepSpeed's cast to 16 bits does not do: norms that compute in fp32, buffers in the type of the weights.
 
-Mixed-precision training keeps them there (Apex's O2; Meta's billion-parameter ViTs "needed it to converge", see
-docs/numerics.md). Input, weight and bias are cast up, the result is cast back to the input's type.
+Mixed-precision training keeps norms in fp32 (Apex's O2; see docs/numerics.md). Input, weight and bias are cast up, the
+result is cast back to the input's type.
 """
 
 from __future__ import annotations
@@ -23,6 +23,24 @@ def norms_in_fp32(module: nn.Module) -> int:
         # Through the instance: the class, by which tensor parallelism and timm recognise a norm, stays.
         norm.forward = _forward_of(norm)
     return len(norms)
+
+
+def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point buffers of a block, in place: DeepSpeed casts parameters alone (ZeRO 1 and 2).
+
+    timm joins BEiT's and EVA's key bias, a buffer of zeros, with parameters, and would get fp32. Rotary tables lie
+    outside the block and stay exact.
+
+    Args:
+        layer: any; one without `block` is left as it is.
+        dtype: what the model computes in.
+    """
+    if not hasattr(layer, "block"):
+        return
+    for module in layer.block.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 _LAYER_NORMS = (nn.LayerNorm,)
