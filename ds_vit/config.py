@@ -153,6 +153,14 @@ class RunConfig:
     spike_factor: float | None = _flag(
         None, _O, "treat a loss or gradient norm above this many times its recent mean alike", type=float
     )
+    rollback: int = _flag(
+        0,
+        _O,
+        "where a run would stop over a bad step: go back to the last checkpoint and leave out the samples since then, "
+        "at most this many times",
+        neutral=(0,),
+        type=int,
+    )
     grad_stats_interval: int = _flag(
         0, _O, "steps between gradient statistics by layer (0: none)", neutral=(0,), type=int
     )
@@ -482,6 +490,7 @@ def _check_ranges(config: RunConfig) -> None:
         "cutmix",
         "aug_repeats",
         "grad_stats_interval",
+        "rollback",
     ):
         value = getattr(config, name)
         must(value is None or value >= 0, name, "at least 0")
@@ -536,6 +545,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("cutmix", "beside --cutmix-minmax, which draws the box itself")]
     if not config.bce_loss:
         idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
+    if config.checkpoint_interval == "0" and config.resume == "none":
+        idle += [("rollback", "without --checkpoint-interval: there is nothing to go back to")]
     if config.resume == "none":
         idle += [("allow_batch_change", "without --resume")]
     if config.eval_only:
@@ -543,6 +554,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
             "resume",
             "checkpoint_interval",
             "keep_checkpoints",
+            "rollback",
             "stop_before_seconds",
             "time_limit",
             "log_samples",

@@ -51,8 +51,13 @@ class Feed:
         self.skipped_images = 0
         """Images of this rank that could not be decoded and were replaced; a row is counted by one rank alone."""
 
-    def training(self, first_step: int = 0) -> Iterator[Inputs]:
-        """The micro-batches of the run from a step on; the time they are waited for is counted."""
+    def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Inputs]:
+        """The micro-batches of the run from a step on; the time they are waited for is counted.
+
+        Args:
+            first_step: optimizer steps that are done.
+            skipped_batches: global batches that were left out before this step.
+        """
         plan = self.plan
         if not self.loads:
             rows, soft = plan.batch.micro_batch, plan.mix.active or plan.train_source.multi_label
@@ -66,8 +71,8 @@ class Feed:
                 share=plan.share,
                 augment=plan.augment,
                 mix=plan.mix,
-                start_step=first_step,
-                stop_step=max(first_step, plan.total_steps),
+                start_step=first_step + skipped_batches,
+                stop_step=max(first_step, plan.total_steps) + skipped_batches,
                 **self._loading(),
             )
         )

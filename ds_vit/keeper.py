@@ -28,7 +28,7 @@ from ds_vit.metrics import Reporter, Throughput
 from ds_vit.models import names_and_shapes
 from ds_vit.optim.ema import Ema
 from ds_vit.prepare import Plan, resolved_flags
-from ds_vit.resume import FOLDER, first_step
+from ds_vit.resume import FOLDER, first_step, skipped_batches
 
 
 class Keeper:
@@ -65,6 +65,8 @@ class Keeper:
         """Checkpoints that could not be written."""
         self.stopped_unsaved = False
         """The run was told to stop, and the step that it stopped at could not be written."""
+        self.skipped_batches = 0
+        """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
         self._signals = signals or Signals()
         self._history = history
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
@@ -95,7 +97,28 @@ class Keeper:
                 self._say(f"removed {name}, which a run left that was ended while it saved")
         if self.plan.resume is None:
             return 0, {}
-        checkpoint = self._intact(self.plan.resume.checkpoint)
+        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+
+    def roll_back(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Back to the newest checkpoint of this run, or the one that it went on from (a collective).
+
+        Returns:
+            As `restore`; None where nothing was saved yet.
+
+        Raises:
+            ValueError: on every rank: no checkpoint is intact.
+        """
+        self._saver.wait()
+        self._collect()
+        checkpoint = together(lambda: newest(self.parent)[0] if self.parent.is_dir() else None)
+        if checkpoint is not None:
+            return self._take(self._intact(checkpoint, falls_back=True))
+        if self.plan.resume is None:
+            return None
+        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+
+    def _take(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
+        """Fill everything from a checkpoint that is intact."""
         state = checkpoint.state
         step = first_step(state, self.plan.order)
         average = self.ema.tensors if self.ema else None
@@ -106,9 +129,10 @@ class Keeper:
         self._say(f"going on from {checkpoint.path} at step {step}")
         if checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]:
             self._saved_step = step
+        self.skipped_batches = skipped_batches(state, self.plan.order)
         return step, state["history"]
 
-    def _intact(self, checkpoint: Checkpoint) -> Checkpoint:
+    def _intact(self, checkpoint: Checkpoint, falls_back: bool) -> Checkpoint:
         """The checkpoint, or the newest one before it that has the contents it should have."""
         damaged: set[str] = set()
         path = Path(together(lambda: str(checkpoint.path)))
@@ -116,7 +140,7 @@ class Keeper:
             checkpoint = open_checkpoint(path)
         while wrong := verify_together(checkpoint):
             damaged.add(checkpoint.path.name)
-            if not self.plan.resume.falls_back:
+            if not falls_back:
                 raise ValueError(f"--resume {checkpoint.path}: {wrong}; give another one, or its run's folder")
             self._say(f"{wrong}; the checkpoint before it is tried")
             parent, skip = checkpoint.path.parent, frozenset(damaged)
@@ -240,6 +264,7 @@ class Keeper:
             "images_in_epoch": rest * plan.batch.global_batch,
             "images_seen": step * plan.batch.global_batch,
             "global_batch": plan.batch.global_batch,
+            "skipped_batches": self.skipped_batches,
             "schedule": dataclasses.asdict(plan.schedule) if plan.schedule else None,
             "optimizer": optimizer_scalars(self.engine.fragments),
             "engine": self.engine.progress(),

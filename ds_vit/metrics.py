@@ -201,6 +201,16 @@ class Reporter:
         if why:
             self.say(f"step {row['step']} was skipped: {why}")
 
+    def rollback(self, row: Mapping[str, Any]) -> None:
+        """A row of kind "rollback": step, reason, layer, to_step, skipped_batches, number."""
+        self._write({"kind": "rollback", **row})
+        self._scalar("train/rollbacks", row["number"], row["step"])
+        self.say(
+            f"step {row['step']}: back to step {row['to_step']}, {row['skipped_batches']} batches of samples are left "
+            f"out (rollback {row['number']})"
+        )
+        self.advance(row["to_step"])
+
     def gradients(self, row: Mapping[str, Any]) -> None:
         """A row of kind "gradients", and in TensorBoard the histogram of each layer's powers of two."""
         self._write({"kind": "gradients", **row})

@@ -188,3 +188,9 @@ def first_step(state: Mapping[str, Any], order: SampleOrder) -> int:
         return int(state["step"])
     batches = -(-int(state["images_in_epoch"]) // order.global_batch)
     return int(state["epoch"]) * order.steps_per_epoch + min(batches, order.steps_per_epoch)
+
+
+def skipped_batches(state: Mapping[str, Any], order: SampleOrder) -> int:
+    """Global batches of this run that rollbacks have left out so far."""
+    images = int(state["skipped_batches"]) * int(state["global_batch"])
+    return -(-images // order.global_batch)

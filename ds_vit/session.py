@@ -25,6 +25,7 @@ from ds_vit.keeper import Keeper
 from ds_vit.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
 from ds_vit.models import forward_flops
 from ds_vit.optim.ema import Ema
+from ds_vit.optim.guard import Rejection
 from ds_vit.optim.health import GradientHealth
 from ds_vit.placement import Placement
 from ds_vit.prepare import Plan, resolved_flags
@@ -35,6 +36,16 @@ from ds_vit.watchdog import Watchdog
 
 class _Stop(Exception):
     """Leaves an evaluation in the middle, on all ranks at the same batch."""
+
+
+class _RollBack(Exception):
+    """Leaves training at a step that was turned down, on all ranks alike."""
+
+    def __init__(self, step: int, rejection: Rejection, diverged: Diverged) -> None:
+        super().__init__(str(rejection))
+        self.step = step
+        self.rejection = rejection
+        self.diverged = diverged
 
 
 class Session:
@@ -62,7 +73,7 @@ class Session:
         self.throughput = Throughput()
         self.accuracies: list[Accuracy] = []
         self.ema_accuracies: list[Accuracy] = []
-        self.skipped_steps = self.skips_in_a_row = 0
+        self.skipped_steps = self.skips_in_a_row = self.rollbacks = 0
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
@@ -165,11 +176,50 @@ class Session:
         self.keeper.save_weights(self.folder)
 
     def _train(self, first_step: int) -> None:
-        plan, config = self.plan, self.plan.config
-        inputs = self.watchdog.micro_batches(self.feed.training(first_step))
+        """Steps until the end; after each rollback from the step that it led to."""
         self._boundary(first_step)
         if first_step and self.evaluated_step != first_step:
             self._evaluate_if_due(first_step)  # the run was interrupted within this evaluation
+        while True:
+            try:
+                return self._train_from(first_step)
+            except _RollBack as bad:
+                first_step = self._roll_back(bad)
+
+    def _roll_back(self, bad: _RollBack) -> int:
+        """Take up the last checkpoint, and leave out the samples of the steps since then (a collective).
+
+        Returns:
+            The steps that are done now.
+
+        Raises:
+            Diverged: nothing was saved yet.
+        """
+        assert self.keeper is not None
+        self.watchdog.beat(bad.step, "reading the checkpoint", patience=4)
+        used = bad.step + self.keeper.skipped_batches
+        back = self.keeper.roll_back()
+        if back is None:
+            raise Diverged(f"{bad.diverged}; there is no checkpoint yet to go back to")
+        self.step, history = back
+        self.rollbacks += 1
+        skipped = used - self.step - self.keeper.skipped_batches
+        self.keeper.skipped_batches = used - self.step
+        self.accuracies = self.accuracies[: len(history["accuracies"])]
+        self.ema_accuracies = self.ema_accuracies[: len(history["ema_accuracies"])]
+        self.evaluated_step = history["evaluated_step"]
+        self.engine.guard.remember(history["spikes"])
+        self.skips_in_a_row = 0
+        if self.reporter:
+            row = {"step": bad.step, "reason": bad.rejection.reason, "layer": bad.rejection.layer[0]}
+            row |= {"to_step": self.step, "skipped_batches": skipped, "number": self.rollbacks}
+            self.reporter.rollback(row)
+        return self.step
+
+    def _train_from(self, first_step: int) -> None:
+        plan, config = self.plan, self.plan.config
+        skipped = self.keeper.skipped_batches if self.keeper is not None else 0
+        inputs = self.watchdog.micro_batches(self.feed.training(first_step, skipped))
         self.throughput.restart()
         for step in range(first_step, plan.total_steps):
             if plan.schedule is not None:
@@ -243,12 +293,17 @@ class Session:
             self.reporter.skip(row, str(rejection) if rejection and not overflow else None)
         saved = "what was saved before is intact; lower the learning rate, warm up for longer or clip harder"
         if not overflow and plan.config.on_nonfinite == "stop":
-            raise Diverged(
+            diverged = Diverged(
                 f"step {step}: {rejection}; the update was not applied; {saved}, or go on past such steps "
                 "with --on-nonfinite skip"
             )
-        if self.skips_in_a_row >= self._MAX_SKIPS:
-            raise Diverged(f"step {step}: {self.skips_in_a_row} steps in a row were skipped ({reason}); {saved}")
+        elif self.skips_in_a_row >= self._MAX_SKIPS:
+            diverged = Diverged(f"step {step}: {self.skips_in_a_row} steps in a row were skipped ({reason}); {saved}")
+        else:
+            return
+        if rejection is not None and self.rollbacks < plan.config.rollback:
+            raise _RollBack(step, rejection, diverged)
+        raise diverged
 
     def _log_gradients(self, step: int, scale: float, result: StepResult) -> None:
         """A row of kind "gradients" (a collective)."""
@@ -324,6 +379,7 @@ class Session:
             "ema_accuracies": [dataclasses.asdict(a) for a in self.ema_accuracies],
             "evaluated_step": self.evaluated_step,
             "skipped_steps": self.skipped_steps,
+            "rollbacks": self.rollbacks,
             "spikes": self.engine.guard.recent() if not self.plan.config.eval_only else [],
             "skipped_images": self.before["skipped_images"] + skipped,
             "wall_seconds": self.before["wall_seconds"] + time.perf_counter() - self.started,
@@ -336,6 +392,7 @@ class Session:
         self.ema_accuracies = [Accuracy(**a) for a in history["ema_accuracies"]]
         self.evaluated_step = history["evaluated_step"]
         self.skipped_steps = history["skipped_steps"]
+        self.rollbacks = history["rollbacks"]
         self.engine.guard.remember(history["spikes"])
         self.before = {name: history[name] for name in self.before}
         self.throughput.total_images = history["trained_images"]

@@ -42,9 +42,9 @@ def train_with_accident(argv, what, step):
     if what == "nan":
         training = Feed.training
 
-        def spoilt(self):
+        def spoilt(self, *where):
             micro = self.plan.batch.accumulation
-            for i, (images, keys, targets) in enumerate(training(self)):
+            for i, (images, keys, targets) in enumerate(training(self, *where)):
                 bad = images is not None and i // micro == step - 1
                 yield images * math.nan if bad else images, keys, targets
 

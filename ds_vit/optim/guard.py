@@ -113,6 +113,7 @@ class StepGuard:
         """Take up what `recent` gave, where spikes are watched for."""
         for recent, old in zip((self._losses, self._norms), values, strict=True):
             if recent is not None:
+                recent.values.clear()
                 recent.values.extend(old)
 
     def begin(self) -> None:

@@ -1,0 +1,170 @@
+"""--rollback: back to the last checkpoint, past the samples that did it, and the same curve in every layout."""
+
+import itertools
+import json
+import math
+
+import oracle
+import per_parameter as timm_side
+import pytest
+from curves import assert_same_curve, read_rows, train_rows
+from test_fragments import words
+
+BAD_BATCH, INTERVAL, STEPS = 5, 3, 9  # batches count from 0: it belongs to step 6
+
+
+def train_with_bad_batches(argv, bad=(), jump=None):
+    """On a rank: train on data some batches of which are not finite; gives the exit code and stderr.
+
+    Args:
+        argv: of train.py.
+        bad: numbers of the batches, in the order of the data.
+        jump: (step, batches): leave out so many batches after this step, without any accident.
+    """
+    import contextlib
+    import io
+
+    from ds_vit.feed import Feed
+    from ds_vit.train import main
+
+    training = Feed.training
+
+    def spoilt(self, first_step=0, skipped=0):
+        micro = self.plan.batch.accumulation
+        if jump is not None:
+            step, batches = jump
+            feed = itertools.islice(training(self), step * micro)
+            yield from itertools.chain(feed, training(self, step, batches))
+            return
+        for i, (images, keys, targets) in enumerate(training(self, first_step, skipped)):
+            poor = images is not None and first_step + skipped + i // micro in bad
+            yield images * math.nan if poor else images, keys, targets
+
+    Feed.training = spoilt
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main([str(word) for word in argv])
+    return code, errors.getvalue()
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """A few images and random weights."""
+    folder = tmp_path_factory.mktemp("rollback")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 160, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    return folder
+
+
+def run(ranks, cifar, folder, layout=(1, 1, 1, 1), *flags, steps=STEPS, **accident):
+    """Train in a layout (pp, dp, tp, ZeRO stage): exit code, stderr and rows."""
+    pp, dp, tp, stage = layout
+    folder.mkdir(exist_ok=True)
+    argv = words(cifar, stage, {}, folder / "config.json")
+    argv[argv.index("--max-steps") + 1] = steps
+    argv[argv.index("-b") + 1] = 4 // dp
+    argv += ["--grad-accum-steps", 2, "--log-interval", 1, "--lr", 1e-3, "--drop-path", 0.1, "--pp", pp, "--tp", tp]
+    argv += ["--sched", "cosine", "--warmup-steps", 2, "--model-ema", "--log-samples", "--epochs", 1]
+    argv += ["--output", folder / "run", *flags]
+    results = ranks.run(pp * dp * tp, train_with_bad_batches, argv, **accident)
+    assert len({code for code, _ in results}) == 1
+    return results[0][0], results[0][1], read_rows(folder / "run")
+
+
+SAVING = ("--checkpoint-interval", INTERVAL)
+
+
+@pytest.fixture(scope="module")
+def past_it(ranks, cifar, tmp_path_factory):
+    """The course that is wanted: the same samples, without an accident."""
+    folder = tmp_path_factory.mktemp("past")
+    code, error, rows = run(ranks, cifar, folder, jump=(INTERVAL, BAD_BATCH + 1 - INTERVAL))
+    assert code == 0, error
+    return rows
+
+
+def samples(folder):
+    """Step → the samples of its global batch, of what was used last."""
+    used = {}
+    for path in sorted((folder / "run" / "samples").glob("*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            used.setdefault(line["step"], {})[line["first_row"]] = line["samples"]
+    return {step: sorted(itertools.chain(*rows.values())) for step, rows in used.items()}
+
+
+LAYOUTS = [(1, 1, 1, 0), (1, 1, 1, 1), (1, 2, 1, 3), (2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_goes_back_and_past_the_samples(ranks, cifar, past_it, tmp_path, layout):
+    """Weights, moments, average, schedule or samples that are not those of the course without the bad batch."""
+    code, error, rows = run(ranks, cifar, tmp_path, layout, *SAVING, "--rollback", 1, bad=[BAD_BATCH])
+    assert code == 0, error
+    assert_same_curve(past_it, rows, rtol=1e-5)
+    assert [row["lr"] for row in train_rows(rows)] == [row["lr"] for row in train_rows(past_it)]
+    assert [row["step"] for row in train_rows(rows)] == list(range(1, STEPS + 1))
+    (back,) = [row for row in rows if row["kind"] == "rollback"]
+    assert {k: back[k] for k in ("step", "to_step", "skipped_batches", "number", "reason")} == {
+        "step": BAD_BATCH + 1,
+        "to_step": INTERVAL,
+        "skipped_batches": BAD_BATCH + 1 - INTERVAL,
+        "number": 1,
+        "reason": "nonfinite",
+    }
+    assert back["layer"] == "embed"
+    (skip,) = [row for row in rows if row["kind"] == "skip"]
+    assert skip["step"] == BAD_BATCH + 1
+
+
+def test_the_samples_that_are_left_out(ranks, cifar, tmp_path):
+    """A window that is one batch off, on either side."""
+    plain, back = tmp_path / "plain", tmp_path / "back"
+    assert run(ranks, cifar, plain, steps=STEPS + 3)[0] == 0
+    assert run(ranks, cifar, back, (1, 1, 1, 1), *SAVING, "--rollback", 1, bad=[BAD_BATCH])[0] == 0
+    all_batches, used = samples(plain), samples(back)
+    for step in range(1, INTERVAL + 1):
+        assert used[step] == all_batches[step]
+    for step in range(INTERVAL + 1, STEPS + 1):
+        assert used[step] == all_batches[step + BAD_BATCH + 1 - INTERVAL]
+
+
+def test_an_interrupted_run_remembers_what_it_left_out(ranks, cifar, past_it, tmp_path):
+    """A resume that returns to the bad samples, or forgets how many rollbacks there were."""
+    code, error, _ = run(
+        ranks, cifar, tmp_path, (1, 2, 1, 1), *SAVING, "--rollback", 1, "--max-steps", 7, bad=[BAD_BATCH]
+    )
+    assert code == 0, error
+    again = (*SAVING, "--rollback", 1, "--resume", "auto")
+    code, error, rows = run(ranks, cifar, tmp_path, (2, 1, 1, 1), *again, bad=[BAD_BATCH])
+    assert code == 0, error
+    assert_same_curve(past_it, rows, rtol=1e-5)
+    state = json.loads((tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text())
+    assert state["skipped_batches"] == BAD_BATCH + 1 - INTERVAL
+    assert state["history"]["rollbacks"] == 1
+
+
+def test_not_more_often_than_allowed(ranks, cifar, tmp_path):
+    """A run that goes back for ever; the second one falls back behind the first."""
+    code, error, rows = run(ranks, cifar, tmp_path, (1, 1, 1, 1), *SAVING, "--rollback", 2, bad=[5, 7, 10])
+    assert code == 3
+    assert "the gradient is not finite" in error
+    backs = [row for row in rows if row["kind"] == "rollback"]
+    # Batch 5 at step 6; then step 4 is batch 6 and step 5 is batch 7; then step 4 is batch 8 and step 6 is batch 10.
+    assert [(row["step"], row["to_step"], row["skipped_batches"]) for row in backs] == [(6, 3, 3), (5, 3, 5)]
+    assert rows[-1]["kind"] == "skip"
+    assert rows[-1]["step"] == 6
+
+
+def test_nothing_to_go_back_to(ranks, cifar, tmp_path):
+    """A crash in place of words."""
+    code, error, _ = run(ranks, cifar, tmp_path, (1, 1, 1, 1), *SAVING, "--rollback", 1, bad=[1])
+    assert code == 3
+    assert "there is no checkpoint yet to go back to" in error
+
+
+def test_needs_checkpoints():
+    """A flag that does nothing."""
+    from ds_vit import config
+
+    with pytest.raises(ValueError, match="--rollback has no effect without --checkpoint-interval"):
+        config.parse(["--deepspeed_config", "x.json", "--dataset", "digits", "--rollback", "2"])
