@@ -6,6 +6,7 @@ ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from s
 ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       somebody else's weights under timm's names
+ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what would keep a run from starting or slow it down")
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
+
+    gradients = commands.add_parser("gradients", help="what a number format makes of a run's gradients")
+    gradients.add_argument("folder", metavar="RUN", help="its output folder")
+    gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
+    gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
+    gradients.set_defaults(run=_gradients)
 
     for name, text in _WITH_FLAGS.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -119,6 +126,19 @@ def _hosts(arguments: argparse.Namespace) -> int:
         Path(arguments.output).write_text(text)
     except OSError as error:
         raise ValueError(f"--output {arguments.output}: {error.strerror}") from None
+    return 0
+
+
+def _gradients(arguments: argparse.Namespace) -> int:
+    from ds_vit import gradient_picture
+    from ds_vit.metrics import make_console, print_columns
+
+    run = Path(arguments.folder)
+    row = gradient_picture.read_row(run, arguments.step)
+    title = gradient_picture.titles(run, row)
+    print_columns(make_console(), title, gradient_picture.table(row))
+    if arguments.output is not None:
+        gradient_picture.save(row, title, Path(arguments.output))
     return 0
 
 

@@ -286,6 +286,17 @@ def make_console() -> Console:
     return Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=120, soft_wrap=True)
 
 
+def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:
+    """A table whose first line is its header: names to the left, figures to the right."""
+    header, *body = lines
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in header:
+        table.add_column(name, justify="left" if name == header[0] else "right")
+    for line in body:
+        table.add_row(*line)
+    console.print(table, markup=False)
+
+
 def print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A two-column table, as a run shows it at its start and at its end."""
     table = Table(title=title, show_header=False, title_justify="left", title_style="bold")

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "ds_vit"
 # From the story to its tools. A module may import modules of lower rows, and its own package; not its own row.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("api", "bench", "doctor"),
+    ("api", "bench", "doctor", "gradient_picture"),
     ("evaluation", "exchange"),
     ("train",),
     ("parity", "session"),

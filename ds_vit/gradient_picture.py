@@ -1,0 +1,146 @@
+"""What a run's gradients look like to a number format: a table, and a picture of their powers of two.
+
+Reads the rows of kind "gradients" that --grad-stats-interval writes (`optim/health.py` says what is in them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The smallest fp16 number, and the smallest that fp16 holds with all its bits (IEEE 754 binary16).
+SMALLEST, SMALLEST_NORMAL = -24, -14
+_LOST, _COARSE, _WHOLE = "#c23b22", "#e8a33d", "#4a7fb5"
+
+
+def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
+    """The statistics of one step of a run.
+
+    Args:
+        run: its output folder.
+        step: which; None for the last that was looked at.
+
+    Raises:
+        ValueError: the run has none, or not of this step (those that it has are named).
+    """
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{run}: there is no metrics.jsonl; give a run's --output folder")
+    rows = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] == "gradients":
+            rows[row["step"]] = row
+    if not rows:
+        raise ValueError(f"{run}: no gradient statistics; train with --grad-stats-interval 100")
+    if step is None:
+        return rows[max(rows)]
+    if step not in rows:
+        nearest = min(rows, key=lambda other: abs(other - step))
+        raise ValueError(f"{run}: step {step} was not looked at; the nearest of {len(rows)} is {nearest}")
+    return rows[step]
+
+
+def table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Header and one line a layer, from the input to the classifier, then the whole model."""
+    header = ("layer", "norm", "largest", "zeros", "below 2^-24", "below 2^-14", "update / weight")
+    lines = [header]
+    for layer, figures in [*row["layers"].items(), ("all", row)]:
+        shares = [f"{figures[key]:.2%}" for key in ("zeros", "below_2^-24", "below_2^-14")]
+        lines.append(
+            (layer, f"{figures['norm']:.3g}", f"{figures['max']:.3g}", *shares, f"{figures['update_to_weight']:.2e}")
+        )
+    return lines
+
+
+def draw(row: Mapping[str, Any], title: str) -> Figure:
+    """Gradients by power of two: of the whole model above, of each layer below.
+
+    Args:
+        row: from `read_row`.
+        title: what run it is.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'ds-vit[plot]'") from None
+    import numpy as np
+
+    lowest = row["histogram"]["lowest"]
+    counts = {layer: np.asarray(c, dtype=float) for layer, c in row["histogram"]["counts"].items() if sum(c)}
+    layers = list(counts)
+    shares = np.stack([c / c.sum() for c in counts.values()])
+    total = sum(counts.values())
+    seen = np.flatnonzero(total)
+    left, right = min(lowest + seen[0], SMALLEST) - 1.5, max(lowest + seen[-1], SMALLEST_NORMAL) + 1.5
+    powers = lowest + np.arange(len(total))
+
+    figure = Figure(figsize=(9, 2.6 + 0.24 * len(layers)), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, 0.24 * len(layers)])
+    colours = [_LOST if p < SMALLEST else _COARSE if p < SMALLEST_NORMAL else _WHOLE for p in powers]
+    above.bar(powers + 0.5, 100 * total / total.sum(), width=0.9, color=colours)
+    above.set_ylabel("% of gradients")
+    above.set_title(title, fontsize=10, loc="left")
+    for text, power, colour in (
+        (f"{row['below_2^-24']:.1%} below $2^{{-24}}$: zero in fp16", SMALLEST, _LOST),
+        (f"{row['below_2^-14']:.1%} below $2^{{-14}}$: fewer bits", SMALLEST_NORMAL, _COARSE),
+    ):
+        above.annotate(
+            text,
+            (power, 1),
+            (-4, -4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=colour,
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )
+    image = below.imshow(
+        100 * shares,
+        aspect="auto",
+        cmap="Blues",
+        extent=(powers[0], powers[-1] + 1, len(layers) - 0.5, -0.5),
+        interpolation="nearest",
+    )
+    below.set_yticks(range(len(layers)), layers, fontsize=7)
+    below.set_xlabel("power of two of a gradient's size (clipping and loss scale taken out)")
+    below.set_xlim(left, right)
+    for axes in (above, below):
+        for power, colour in ((SMALLEST, _LOST), (SMALLEST_NORMAL, _COARSE)):
+            axes.axvline(power, color=colour, linewidth=1, linestyle="--")
+    figure.colorbar(image, ax=below, label="% of the layer's", shrink=0.9)
+    return figure
+
+
+def save(row: Mapping[str, Any], title: str, path: Path) -> None:
+    """Draw into a file, in the format of its suffix (png, svg, pdf).
+
+    Raises:
+        ValueError: matplotlib is not installed, it cannot write this format, or the disk refuses.
+    """
+    figure = draw(row, title)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ValueError(f"--output {path}: {error.strerror}") from None
+
+
+def titles(run: Path, row: Mapping[str, Any]) -> str:
+    """Model, precision and step, as far as the run's folder tells."""
+    parts: Sequence[str] = [run.name]
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+        parts = [summary["model"], summary["precision"]]
+    except (OSError, ValueError, KeyError):
+        pass
+    return ", ".join([*parts, f"step {row['step']}"])
