@@ -78,6 +78,7 @@ class Keeper:
         self._failed_step: int | None = None  # of the last save that came to nothing
         self._saved_at = time.monotonic()
         self._due = False
+        self._reserved = False  # memory for saves
         self._best_step: int | None = None  # step whose accuracy is the best so far
         self._said_slow = False
 
@@ -180,6 +181,9 @@ class Keeper:
         self._collect()
         if number or late:
             self._stop(step, number)
+        if self._interval and step and not self._reserved:
+            self._reserved = True
+            self._saver.reserve()
         if not (self._due or clock) or self._saved_step == step:
             return
         if busy:

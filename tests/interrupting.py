@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -36,6 +37,29 @@ def last_step(output: Path, since: int = 0) -> int:
     return 0
 
 
+def alive(output: Path) -> bool:
+    """Whether any process of a run that `train_with` began is left, one that a rank has forked included.
+
+    Each rank holds a lock, which its children inherit with the open file; only the end of all of them gives it up.
+    """
+    with _lock_file(output).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _lock_file(output: Path) -> Path:
+    return output.with_name(f"{output.name}.lock")
+
+
+def strikes(output: Path) -> list[dict[str, Any]]:
+    """What each signal met: {"signal", "rank", "saving": a checkpoint was being written}."""
+    path = output.with_name(f"{output.name}.strikes")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[str, Any]) -> tuple[int, str, str]:
     """On a rank of a job: train; the process of one rank sends itself a signal.
 
@@ -44,8 +68,8 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
         output: the run's folder.
         rank: which one.
         signum: the signal.
-        when: {"step": when this step is logged} or {"saving": when a checkpoint is being written}, and "delay":
-            seconds after that.
+        when: {"step": when this step is logged; 0: as soon as the program begins}, {"saving": when a checkpoint is
+            being written} or both, and "delay": seconds after that.
 
     Returns:
         Exit code, and what was said on stdout and stderr.
@@ -61,16 +85,23 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
         fsync(descriptor)
 
     os.fsync = slow_fsync
+    lock = _lock_file(Path(output)).open("w")
+    fcntl.flock(lock, fcntl.LOCK_SH)
     ended = threading.Event()
     since = metrics_bytes(Path(output))  # what an earlier process logged does not count
+
+    def saving() -> bool:
+        return any(Path(output, "checkpoints").glob(".step-*.partial"))
 
     def strike() -> None:
         while not ended.wait(0.001):
             if "step" in when and last_step(Path(output), since) < when["step"]:
                 continue
-            if "saving" in when and not list(Path(output, "checkpoints").glob(".step-*.partial")):
+            if "saving" in when and not saving():
                 continue
             ended.wait(when["delay"])
+            with Path(output).with_name(f"{Path(output).name}.strikes").open("a") as file:
+                file.write(json.dumps({"signal": int(signum), "rank": rank, "saving": saving()}) + "\n")
             os.kill(os.getpid(), signum)
             return
 
@@ -80,4 +111,5 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(argv)
     ended.set()
+    lock.close()
     return code, out.getvalue(), err.getvalue()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from curves import assert_same_curve, train_in, train_rows
-from interrupting import TINY, train_with
+from interrupting import TINY, alive, strikes, train_with
 from project import ROOT
 from ranks import RankFailure
 from safetensors.torch import load_file
@@ -24,7 +25,7 @@ STEPS = 60
 LAYOUTS = [(2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 1, 1, 3), (1, 1, 1, 0)]
 
 
-def command(folder: Path, layout: tuple[int, int, int, int], output: Path) -> list[str]:
+def command(folder: Path, layout: tuple[int, int, int, int], output: Path, *words: object) -> list[str]:
     world, pp, tp, stage = layout
     data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
     data["optimizer"]["params"]["eps"] = 1e-6
@@ -32,7 +33,7 @@ def command(folder: Path, layout: tuple[int, int, int, int], output: Path) -> li
     path.write_text(json.dumps(data))
     argv = [*TINY, "--deepspeed_config", path, "--pp", pp, "--tp", tp, "--max-steps", STEPS, "--output", output]
     argv += ["--batch-size", 24 // (world // pp // tp) // pp, "--grad-accum-steps", pp, "--eval-interval", 0]
-    return [str(word) for word in [*argv, "--checkpoint-interval", 2, "--resume", "auto"]]
+    return [str(word) for word in [*argv, "--checkpoint-interval", 2, "--resume", "auto", *words]]
 
 
 def attempt(ranks, world: int, *arguments: object) -> str:
@@ -57,10 +58,13 @@ def test_killed_at_random_moments(ranks, tmp_path):
         signum = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         when = {"step": saved + generator.randint(1, 3), "delay": generator.uniform(0.0, 0.1)}
         if number % 3 == 0:
-            when = {"step": saved + 1, "saving": True, "delay": generator.uniform(0.0, 0.15)}
+            when = {"step": saved + 1, "saving": True, "delay": generator.uniform(0.0, 0.1)}
+        elif number % 8 == 7:  # while it reads the checkpoint, or shortly after
+            signum, when = signal.SIGKILL, {"step": 0, "delay": generator.uniform(0.0, 1.0)}
         when["step"] = min(when["step"], STEPS - 2)
-        arguments = (command(tmp_path, layout, output), str(output), generator.randrange(layout[0]), signum, when)
-        ended.append(attempt(ranks, layout[0], *arguments))
+        words = ("--workers", 1) if number % 4 == 1 else ()  # processes that must not outlive their rank
+        argv = command(tmp_path, layout, output, *words)
+        ended.append(attempt(ranks, layout[0], argv, str(output), generator.randrange(layout[0]), signum, when))
         assert ended[-1] == "killed" if signum == signal.SIGKILL else ended[-1] == "ended in order"
         checkpoint, notes = newest(output / "checkpoints")
         assert not [note for note in notes if "latest" not in note], notes
@@ -68,9 +72,17 @@ def test_killed_at_random_moments(ranks, tmp_path):
             checkpoint.verify()
             assert checkpoint.step >= saved, "an older checkpoint than before the kill"
             saved = checkpoint.step
-    print(f"{NUM_KILLS} kills: {ended.count('killed')} died, {ended.count('ended in order')} saved; at step {saved}")
+    met = strikes(output)
+    within = [strike for strike in met if strike["saving"]]
+    deadly = sum(strike["signal"] == signal.SIGKILL for strike in within)
+    print(
+        f"{NUM_KILLS} kills: {ended.count('killed')} died, {ended.count('ended in order')} saved; {len(within)} came "
+        f"while a checkpoint was being written, {deadly} of them SIGKILL; at step {saved}"
+    )
+    assert len(met) == NUM_KILLS
     assert ended.count("killed") >= NUM_KILLS // 3
     assert ended.count("ended in order") >= 3
+    assert deadly >= 3
     assert 0 < saved < STEPS
 
     rows = train_in(ranks, 2, command(tmp_path, LAYOUTS[0], output))
@@ -78,6 +90,10 @@ def test_killed_at_random_moments(ranks, tmp_path):
     assert_same_curve(reference, rows, rtol=1e-5)
     last = [[row for row in r if row["kind"] == "eval_ema"][-1] for r in (reference, rows)]
     assert (last[0]["top1"], last[0]["top5"]) == (last[1]["top1"], last[1]["top5"])
+    deadline = time.monotonic() + 120
+    while alive(output):  # a loader's worker looks for its rank every few seconds
+        assert time.monotonic() < deadline, "processes of killed runs are left"
+        time.sleep(0.5)
     left = [path.name for path in output.rglob("*") if path.name.startswith(".")]
     assert not left, left
     kept = sorted(path.name for path in (output / "checkpoints").glob("step-*"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -149,34 +151,62 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("harm", ["a flipped bit", "a missing file"])
+def flip(path: Path) -> None:
+    """Turn over one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+# What is done to a file of the newest checkpoint, and the step from which the run then goes on.
+HARM = {
+    **{
+        f"a flipped bit in {name}": (f"step-00000008/{name}", flip, 6)
+        for name in (
+            *("model.safetensors", "optimizer-exp_avg.safetensors", "optimizer-exp_avg_sq.safetensors"),
+            *("ema.safetensors", "state.json", "manifest.json"),
+        )
+    },
+    "a truncated file": ("step-00000008/ema.safetensors", lambda p: os.truncate(p, p.stat().st_size - 4), 6),
+    "a deleted file": ("step-00000008/model.safetensors", Path.unlink, 6),
+    "latest points nowhere": ("latest", lambda p: p.write_text("step-00000099\n"), 8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", HARM)
 def test_a_damaged_newest_one_falls_back(ranks, run, tmp_path, harm):
     # Catches: a silently wrong resume, a crash, and words that do not name the file.
-    import shutil
-
     output = tmp_path / "run"
     shutil.copytree(run[0], output)
-    victim = output / "checkpoints" / "step-00000008" / "optimizer-exp_avg_sq.safetensors"
-    data = bytearray(victim.read_bytes())
-    data[-9] ^= 16
-    victim.unlink()
-    if harm == "a flipped bit":
-        victim.write_bytes(data)
+    name, action, step = HARM[harm]
+    action(output / "checkpoints" / name)
     argv = words("--max-steps", 10, "--output", output, "--resume", "auto", "--checkpoint-interval", 5)
     [(code, out, err)] = ranks.run(1, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
     assert code == 0, err
-    assert "step-00000008/optimizer-exp_avg_sq.safetensors" in out
-    assert "going on from" in out
-    assert "step-00000006 at step 6" in out
+    assert name in out
+    assert f"going on from {output}/checkpoints/step-{step:08d} at step {step}" in out
     rows = train_rows(read_rows(output))
     assert [row["step"] for row in rows] == list(range(1, 11))
+    assert_same_curve(run[1], rows[:8], rtol=1e-6)
     newest(output / "checkpoints")[0].verify()
+
+
+def test_a_damaged_one_by_name_is_refused(ranks, run, tmp_path):
+    # Catches: another checkpoint in place of the one that somebody named.
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    flip(output / "checkpoints" / "step-00000004" / "optimizer-exp_avg.safetensors")
+    argv = words("--max-steps", 10, "--output", output, "--resume", output / "checkpoints" / "step-00000004")
+    [(code, _, err)] = ranks.run(1, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+    assert code == 2
+    assert "step-00000004/optimizer-exp_avg.safetensors does not have the checksum of the manifest" in err
+    assert "give another one, or its run's folder" in err
+    assert read_rows(output) == run[1]
 
 
 def test_all_damaged_is_said(run, tmp_path, capsys, monkeypatch):
     # Catches: a run that quietly begins anew and overwrites what could be rescued.
-    import shutil
-
     from ds_vit.train import main
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -192,8 +222,6 @@ def test_all_damaged_is_said(run, tmp_path, capsys, monkeypatch):
 
 def test_an_earlier_one_by_name_and_then_auto(ranks, run, tmp_path):
     # Catches: `auto` that returns to the course that was given up, because its steps are higher.
-    import shutil
-
     output = tmp_path / "run"
     shutil.copytree(run[0], output)
     path = output / "checkpoints" / "step-00000002"
@@ -208,8 +236,6 @@ def test_an_earlier_one_by_name_and_then_auto(ranks, run, tmp_path):
 
 def test_a_finished_run_is_left_as_it_is(ranks, run, tmp_path):
     # Catches: a supervisor's last restart that trains one more step, or fails.
-    import shutil
-
     output = tmp_path / "run"
     shutil.copytree(run[0], output)
     before = (output / "model.safetensors").read_bytes()

@@ -23,7 +23,7 @@ from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split
 from ds_vit.tensor_parallel import TensorSlice, assemble
 
 BUCKET_BYTES = 32 * 2**20
-"""Small parameters travel together up to this size."""
+"""Small parameters travel together up to this size, or up to that of the largest one where it is smaller."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ class Exchange:
         self._sends: dict[int, list[_Transfer]] = defaultdict(list)
         self._arrivals: dict[int, list[_Arrival]] = defaultdict(list)
         tag = 0
+        largest = max((spec.num_bytes for tensors in specs.values() for spec in tensors), default=0)
         for writer, queue in self._queues(len(held)).items():
-            for number, bucket in enumerate(_buckets(queue)):
+            for number, bucket in enumerate(_buckets(queue, min(BUCKET_BYTES, largest))):
                 for file, kind, spec, last in bucket:
                     sources = by_name[spec.name]
                     transfers = tuple(_Transfer(kind, p, s, writer, tag + i) for i, (s, p) in enumerate(sources))
@@ -155,41 +156,73 @@ class Exchange:
         Returns:
             The files that this rank has written, and what went wrong ("" where nothing did).
         """
-        entries: list[FileEntry] = []
-        error = ""
-        writer: TensorWriter | None = None
+        files = _Files(folder, self.files)
         for number in range(self.num_rounds):
-            works = [
-                dist.isend(t.piece.of(host[t.kind][t.piece.block]), t.writer, group=group, tag=t.tag)
-                for t in self._sends.get(number, ())
-            ]
-            arrived = []
-            for arrival in self._arrivals.get(number, ()):
-                slices = _empty_slices(arrival)
-                arrived.append((arrival, slices))
-                for t in arrival.transfers:
-                    place = slices[t.piece.slice_rank].narrow(0, t.piece.start, t.piece.length)
-                    if t.source == self.rank:
-                        place.copy_(t.piece.of(host[t.kind][t.piece.block]))
-                    else:
-                        works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
-            for work in works:
-                work.wait()
-            for arrival, slices in arrived:
-                if error:
-                    continue
-                try:
-                    if writer is None:
-                        writer = TensorWriter(folder / arrival.file, self.files[arrival.kind][arrival.file])
-                    writer.write(arrival.spec.name, _whole(arrival, slices))
-                    if arrival.last:
-                        entries.append(writer.close())
-                        writer = None
-                except OSError as problem:
-                    error = f"{arrival.file}: {problem.strerror or problem}"
-        if writer is not None:
-            writer.abandon()
-        return entries, error
+            # Nothing of a round is held on to, or there would be two parameters beside the share.
+            files.write(self._round(number, host, group))
+        return files.end()
+
+    def _round(
+        self, number: int, host: Mapping[str, Sequence[torch.Tensor]], group: dist.ProcessGroup | None
+    ) -> list[tuple[_Arrival, list[torch.Tensor]]]:
+        """Send and receive what is due in a round; gives each tensor of it with the flat slices that make it."""
+        works = [
+            dist.isend(t.piece.of(host[t.kind][t.piece.block]), t.writer, group=group, tag=t.tag)
+            for t in self._sends.get(number, ())
+        ]
+        arrived = []
+        for arrival in self._arrivals.get(number, ()):
+            slices = _empty_slices(arrival)
+            arrived.append((arrival, slices))
+            for t in arrival.transfers:
+                place = slices[t.piece.slice_rank].narrow(0, t.piece.start, t.piece.length)
+                if t.source == self.rank:
+                    place.copy_(t.piece.of(host[t.kind][t.piece.block]))
+                else:
+                    works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
+        for work in works:
+            work.wait()
+        return arrived
+
+
+class _Files:
+    """The files of this rank, one after the other; after an error nothing more is written.
+
+    Args:
+        folder: where they go.
+        files: kind → file → its tensors.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> None:
+        self._folder = folder
+        self._files = files
+        self._entries: list[FileEntry] = []
+        self._error = ""
+        self._writer: TensorWriter | None = None
+
+    def write(self, arrived: list[tuple[_Arrival, list[torch.Tensor]]]) -> None:
+        """Append the tensors of a round; the list is emptied, so that each is given back once it is written."""
+        while arrived:
+            arrival, slices = arrived.pop(0)
+            if self._error:
+                continue
+            try:
+                if self._writer is None:
+                    path = self._folder / arrival.file
+                    self._writer = TensorWriter(path, self._files[arrival.kind][arrival.file])
+                self._writer.write(arrival.spec.name, _whole(arrival, slices))
+                del slices  # the file is read back below
+                if arrival.last:
+                    self._entries.append(self._writer.close())
+                    self._writer = None
+            except OSError as problem:
+                self._error = f"{arrival.file}: {problem.strerror or problem}"
+
+    def end(self) -> tuple[list[FileEntry], str]:
+        """The files that are whole, and what went wrong."""
+        if self._writer is not None:
+            self._writer.abandon()
+        return self._entries, self._error
 
 
 def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Piece]]) -> None:
@@ -210,12 +243,12 @@ def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Piece]]) -> None
 
 
 def _buckets(
-    queue: Sequence[tuple[str, str, TensorSpec, bool]],
+    queue: Sequence[tuple[str, str, TensorSpec, bool]], max_bytes: int
 ) -> list[list[tuple[str, str, TensorSpec, bool]]]:
     buckets: list[list[tuple[str, str, TensorSpec, bool]]] = []
     size = 0
     for item in queue:
-        if not buckets or size + item[2].num_bytes > BUCKET_BYTES:
+        if not buckets or size + item[2].num_bytes > max_bytes:
             buckets.append([])
             size = 0
         buckets[-1].append(item)

@@ -101,6 +101,23 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, holding: Holding, kinds: Sequence[str]) -> None:
+        """Have a thread get the memory for these kinds, page by page, so that the first copy does not wait for it."""
+        sizes = {}
+        for kind in kinds:
+            for block, source in enumerate(holding.tensors(kind)):
+                if source is not None and _owner(holding, kind, block) == kind:
+                    sizes[kind, block] = source.numel(), source.device.type == "cuda"
+
+        def get() -> None:
+            for key, (numel, pin) in sizes.items():
+                # Filled, because the system gives memory only when it is written to.
+                self._buffers[key] = torch.empty(numel, dtype=torch.float32, pin_memory=pin).zero_()
+
+        self._reserving = threading.Thread(target=get, name="checkpoint memory", daemon=True)
+        self._reserving.start()
 
     def take(self, holding: Holding, kinds: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         """Copy the tensors of these kinds; waits until they have arrived.
@@ -108,13 +125,15 @@ class HostCopy:
         Returns:
             kind → flat fp32 CPU tensors by block, empty ones where this rank gives nothing.
         """
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         out: dict[str, list[torch.Tensor]] = {}
         devices = set()
         for kind in kinds:
             out[kind] = []
             for block, source in enumerate(holding.tensors(kind)):
-                # A parameter that is not trained is its own average: one copy serves both.
-                owner = "model" if block >= len(holding.trained) else kind
+                owner = _owner(holding, kind, block)
                 if source is None:
                     out[kind].append(torch.empty(0))
                     continue
@@ -131,6 +150,11 @@ class HostCopy:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return out
+
+
+def _owner(holding: Holding, kind: str, block: int) -> str:
+    """The kind whose copy of a block serves: a parameter that is not trained is its own average."""
+    return "model" if block >= len(holding.trained) else kind
 
 
 @dataclass
@@ -196,6 +220,10 @@ class Saver:
             raise RuntimeError(f"a checkpoint could not be brought to its end: {crash}") from crash
         done, self._finished = self._finished, []
         return done
+
+    def reserve(self) -> None:
+        """Get the memory for a save ready beside training, once the optimizer has its states; needs no other rank."""
+        self._host.reserve(self.holding, self.holding.kinds())
 
     def start(self, save: Save) -> None:
         """Copy this rank's share, and write it beside training (all ranks, none of them `busy`)."""

@@ -30,7 +30,7 @@ _TYPES: dict[torch.dtype, tuple[str, np.dtype]] = {
     torch.bool: ("BOOL", np.dtype("?")),
 }
 _NUMPY = dict(_TYPES.values())
-_READ_BYTES = 16 * 2**20
+_READ_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""What a run's checkpoints are to others: timm, `ds-vit eval`, `ds-vit export`, and a disk that is slow."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from curves import read_rows, train_in, train_rows
+from interrupting import TINY, train_with
+from project import ROOT
+from safetensors.torch import load_file
+
+from ds_vit.checkpoint import TensorFiles, checkpoints
+from ds_vit.exchange import export
+
+KWARGS = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+NEVER = {"step": 10**9, "delay": 0.0}
+
+
+def words(stage: int, *argv: object) -> list[str]:
+    config = ["--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json", "-b", 8]
+    return [str(word) for word in [*TINY, *config, *argv]]
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory):
+    """A run on two ranks, with a checkpoint at step 20 and one, evaluated, at its end."""
+    output = tmp_path_factory.mktemp("use") / "run"
+    argv = words(
+        1, "--no-aug", "--max-steps", 24, "--checkpoint-interval", 20, "--model-ema-decay", 0.9, "--output", output
+    )
+    return output, train_in(ranks, 2, argv)
+
+
+def eval_on_rank(argv: list[str]) -> int:
+    """On a rank: the exit code of launch/eval.py."""
+    from ds_vit.evaluation import main
+
+    return main(argv)
+
+
+def test_timm_loads_the_weights_of_a_checkpoint(run):
+    # Catches: names, shapes or a container that timm does not know.
+    newest = checkpoints(run[0] / "checkpoints")[0]
+    for path in (newest / "model.safetensors", run[0] / "model.safetensors"):
+        settings = {"num_classes": 10, "img_size": 16, "checkpoint_path": str(path)}
+        model = timm.create_model("vit_tiny_patch16_224", **settings, **KWARGS)
+        written = load_file(str(path))
+        state = model.state_dict()
+        assert state.keys() == written.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize("kind", ["raw", "ema"])
+def test_a_checkpoint_is_evaluated_and_exported(ranks, run, tmp_path, kind):
+    # Catches: an average that is evaluated or exported as the raw weights, or the other way round.
+    output, rows = run
+    name = checkpoints(output / "checkpoints")[0].name
+    figures = tmp_path / "figures.json"
+    argv = [output, "--checkpoint", name, "--weights", kind, "--output", figures]
+    assert ranks.run(2, eval_on_rank, [str(word) for word in argv]) == [0, 0]
+    result = json.loads(figures.read_text())
+    evaluated = {row["kind"]: row for row in rows if row["kind"].startswith("eval")}
+    right, wrong = (evaluated[k] for k in (("eval", "eval_ema") if kind == "raw" else ("eval_ema", "eval")))
+    assert right["step"] == int(name.removeprefix("step-"))
+    assert (result["top1"], result["top5"]) == (right["top1"], right["top5"])
+    assert result["loss"] == pytest.approx(right["loss"], rel=1e-5)
+    assert result["loss"] != pytest.approx(wrong["loss"], rel=1e-3)
+    found = export(output, "timm", weights=kind, checkpoint=name, output=tmp_path / "timm")
+    assert found.largest == 0.0
+    model = timm.create_model(f"local-dir:{found.folder}", pretrained=True)
+    file = output / "checkpoints" / name / ("ema.safetensors" if kind == "ema" else "model.safetensors")
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in load_file(str(file)).items())
+
+
+def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
+    """On a rank: train with files of at most 30 kB; the code, what this rank wrote, its largest round in bytes."""
+    from ds_vit.checkpoint import gather, snapshot
+    from ds_vit.engine import Engine
+    from ds_vit.train import main
+
+    snapshot.WEIGHT_BYTES = snapshot.STATE_BYTES = 30_000
+    written, rounds = [], []
+    receive = gather.Exchange._round
+
+    class Writer(gather.TensorWriter):
+        def __init__(self, path: Path, *rest: object) -> None:
+            super().__init__(path, *rest)
+            written.append(path.name)
+
+    def counting(self, *arguments):
+        arrived = receive(self, *arguments)
+        rounds.append(sum(4 * part.numel() for _, slices in arrived for part in slices))
+        return arrived
+
+    def forbidden(self, state):
+        raise AssertionError("the whole state on one rank")
+
+    gather.TensorWriter, gather.Exchange._round, Engine.full_state = Writer, counting, forbidden
+    return main(argv), written, max(rounds)
+
+
+@pytest.mark.parametrize(("stage", "world", "cut"), [(3, 3, ()), (1, 4, ("--tp", 2, "--pp", 2))])
+def test_nobody_gathers_the_final_weights(ranks, tmp_path, stage, world, cut):
+    # Catches: rank 0 holding or writing the whole model, where it may not fit.
+    argv = words(stage, *cut, "--max-steps", 2, "--output", tmp_path / "run", "--eval-interval", 0)
+    results = ranks.run(world, train_in_small_files, argv)
+    assert [code for code, _, _ in results] == [0] * world
+    assert all(written for _, written, _ in results), "a rank wrote nothing"
+    index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert sorted(file for _, written, _ in results for file in written if file.startswith("model")) == files
+    assert len(files) >= 3
+    tensors = TensorFiles(tmp_path / "run" / file for file in files)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=16, **KWARGS)
+    assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == {
+        name: tensors.shape(name) for name in tensors
+    }
+    largest = max(4 * math.prod(tensors.shape(name)) for name in tensors)
+    assert max(most for _, _, most in results) <= largest
+
+
+def train_on_a_slow_disk(argv: list[str], output: str) -> tuple[int, str, str]:
+    """On a rank: as `train_with`, and the first checkpoint takes until step 10 is logged."""
+    from interrupting import last_step
+
+    from ds_vit.checkpoint import gather
+
+    plain = gather.TensorWriter.close
+
+    def close(self):
+        deadline = time.monotonic() + 60
+        while last_step(Path(output)) < 10 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return plain(self)
+
+    gather.TensorWriter.close = close
+    return train_with(argv, output, 0, signal.SIGTERM, NEVER)
+
+
+def test_a_slow_disk_holds_nobody_up(ranks, tmp_path):
+    # Catches: training that waits for a disk, saves that pile up in memory, and silence about both.
+    output = tmp_path / "run"
+    argv = words(1, "--max-steps", 14, "--checkpoint-interval", 3, "--keep-checkpoints", 0, "--output", output)
+    results = ranks.run(2, train_on_a_slow_disk, argv, str(output))
+    assert [code for code, _, _ in results] == [0, 0]
+    said = results[0][1]
+    assert "step 6: the checkpoint of step 3 is still being written; the next one waits for it" in said
+    assert said.count("still being written") <= 2, "once a checkpoint is enough"
+    saved = sorted(path.name for path in (output / "checkpoints").glob("step-*"))
+    assert (saved[0], saved[-1]) == ("step-00000003", "step-00000014")
+    assert "step-00000006" not in saved
+    rows = read_rows(output)
+    assert [row["step"] for row in train_rows(rows)] == list(range(1, 15))
+    first = next(row for row in rows if row["kind"] == "checkpoint")
+    assert first["pause_seconds"] < first["write_seconds"]
