@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ds_vit import exit_codes
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_END = b"\0"  # no signal has this number
 
 
 class Interrupted(Exception):
@@ -73,15 +74,17 @@ class Signals:
             signal.set_wakeup_fd(old_descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            os.close(writing)  # the thread reads the end of the pipe, and ends
+            # Not by closing: a loader's worker that was forked from here holds the pipe open.
+            os.write(writing, _END)
             thread.join()
+            os.close(writing)
 
     def _note(self, number: int, frame: Any) -> None:
         self.received = self.received or number
 
     def _watch(self, reading: int, speaks: bool) -> None:
         with open(reading, "rb", buffering=0) as pipe:
-            while received := pipe.read(1):
+            while (received := pipe.read(1)) != _END:
                 if received[0] not in SIGNALS:
                     continue
                 self.received = self.received or received[0]

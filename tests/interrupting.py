@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -78,6 +79,7 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
 
     from ds_vit.train import main
 
+    multiprocessing.set_start_method("fork", force=True)  # for a loader's workers; the pool's would start anew
     fsync = os.fsync
 
     def slow_fsync(descriptor: int) -> None:  # a save that takes long enough to be hit
@@ -90,8 +92,14 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
     ended = threading.Event()
     since = metrics_bytes(Path(output))  # what an earlier process logged does not count
 
-    def saving() -> bool:
-        return any(Path(output, "checkpoints").glob(".step-*.partial"))
+    began = time.time()
+
+    def saving() -> bool:  # what a killed run left half-written does not count
+        for path in Path(output, "checkpoints").glob(".step-*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime > began:
+                    return True
+        return False
 
     def strike() -> None:
         while not ended.wait(0.001):

@@ -38,11 +38,16 @@ def whole(ranks, tmp_path_factory):
     return train_in(ranks, 2, words("--max-steps", 12, "--output", output))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_one_rank_is_told_and_all_save(ranks, tmp_path, whole, signum):
-    # Catches: a rank that stops alone, a step that is not saved, a code that schedulers cannot tell from a failure.
+@pytest.mark.parametrize(
+    ("signum", "cut"),
+    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("--pp", 2, "--grad-accum-steps", 2, "--workers", 1))],
+    ids=["SIGTERM", "SIGUSR1 to a pipeline with loaders"],
+)
+def test_one_rank_is_told_and_all_save(ranks, tmp_path, whole, signum, cut):
+    # Catches: a rank that stops alone, a step that is not saved, a code that schedulers cannot tell from a failure, a
+    # process that waits for ever for the workers of its loader.
     output = tmp_path / "run"
-    argv = words("--max-steps", 12, "--output", output)
+    argv = words("--max-steps", 12, "--output", output, *cut)
     results = ranks.run(2, train_with, argv, str(output), 1, signum, {"step": 3, "delay": 0.0})
     assert [code for code, _, _ in results] == [exit_codes.INTERRUPTED] * 2
     step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))

@@ -65,7 +65,8 @@ def test_killed_at_random_moments(ranks, tmp_path):
         words = ("--workers", 1) if number % 4 == 1 else ()  # processes that must not outlive their rank
         argv = command(tmp_path, layout, output, *words)
         ended.append(attempt(ranks, layout[0], argv, str(output), generator.randrange(layout[0]), signum, when))
-        assert ended[-1] == "killed" if signum == signal.SIGKILL else ended[-1] == "ended in order"
+        expected = "killed" if signum == signal.SIGKILL else "ended in order"
+        assert ended[-1] == expected, (number, layout, signum, when, words, ended[-1])
         checkpoint, notes = newest(output / "checkpoints")
         assert not [note for note in notes if "latest" not in note], notes
         if checkpoint is not None:

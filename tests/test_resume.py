@@ -128,23 +128,29 @@ def check_goes_on(ranks, folder, whole, stopped, optimizer, source, target):
         assert (average[name] - tensor).norm() <= RTOL * max(1.0, float(tensor.norm())), name
 
 
-NEIGHBOURS = list(zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True))
-OTHERS = [pair for pair in itertools.permutations(LAYOUTS, 2) if pair not in NEIGHBOURS]
+def around(distance: int) -> list[tuple[str, str]]:
+    """Each layout with the one that is so many places further on, around the end."""
+    names = [*LAYOUTS]
+    return [(name, names[(i + distance) % len(names)]) for i, name in enumerate(names)]
+
+
+ALL = [(source, target, optimizer) for source, target in itertools.permutations(LAYOUTS, 2) for optimizer in OPTIMIZERS]
+# Each layout to the next with both optimizers, and to one further on with one of them.
+SOME = [(source, target, optimizer) for source, target in around(1) for optimizer in OPTIMIZERS]
+SOME += [(*pair, optimizer) for pair, optimizer in zip(around(3), itertools.cycle(OPTIMIZERS), strict=False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("source", "target"), NEIGHBOURS, ids=lambda name: name)
-def test_each_layout_to_the_next(ranks, folder, whole, stopped, optimizer, source, target):
+@pytest.mark.parametrize(("source", "target", "optimizer"), SOME)
+def test_each_layout_to_two_others(ranks, folder, whole, stopped, source, target, optimizer):
     # Catches: a piece of state that is lost, doubled or put in another place by some way of cutting the model; a
     # sample that is skipped or seen twice; a schedule, an average or a draw that begins anew.
     check_goes_on(ranks, folder, whole, stopped, optimizer, source, target)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("source", "target"), OTHERS, ids=lambda name: name)
-def test_any_layout_to_any_other(ranks, folder, whole, stopped, optimizer, source, target):
+@pytest.mark.parametrize(("source", "target", "optimizer"), [item for item in ALL if item not in SOME])
+def test_any_layout_to_any_other(ranks, folder, whole, stopped, source, target, optimizer):
     # Catches: what the test above does, for the other pairs.
     check_goes_on(ranks, folder, whole, stopped, optimizer, source, target)
 

@@ -107,8 +107,7 @@ def test_whose_folder_it_is(tmp_path):
 
 def words(*argv: object) -> list[str]:
     config = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 16, "--val-split", ""]
-    plain = [word for word in TINY if word != "--model-ema"]
-    return [str(word) for word in [*plain, *config, *argv]]
+    return [str(word) for word in [*TINY, *config, *argv]]
 
 
 @pytest.fixture(scope="module")

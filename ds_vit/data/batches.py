@@ -10,7 +10,12 @@ rows), C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import multiprocessing.util
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,10 +263,36 @@ class Loader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for item in self._loader:
+        others = set(multiprocessing.active_children())
+        items = iter(self._loader)
+        _end_with_this_process(set(multiprocessing.active_children()) - others)
+        for item in items:
             if isinstance(item, _Failure):
                 raise item.error
             yield item
+
+
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_workers_of = 0  # the process that they are to end with
+
+
+def _end_with_this_process(workers: Iterable[BaseProcess]) -> None:
+    """Have worker processes killed when this process ends.
+
+    An iteration that is given up in the middle, and still held by somebody (DeepSpeed's pipeline), leaves workers
+    behind. Python would send them SIGTERM, which they ignore, and wait for them for ever.
+    """
+    global _workers_of
+    _workers.update(workers)
+    if _workers and _workers_of != os.getpid():
+        _workers_of = os.getpid()
+        # Before Python's own SIGTERM, which comes after all that has a priority.
+        multiprocessing.util.Finalize(None, _kill_workers, exitpriority=10)
+
+
+def _kill_workers() -> None:
+    for worker in _workers:
+        worker.kill()
 
 
 def _as_it_is(item: Any) -> Any:
