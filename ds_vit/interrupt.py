@@ -3,6 +3,8 @@
 A scheduler that takes the machine back sends SIGTERM or SIGUSR1, to one rank or to all, at any time. A signal is noted
 and nothing else; at the next boundary between steps the ranks ask each other whether anybody has had one, so that all
 of them save the same step. Before the ranks have met there is nothing to save and nobody to ask: the process ends.
+
+Nothing heavy is imported here: `end_at_signals` is there before torch is.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from ds_vit import exit_codes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _END = b"\0"  # no signal has this number
@@ -35,6 +37,22 @@ class Interrupted(Exception):
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.why = why
+
+
+def end_at_signals(program: str) -> None:
+    """Let SIGTERM and SIGUSR1 end this process with code 75 wherever `Signals` does not note them.
+
+    For the first line of a program: importing torch and DeepSpeed takes seconds, in which a signal would kill.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        line = f"{program}: {signal.Signals(number).name} while no training is under way: nothing to save\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+        os._exit(exit_codes.INTERRUPTED)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
 
 
 class Signals:
@@ -127,12 +145,18 @@ class Ballot:
     """The ranks' common answer to small questions, once a step; a gloo group of its own, so no device is waited for."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        import torch.distributed as dist
+
+        several = dist.get_world_size() > 1
+        self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Of each value the largest over all ranks (a collective)."""
         if self._group is None:
             return list(values)
+        import torch
+        import torch.distributed as dist
+
         answer = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
         return answer.tolist()

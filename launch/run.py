@@ -5,13 +5,17 @@
 The scripts beside this file (local.sh, run_hostfile.sh, mpi.sh, slurm.sbatch, pbs.sh) call it; docs/clusters.md.
 """
 
+import signal
 import sys
 from pathlib import Path
+
+# A signal that comes before there is somebody to hear it waits (Supervisor.run lets it through).
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.launching.run import main
-
 if __name__ == "__main__":
+    from ds_vit.launching.run import main
+
     sys.exit(main())

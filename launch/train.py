@@ -11,7 +11,10 @@ from pathlib import Path
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.train import main
-
 if __name__ == "__main__":
+    from ds_vit.interrupt import end_at_signals
+
+    end_at_signals("train.py")
+    from ds_vit.train import main
+
     sys.exit(main())

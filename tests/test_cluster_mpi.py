@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_mpirun_over_two_hosts(data, reference, tmp_path):
 
 def test_a_signal_and_an_error_under_mpirun(tmp_path):
     # Catches: mpirun that kills the ranks on SIGTERM before they have saved; an error lost among mpirun's own words.
+    fails, waits = tmp_path / "fails", tmp_path / "waits"
+    fails.mkdir()
+    waits.mkdir()
     (tmp_path / "script.py").write_text(
         "import os, pathlib, signal, sys, time\n"
         "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
@@ -81,18 +85,17 @@ def test_a_signal_and_an_error_under_mpirun(tmp_path):
         "pathlib.Path('ready' + rank).touch(); time.sleep(300)\n"
     )
     line = [*LAUNCH, "--mpirun", "mpirun --oversubscribe", str(tmp_path / "script.py")]
-    done = subprocess.run([*line, "fail"], cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*line, "fail"], cwd=fails, env=environ(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     said = done.stderr[done.stderr.rindex("failed first") :]
     assert "RuntimeError: rank 1 is unhappy" in said
 
-    for path in tmp_path.glob("ready*"):
-        path.unlink()
-    process = subprocess.Popen(line, cwd=tmp_path, env=environ(), stderr=subprocess.PIPE, text=True)
-    while not ((tmp_path / "ready0").exists() and (tmp_path / "ready1").exists()):
+    process = subprocess.Popen(line, cwd=waits, env=environ(), stderr=subprocess.PIPE, text=True)
+    while not ((waits / "ready0").exists() and (waits / "ready1").exists()):
         assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
+    assert (waits / "saved0").exists()
+    assert (waits / "saved1").exists()

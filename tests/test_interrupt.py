@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
@@ -18,6 +19,7 @@ from project import ROOT
 from ds_vit import exit_codes
 from ds_vit.checkpoint import checkpoints, marked, newest
 from ds_vit.interrupt import Deadline
+from ds_vit.launching.rank import free_port
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
 NEVER = {"step": 10**9, "delay": 0.0}
@@ -100,28 +102,39 @@ def test_told_during_evaluation(ranks, tmp_path, whole):
         assert (a["top1"], a["top5"], a["step"]) == (b["top1"], b["top5"], b["step"])
 
 
-def test_told_during_start_up(tmp_path):
+@pytest.mark.parametrize(
+    ("moment", "says"),
+    [
+        ("importing", "SIGTERM while no training is under way: nothing to save"),
+        ("waiting", "SIGTERM before the ranks have met: nothing to save"),
+    ],
+)
+def test_told_during_start_up(tmp_path, moment, says):
     # Catches: the seconds of imports and of waiting for other ranks, when the default would be to die unexplained.
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RANK": "0"}
     env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = "29999"  # nobody else will come: it would wait for half an hour
+    env["MASTER_PORT"] = str(free_port())  # nobody else will come: it would wait for half an hour
     command = [sys.executable, str(ROOT / "launch" / "train.py"), *words("--output", tmp_path / "run")]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not _catches(process.pid, signal.SIGTERM):
+        while not (_catches(process.pid, signal.SIGTERM) if moment == "importing" else _listens(process.pid)):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(1.0)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == exit_codes.INTERRUPTED, err
-    assert "SIGTERM before the ranks have met: nothing to save" in err
+    assert says in err
     assert not (tmp_path / "run").exists()
+
+
+def _listens(pid: int) -> bool:
+    """Whether a process waits for others at a TCP port."""
+    return any(each.status == psutil.CONN_LISTEN for each in psutil.Process(pid).net_connections("tcp"))
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -246,6 +246,7 @@ def test_train_py_runs_this_clone(tmp_path):
     package = tmp_path / "ds_vit"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / "interrupt.py").write_text("def end_at_signals(program):\n    pass\n")
     (package / "train.py").write_text("def main():\n    print('this clone')\n    return 7\n")
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "train.py", tmp_path / "launch")

@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from project import ROOT
 
 from ds_vit.hosts import Host
 from ds_vit.launching import environment, run
+from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
 from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family
 from ds_vit.launching.rank import MARK, Job, free_port, signal_ranks
@@ -165,6 +167,22 @@ def test_one_code_and_one_culprit(reports, launcher, lost, first, code):
         assert f"rank {first} on n{first} failed first" in text
 
 
+@pytest.mark.parametrize(
+    ("reports", "launcher", "lost", "code"),
+    [
+        ([], 138, [], 75),
+        ([], -10, [], 75),
+        ([report(0, 138, 1)], 138, [], 75),
+        ([report(0, 1, 1), report(1, 138, 2)], 138, [], 1),
+        ([], 138, ["n1"], 1),
+        ([], 0, [], 0),
+    ],
+)
+def test_the_code_of_a_run_that_was_asked_to_stop(reports, launcher, lost, code):
+    # Catches: a launcher that had no handler yet told as a crash; an error or a lost host hidden by the request.
+    assert exit_code(launcher, Outcome(0, reports, lost, stopping=True)) == code
+
+
 # The rank's own program and the supervisor, with a launcher that starts one rank.
 
 
@@ -265,7 +283,7 @@ print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).ru
     out, error = process.communicate(timeout=60)
     assert out == "75\n", error
     assert (tmp_path / "signal").read_text() == str(int(signal.SIGUSR1))
-    assert "saved their state" in error
+    assert "after saving what there was to save (code 75)" in error
     assert "starting again" not in error
 
 
@@ -282,6 +300,87 @@ def test_a_rank_ends_with_its_launcher(tmp_path):
     assert rank.wait(60) == 75
     assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
     assert "the launcher is gone" in (tmp_path / "logs" / f"rank-0000.{os.uname().nodename}.log").read_text()
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.03, 0.1, 0.3])
+def test_a_rank_that_has_only_begun_is_interrupted_too(delay_seconds, tmp_path):
+    # Catches: "save and end" that kills a rank's program before it listens, and is told as a crash by signal 10.
+    (tmp_path / "script.py").write_text("import time; time.sleep(120)")
+    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
+    rank = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first_lines_are_past(rank.pid)
+    time.sleep(delay_seconds)
+    rank.send_signal(signal.SIGUSR1)
+    _, error = rank.communicate(timeout=60)
+    assert rank.returncode == 75, error
+    assert b'"code": 75' in error
+
+
+def first_lines_are_past(pid: int) -> None:
+    """Wait until a process blocks or catches SIGUSR1."""
+    end = time.monotonic() + 60
+    masks = ("SigBlk", "SigCgt")
+    while not any(
+        int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith(masks)
+    ):
+        assert time.monotonic() < end, "launch/rank.py leaves SIGUSR1 as it is"
+        time.sleep(0.001)
+
+
+def test_who_has_missed_the_signal_hears_it_again(tmp_path, monkeypatch):
+    # Catches: a run that goes on because its ranks had not started when it was told to end.
+    monkeypatch.setattr(supervise_module, "_ASK_AGAIN_SECONDS", 0.2)
+    (tmp_path / "script.py").write_text(WAITS)
+
+    class Deaf(OneRank):
+        tries = 0
+
+        def send(self, launcher: subprocess.Popen, signum: int) -> None:
+            self.tries += 1
+            if self.tries > 1:
+                super().send(launcher, signum)
+
+    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
+    launcher = Deaf(secrets.token_hex(8), dict(os.environ))
+    said: list[str] = []
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    supervisor = Supervisor(launcher, job, say=said.append)
+
+    def ask() -> None:
+        wait_for(tmp_path / "ready")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert supervisor.run() == 75, said
+    finally:
+        thread.join()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert launcher.tries >= 2
+    assert len([line for line in said if "asking the ranks" in line]) == 1
+
+
+def test_told_before_there_is_a_rank(tmp_path):
+    # Catches: a launcher that is started only to be stopped, or that kills the run with a code of its own.
+    code = f"""
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.argv = ["run.py", "local", "--num_ranks", "1", "--logs", {str(tmp_path / "logs")!r}, {str(tmp_path / "s.py")!r}]
+import runpy
+runpy.run_path({str(ROOT / "launch" / "run.py")!r}, run_name="__main__")
+"""
+    (tmp_path / "s.py").write_text("open('ran', 'w')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert "start again with --resume auto" in done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_killed_rank_is_reported(tmp_path, capfd):

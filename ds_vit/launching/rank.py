@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import select
@@ -69,9 +70,13 @@ class Job:
 def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     """Run this rank to its end. Its output goes to its log, and rank 0's to stdout as well.
 
+    Signals wait (blocked, see launch/rank.py) until the rank is there to have them. "Save and end" (SIGUSR1) that comes
+    before the rank has a handler ends it, and that is an interruption like any other: there was nothing to save.
+
     Returns:
-        The rank's exit code, 128 + n where signal n ended it.
+        The rank's exit code, 128 + n where signal n ended it; 75 where that was a SIGUSR1 passed on from here.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     process = discover(environ)
     log, path = _open_log(job, process)
     child = subprocess.Popen(
@@ -81,13 +86,25 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=end_with_parent,
+        preexec_fn=functools.partial(_begin_rank, os.getpid()),
     )
+    passed: set[int] = set()
+
+    def pass_on(number: int, frame: object) -> None:
+        # SIGUSR1 may come again and again, for those who missed it (see Supervisor): the rank has it once.
+        if number != signal.SIGUSR1 or number not in passed:
+            child.send_signal(number)
+        passed.add(number)
+
     for signum in _SIGNALS:
-        signal.signal(signum, lambda number, _: child.send_signal(number))
+        signal.signal(signum, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     finder = ErrorFinder()
     _follow(child, log, finder, speaks=process.rank == 0, stop_seconds=job.stop_seconds)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    if child.returncode == -signal.SIGUSR1 and signal.SIGUSR1 in passed:
+        _write(log, b"== SIGUSR1 came before this rank had a handler for it: nothing to save\n")
+        code = INTERRUPTED
     _write(log, f"== rank {process.rank} ended with code {code}\n".encode())
     if code:
         error = finder.lines if code != INTERRUPTED else []
@@ -163,10 +180,13 @@ def _write(log: BinaryIO | None, data: bytes) -> None:
             log.flush()
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+def _begin_rank(parent: int) -> None:
+    """In the new process: let the kernel kill it when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+        if os.getppid() != parent:  # killed before the kernel was told
+            os._exit(128 + signal.SIGKILL)
 
 
 def signal_ranks(run: str, signum: int) -> int:

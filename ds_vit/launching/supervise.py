@@ -22,9 +22,11 @@ from ds_vit.launching.rank import MARK, Job
 
 _FINAL = (OK, BAD_INPUT, DIVERGED, UNSAVED)  # the same start would end the same way
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
 _CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
 _MAX_BACKOFF_SECONDS = 600
+_ASK_AGAIN_SECONDS = 5.0  # doubled each time: a rank that had not started yet has missed the first
 
 
 @dataclass
@@ -35,11 +37,13 @@ class Outcome:
         code: as in `ds_vit.exit_codes`, or another code of the first rank that failed.
         reports: what failed ranks told, in the order of arrival; see `rank.run_rank`.
         lost: hosts to which the connection broke.
+        stopping: the ranks were asked to save and end, and have not been killed since.
     """
 
     code: int
     reports: list[Mapping] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    stopping: bool = False
 
 
 @dataclass
@@ -68,8 +72,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Run to the end, restarts included; gives the exit code of the last attempt."""
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signum in _SIGNALS:
             signal.signal(signum, lambda number, _: self.asked.append(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # launch/run.py lets them wait for this
         used = self.first_restart
         while True:
             job = self.job if used == 0 else replace(self.job, command=(*self.job.command, "--resume", "auto"))
@@ -97,6 +102,8 @@ class Supervisor:
 
     def _attempt(self, job: Job) -> Outcome:
         command = self.launcher.command(job)
+        if self.asked:
+            return Outcome(INTERRUPTED)
         self.say(f"{shlex.join(command.argv[:-1])} {job.encode()[:8]}…, which is {shlex.join(job.command)}")
         process = subprocess.Popen(
             command.argv,
@@ -113,13 +120,14 @@ class Supervisor:
                 self._watch(process, outcome)
             finally:
                 if process.poll() is None:
+                    outcome.stopping = False
                     self._kill(process)
         outcome.code = exit_code(process.returncode, outcome)
         return outcome
 
     def _watch(self, process: subprocess.Popen, outcome: Outcome) -> None:
         """Pass lines on until the launcher has ended, or must be made to."""
-        told, deadline = 0, None
+        told, deadline, wait, again = 0, None, _ASK_AGAIN_SECONDS, 0.0
         with selectors.DefaultSelector() as selector:
             for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 os.set_blocking(pipe.fileno(), False)
@@ -139,9 +147,12 @@ class Supervisor:
                         self.say(
                             f"{signal.Signals(self.asked[0]).name}: asking the ranks to save and end (again: kill them)"
                         )
-                        self.launcher.send(process, signal.SIGUSR1)
+                        outcome.stopping = True
                     elif signal.SIGUSR1 not in self.asked[1:]:
                         return
+                if outcome.stopping and now >= again and not ended:
+                    self.launcher.send(process, signal.SIGUSR1)
+                    again, wait = time.monotonic() + wait, 2 * wait
                 if deadline is None and (outcome.lost or any(_failed(r["code"]) for r in outcome.reports)):
                     deadline = now + self.grace_seconds
                 if deadline is not None and now > deadline:
@@ -172,7 +183,7 @@ def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) 
         os.setsid()
         os.dup2(reading, 0)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a launcher shall see that nobody reads its output any more
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signum in _SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             if not os.read(0, 1):
@@ -252,6 +263,9 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
         return first_failure(failures)["code"]
     if any(report["code"] == INTERRUPTED for report in outcome.reports) or launcher_code == INTERRUPTED:
         return INTERRUPTED
+    # Processes that had no handler yet: mpirun's, DeepSpeed's, or a Python that had just begun.
+    if outcome.stopping and not outcome.lost and (outcome.reports or launcher_code):
+        return INTERRUPTED
     if outcome.reports:
         return first_failure(outcome.reports)["code"]
     if outcome.lost:
@@ -264,7 +278,7 @@ def describe(outcome: Outcome) -> list[str]:
     if outcome.code == OK:
         return []
     if outcome.code == INTERRUPTED:
-        return ["interrupted; the ranks have saved their state (code 75): start again with --resume auto"]
+        return ["interrupted, after saving what there was to save (code 75): start again with --resume auto"]
     lines = [f"the connection to {host} broke: the host or its network is down" for host in outcome.lost]
     first = first_failure(outcome.reports)
     if first is None and lines:
