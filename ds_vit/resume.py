@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {shown}; {remedy}, or start a new run"
             )
     notes = []
+    config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
     changed = [
         f"{name} {saved['config'].get(name)} → {config.get(name)}"
         for name in sorted({*saved["config"], *config} - _FREE)
