@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def training(data: Path, steps: int = 4) -> list[str]:
         *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--drop-path", 0.2),
         *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--reprob", 0.5),
         *("--warmup-steps", 2, "--lr", 2e-3, "--log-interval", 1, "--eval-interval", 0),
-        *("--epochs", 100, "--max-steps", steps, "--workers", 0),
+        *("--epochs", 100_000, "--max-steps", steps, "--workers", 0),
     ]
     return [str(word) for word in words]
 
@@ -37,6 +38,13 @@ def cifar_folder(folder: Path, real_images: Path) -> Path:
 def alone(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
     """The rows of one process on its own."""
     return train_in(ranks, 1, [*training(data, steps), "--batch-size", str(GLOBAL_BATCH)])
+
+
+def last_step(output: Path) -> int:
+    """The last step that `metrics.jsonl` has; 0 while there is none."""
+    path = output / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return max((row["step"] for row in rows if row["kind"] == "train"), default=0)
 
 
 def explain(done: subprocess.CompletedProcess, output: Path | None = None) -> str:

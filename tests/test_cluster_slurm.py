@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from curves import assert_same_curve, read_rows
-from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, training
+from curves import assert_same_curve, read_rows, train_in
+from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, last_step, training
 from project import ROOT
 from slurm import Slurm, slurm
 
@@ -58,6 +59,52 @@ def test_plain_srun_trains_the_same(here, data, reference, tmp_path):
     arguments = [*training(data), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
     here.run("srun", "-N2", "-n2", "python", str(ROOT / "launch" / "train.py"), *arguments, cwd=tmp_path, timeout=300)
     assert_same_curve(reference, read_rows(output), rtol=1e-5)
+
+
+@pytest.mark.timeout(1200)
+def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):
+    # Catches: a signal of a person or of the time limit that kills without saving; a job that does not come back,
+    # starts from the beginning, or goes on with another curve; one that comes back although it was cancelled.
+    output = tmp_path / "out"
+    arguments = [*training(data, 1_000_000), "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
+    # Slurm looks once in half a minute whose time is nearly up, and here finds the job after 30 to 60 s.
+    limits = ("--time=4", "--signal=USR1@210")
+    script = [str(ROOT / "launch" / "slurm.sbatch"), "--restarts", "20", "--logs", "logs"]
+    job = here.sbatch(*JOB, *limits, *script, str(ROOT / "launch" / "train.py"), *arguments, cwd=tmp_path)
+
+    def wait_for(what: str, true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 500
+        while not true():
+            assert time.monotonic() < end, f"{what}: never\n{(tmp_path / 'slurm.out').read_text()}\n{here.logs()}"
+            time.sleep(0.5)
+
+    def restarts() -> int:
+        return int(here.job(job)["Restarts"])
+
+    def comes_back(after: str) -> int:
+        """Wait until the job is in the queue again; gives the last step before."""
+        before = restarts()
+        wait_for(f"back in the queue after {after}", lambda: restarts() > before)
+        return last_step(output)
+
+    wait_for("the third step", lambda: last_step(output) >= 3)
+    here.run("scancel", "--signal=USR1", job)
+    by_hand = comes_back("a signal")
+    wait_for("going on", lambda: last_step(output) > by_hand)
+    by_limit = comes_back("its time limit")
+    wait_for("going on again", lambda: last_step(output) > by_limit)
+    before = restarts()
+    here.run("scancel", job)
+    assert here.wait(job) == "CANCELLED"
+    assert restarts() == before, "a job that was cancelled came back"
+    said = (tmp_path / "slurm.out").read_text()
+    assert said.count("after saving what there was to save (code 75)") == before + 1, said
+    assert "settings that differ" not in said
+    rows = [row for row in read_rows(output) if row["kind"] == "train" and row["step"] <= by_limit + 1]
+    assert [row["step"] for row in rows] == list(range(1, by_limit + 2)), "a step was repeated or left out"
+    # In the same layout: in another one, rounding would have grown to percents after some hundred steps.
+    whole = train_in(ranks, 2, [*training(data, by_limit + 1), "--batch-size", str(GLOBAL_BATCH // 2)])
+    assert_same_curve(whole, rows, rtol=1e-6)
 
 
 def test_what_a_process_sees(here, tmp_path):

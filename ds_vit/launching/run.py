@@ -138,10 +138,11 @@ def _launcher(arguments: argparse.Namespace, environ: dict[str, str]) -> Launche
 def requeue(supervisor: Supervisor, environ: Mapping[str, str]) -> None:
     """Put an interrupted job of sbatch back into Slurm's queue while it has restarts left.
 
-    Slurm ends this process in doing so, and starts the script again with SLURM_RESTART_COUNT one higher.
+    Slurm ends this process in doing so, and starts the script again with SLURM_RESTART_COUNT one higher. A job that was
+    cancelled (SIGTERM) is left alone; one that is pre-empted gets the same signal, and Slurm requeues it by itself.
     """
     used, job = int(environ.get("SLURM_RESTART_COUNT", "0")), environ["SLURM_JOB_ID"]
-    if used >= supervisor.restarts or signal.SIGINT in supervisor.asked:
+    if used >= supervisor.restarts or {signal.SIGINT, signal.SIGTERM} & set(supervisor.asked):
         return
     supervisor.say(f"back into the queue: scontrol requeue {job} (restart {used + 1} of {supervisor.restarts})")
     subprocess.run(["scontrol", "requeue", job], env=dict(environ), check=False)
