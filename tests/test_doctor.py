@@ -519,6 +519,14 @@ def test_a_slow_host_is_given_up(monkeypatch):
     assert answer.problem == "no answer in time"
 
 
+def test_a_probe_that_falls_is_not_a_slow_one(monkeypatch):
+    # Catches: "no answer in time" for a host whose probe ended at once with an error that nobody gets to read.
+    script = "exec >&-; sleep 0.5; echo 'KeyError: x' >&2; exit 1"
+    monkeypatch.setattr(Way, "command", lambda *args, **kwargs: ["sh", "-c", script])
+    (answer,) = ask_all((Host("here", 1),), Ask(), Way({}, ROOT), 60.0)
+    assert answer.problem == "the probe failed: KeyError: x"
+
+
 def test_the_command(capsys, tmp_path, monkeypatch):
     # Catches: a wrong exit code; JSON that cannot be read; a port that is taken and not seen.
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):

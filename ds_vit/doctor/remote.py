@@ -107,7 +107,7 @@ class Conversation:
         if text is not None:
             self.answer = replace(self.answer, facts=Facts.unpack(text))
             return
-        timed_out = self._process.poll() is None
+        timed_out = time.monotonic() >= deadline
         self._end()
         problem, remedy = explain(self.host.name, self._process.returncode, self._errors, timed_out)
         self.answer = replace(self.answer, problem=problem, remedy=remedy)
