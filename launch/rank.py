@@ -1,6 +1,6 @@
 """One rank on this host: its log, its signals, why it ended. Started by launch/run.py through a launcher.
 
-    python launch/rank.py --probe        is this clone here? prints a free port
+    python launch/rank.py --probe        what is here: clone, packages, a free port
 
 ds_vit/launching/rank.py has the rest of the story.
 """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import timm
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
 from launches import GLOBAL_BATCH, alone, cifar_folder, explain, training
@@ -40,11 +41,16 @@ def command(folder: Path, *options: str) -> list[str]:
     return [*launcher, "--logs", str(folder / "logs"), *options]
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, real_images) -> Path:
+    return cifar_folder(tmp_path_factory.mktemp("cifar"), real_images)
+
+
 @pytest.fixture
-def running(hosts, tmp_path, real_images) -> Iterator[subprocess.Popen]:
-    """A long training over both hosts that has begun."""
-    data = cifar_folder(tmp_path / "data", real_images)
-    arguments = [*training(data, 100_000), "--epochs", "100000", "--batch-size", "4", "--output", str(tmp_path / "out")]
+def running(hosts, tmp_path, data) -> Iterator[subprocess.Popen]:
+    """A long training over both hosts that has begun, and saves itself now and then."""
+    half = ["--batch-size", str(GLOBAL_BATCH // 2), "--output", str(tmp_path / "out"), "--checkpoint-interval", "5"]
+    arguments = [*training(data, 100_000), *half]
     process = hosts[0].popen(
         [*command(tmp_path), str(ROOT / "launch" / "train.py"), *arguments],
         stdout=(tmp_path / "stdout").open("w"),
@@ -81,6 +87,28 @@ def test_a_pulled_cable_ends_the_run(hosts, running, tmp_path):
     wait_until(lambda: not ranks_of(hosts[1]), "node2's rank has not ended")
 
 
+def test_a_dead_host_ends_the_run_and_another_goes_on(hosts, running, ranks, data, tmp_path):
+    # Catches: a run that waits for a host that is gone, and never says which; work that is lost with the host.
+    latest = tmp_path / "out" / "checkpoints" / "latest"
+    wait_until(latest.exists, "no checkpoint")
+    hosts[1].kill()
+    assert running.wait(240) == 1
+    assert "the connection to node2 broke: the host or its network is down" in (tmp_path / "stderr").read_text()
+    assert not ranks_of(hosts[0])
+
+    step = int(latest.read_text().strip().removeprefix("step-"))
+    whole = ["--batch-size", str(GLOBAL_BATCH), "--output", str(tmp_path / "out"), "--resume", "auto"]
+    line = [*command(tmp_path, "--exclude", "node2"), str(ROOT / "launch" / "train.py"), *training(data, step + 2)]
+    done = hosts[0].run([*line, *whole], cwd=tmp_path)
+    assert done.returncode == 0, explain(done, tmp_path / "out")
+    assert_same_curve(alone(ranks, data, step + 2), read_up_to(tmp_path / "out", step + 2), rtol=1e-4)
+
+
+def read_up_to(output: Path, last: int) -> list[dict]:
+    """The rows up to a step: beyond it stand steps that were done and not saved."""
+    return [row for row in read_rows(output) if row["step"] <= last]
+
+
 SAVES = """
 import os, pathlib, signal, socket, sys, time
 here = pathlib.Path(sys.argv[-1]) / os.environ["RANK"]
@@ -101,15 +129,6 @@ def waiting(hosts, tmp_path) -> Iterator[subprocess.Popen]:
     yield process
     process.kill()
     process.wait()
-
-
-def test_a_dead_host_ends_the_run(hosts, waiting):
-    # Catches: a run that waits for a host that is gone, and never says which.
-    hosts[1].kill()
-    _, error = waiting.communicate(timeout=120)
-    assert waiting.returncode == 1
-    assert "the connection to node2 broke: the host or its network is down" in error
-    assert not ranks_of(hosts[0])
 
 
 def saved(folder: Path) -> list[str]:
@@ -179,12 +198,41 @@ def test_hosts_that_cannot_take_part(hosts, tmp_path):
     assert done.returncode == 2
     assert "1 of 2 hosts cannot take part; node2: ssh: connect to host node2 port 22: Connection refused" in done.stderr
     assert "Traceback" not in done.stderr
+    hosts[1].start_sshd()
+
+    with (hosts[0].folder / "hosts").open("a") as names:
+        names.write("10.77.0.2 other\n")
+    refused(hosts, tmp_path, "node2 and other are one machine", "node2 slots=1", "other slots=1")
+
+    hosts[1].check("mount", "-t", "tmpfs", "none", "/proc/driver")
+    hosts[1].check("mkdir", "-p", "/proc/driver/nvidia/gpus/0000:01:00.0")
+    refused(hosts, tmp_path, "node2: 4 slots, but 1 GPUs: write slots=1", "node1 slots=1", "node2 slots=4")
+    hosts[1].check("umount", "/proc/driver")
+
+    (info,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info")
+    other = tmp_path / "METADATA"
+    other.write_text((info / "METADATA").read_text().replace("Version: 1.", "Version: 0.", 1))
+    hosts[1].check("mount", "--bind", str(other), str(info / "METADATA"))
+    refused(hosts, tmp_path, "timm is 1.", "node1 slots=1", "node2 slots=1")
+    hosts[1].check("umount", str(info / "METADATA"))
+
+    other.write_text((ROOT / "ds_vit" / "keyed.py").read_text() + "# an old version\n")
+    hosts[1].check("mount", "--bind", str(other), str(ROOT / "ds_vit" / "keyed.py"))
+    refused(hosts, tmp_path, "the code of ds_vit on node2 is not that on node1", "node1 slots=1", "node2 slots=1")
     assert not (tmp_path / "out").exists()
 
 
-def test_late_and_lost_packets_change_nothing(ranks, tmp_path, real_images):
+def refused(hosts: list[Host], folder: Path, why: str, *lines: str) -> None:
+    """A run on the hosts of these lines is not started, and says why in a line."""
+    (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
+    done = hosts[0].run([*command(folder), str(ROOT / "launch" / "train.py"), "--output", str(folder / "out")])
+    assert done.returncode == 2, done.stderr
+    assert f"run.py: error: {why}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_late_and_lost_packets_change_nothing(ranks, tmp_path, data):
     # Catches: results that depend on the order or the time of arrival.
-    data = cifar_folder(tmp_path / "data", real_images)
     output = tmp_path / "out"
     with cluster(tmp_path / "c", 2, delay_seconds=0.05, loss=0.01) as hosts:
         (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("metrics", "losses"),
     ("data", "models"),
     ("interrupt", "watchdog"),
-    ("durations", "exit_codes", "hosts", "keyed"),
+    ("durations", "exit_codes", "hosts", "keyed", "machine"),
 )
 DEPTH = {name: depth for depth, row in enumerate(LAYERS) for name in row}
 

@@ -24,7 +24,7 @@ from ds_vit.hosts import Host
 from ds_vit.launching import environment, run
 from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
-from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family
+from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family, refuse_unfit
 from ds_vit.launching.rank import MARK, Job, free_port, signal_ranks
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
 
@@ -448,6 +448,29 @@ def test_filters_that_cannot_be():
     for include, exclude in [("a", "a"), ("z", ""), ("", "a"), ("a:x", "")]:
         with pytest.raises(ValueError, match=r"exclude each other|hostfile has a|no host is left|not of the form"):
             filtered(hosts, include, exclude)
+
+
+def probed(**changes: object) -> dict:
+    """What a healthy host tells of itself, but for these."""
+    return {"port": 1, "machine": "m", "code": "c", "versions": {"Python": "3.11", "timm": "1.0"}, "gpus": 0, **changes}
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"machine": "m1"}, "a and b are one machine: keep one"),
+        ({"gpus": 1}, "b: 2 slots, but 1 GPUs: write slots=1"),
+        ({"versions": {"Python": "3.11", "timm": "0.9"}}, r"timm is 1\.0 on a and 0\.9 on b"),
+        ({"versions": {"Python": "3.12", "timm": "1.0"}}, r"Python is 3\.11 on a and 3\.12 on b"),
+        ({"code": "d"}, "the code of ds_vit on b is not that on a"),
+    ],
+)
+def test_hosts_that_do_not_fit_together(second, reason):
+    # Catches: a run on hosts of which one computes something else, or that share GPUs without knowing.
+    hosts = [Host("a", 2), Host("b", 2)]
+    refuse_unfit(hosts, {"a": probed(machine="m1"), "b": probed(machine="m2", gpus=2)})
+    with pytest.raises(ValueError, match=reason):
+        refuse_unfit(hosts, {"a": probed(machine="m1"), "b": probed(**{"machine": "m2", **second})})
 
 
 def test_which_mpi():

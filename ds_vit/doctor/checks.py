@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_vit.doctor.facts import PACKAGES, Facts, Interface
+from ds_vit.doctor.facts import Facts, Interface
 from ds_vit.doctor.remote import Answer
+from ds_vit.machine import PACKAGES
 
 CLOCK_SECONDS = 2.0
 """Clocks that differ by more are a finding: file times, logs and tickets of shared file systems go wrong."""

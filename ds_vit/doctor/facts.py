@@ -18,13 +18,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import ds_vit
-
-PACKAGES = ("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow")
-"""Packages whose versions have to be the same on every host."""
+from ds_vit.machine import PACKAGES, code_checksum, identity, version
 
 _SAMPLES = 8  # files of the data whose content is compared
 _SAMPLE_BYTES = 65536
@@ -135,17 +133,17 @@ def gather(ask: Ask) -> Facts:
     output_problem, output_free = _output(ask)
     return Facts(
         host=socket.gethostname(),
-        identity=_identity(),
+        identity=identity(),
         executable=sys.executable,
         python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: version(name) for name in PACKAGES},
         cuda=_torch_cuda(),
         nccl=_nccl(),
         driver=found.group(1) if found else "",
         accelerators=accelerators,
         torch_accelerators=_torch_accelerators() if accelerators else None,
         cores=len(os.sched_getaffinity(0)),
-        code=_code(),
+        code=code_checksum(),
         code_path=str(Path(ds_vit.__file__).parent),
         data=data,
         data_problem=data_problem,
@@ -165,7 +163,7 @@ def gather(ask: Ask) -> Facts:
 def mark(ask: Ask) -> Path | None:
     """The file by which this host shows the others that it writes to the same output folder; None without one."""
     folder = _existing(ask.output) if ask.output else None
-    return folder / f".{ask.token}-{_identity()}" if folder is not None else None
+    return folder / f".{ask.token}-{identity()}" if folder is not None else None
 
 
 def marks(ask: Ask) -> int:
@@ -181,21 +179,6 @@ def _text(path: str | Path) -> str:
         return ""
 
 
-def _identity() -> str:
-    """Two containers with a network each count as two machines, two names of one network as one."""
-    boot = _text("/proc/sys/kernel/random/boot_id") or platform.node()
-    with contextlib.suppress(OSError):
-        boot += f"-{os.stat('/proc/self/ns/net').st_ino}"
-    return hashlib.blake2b(boot.encode(), digest_size=6).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
-
-
 def _torch_cuda() -> str:
     """The CUDA version that torch was built for, read without importing it."""
     spec = util.find_spec("torch")
@@ -206,8 +189,8 @@ def _torch_cuda() -> str:
 
 def _nccl() -> str:
     for suffix in ("cu13", "cu12", "cu11"):
-        if (version := _version(f"nvidia-nccl-{suffix}")) != "missing":
-            return version
+        if (found := version(f"nvidia-nccl-{suffix}")) != "missing":
+            return found
     return ""
 
 
@@ -227,15 +210,6 @@ def _torch_accelerators() -> int | None:
 
         return torch.cuda.device_count()
     return None
-
-
-def _code() -> str:
-    """A checksum over the files of the package."""
-    digest = hashlib.blake2b(digest_size=8)
-    root = Path(ds_vit.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _data(data_dir: str) -> tuple[str, str]:

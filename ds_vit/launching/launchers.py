@@ -7,6 +7,7 @@ What a launcher passes through a shell (DeepSpeed's pdsh command) is quoted here
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -21,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ds_vit.hosts import Host, expand_nodelist, read_hosts
 from ds_vit.launching.environment import forwarded, render
-from ds_vit.launching.rank import Job, free_port, signal_ranks
+from ds_vit.launching.rank import PROBED, Job, free_port, signal_ranks
 
 RANK_PY = Path(__file__).resolve().parents[2] / "launch" / "rank.py"
 _SSH_SECONDS = 60
@@ -162,18 +164,22 @@ class Hostfile(Launcher):
         """Find this clone on every host, and a free port on the first.
 
         Raises:
-            ValueError: naming every host that cannot be reached or has no clone, with ssh's own words.
+            ValueError: naming every host that cannot be reached or has no clone, with ssh's own words; or those that
+                do not fit together.
         """
         port = [f"--port={self.port}"] if self.port else []
         answers = self._on_hosts(hosts[:1], ["--probe", *port]) | self._on_hosts(hosts[1:], ["--probe"])
-        bad = {name: text for name, text in answers.items() if not re.search(r"^port=\d+$", text, re.MULTILINE)}
+        found = {name: re.search(rf"^{PROBED}(.*)$", text, re.MULTILINE) for name, text in answers.items()}
+        bad = {name: answers[name] for name, match in found.items() if match is None}
         if bad:
             lines = [f"{name}: {' '.join(text.split()) or 'no answer'}" for name, text in bad.items()]
             raise ValueError(
                 f"{len(bad)} of {len(hosts)} hosts cannot take part; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"
             )
-        return self.port or int(re.search(r"^port=(\d+)$", answers[hosts[0].name], re.MULTILINE).group(1))
+        told = {name: json.loads(match.group(1)) for name, match in found.items()}
+        refuse_unfit(hosts, told)
+        return told[hosts[0].name]["port"]
 
     def _on_hosts(self, hosts: Sequence[Host], words: Sequence[str]) -> dict[str, str]:
         """Run launch/rank.py with these words on every host at once; host → all that it printed."""
@@ -304,6 +310,38 @@ def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, .
     if not chosen:
         raise ValueError("no host is left to run on")
     return chosen
+
+
+def refuse_unfit(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare what the hosts have told of themselves.
+
+    Args:
+        hosts: with the slots that the run would use.
+        told: host → `ds_vit.launching.rank.probe` there.
+
+    Raises:
+        ValueError: two names for one machine, more ranks than GPUs, or other code or packages than on the first host.
+    """
+    first, *others = (host.name for host in hosts)
+    names: dict[str, str] = {}
+    for host in hosts:
+        here = told[host.name]
+        other = names.setdefault(here["machine"], host.name)
+        if other != host.name:
+            raise ValueError(f"{other} and {host.name} are one machine: keep one of the names in the hostfile")
+        if here["gpus"] and host.slots > here["gpus"]:
+            raise ValueError(f"{host.name}: {host.slots} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
+    for name in others:
+        for package, version in told[first]["versions"].items():
+            if (there := told[name]["versions"].get(package)) != version:
+                raise ValueError(
+                    f"{package} is {version} on {first} and {there} on {name}: install the same environment on both"
+                )
+        if told[name]["code"] != told[first]["code"]:
+            raise ValueError(
+                f"the code of ds_vit on {name} is not that on {first} (checksums {told[name]['code']} and "
+                f"{told[first]['code']}): git status and git pull there, or put the clone on a shared disk"
+            )
 
 
 def mpi_family(version: str) -> str:

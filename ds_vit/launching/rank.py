@@ -2,7 +2,7 @@
 
     python launch/rank.py --run=ID PAYLOAD         run a rank (started by launch/run.py through the launcher)
     python launch/rank.py --run=ID --signal=USR1   send a signal to this run's ranks on this host
-    python launch/rank.py --probe [--port=P]       is this clone here, and is the port free? prints a free one
+    python launch/rank.py --probe [--port=P]       what is here, and is the port free? prints a free one
 
 The payload holds the command, folder and environment of the rank in an alphabet that no shell touches: whatever lies
 between here and the launching machine (ssh, pdsh's shell, srun, mpirun) cannot split or expand any of it.
@@ -25,14 +25,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from ds_vit import machine
 from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.errors import ErrorFinder
 from ds_vit.layout import Process, discover
 
 MARK = "ds-vit-rank "
 """Beginning of the line by which a failed rank reports to the launching machine, on stderr; JSON follows."""
+
+PROBED = "ds-vit-host "
+"""Beginning of the line by which a host answers; JSON follows."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = 0.25
@@ -223,13 +227,26 @@ def free_port(port: int = 0) -> int:
         return probe.getsockname()[1]
 
 
+def probe(port: int = 0) -> dict[str, Any]:
+    """What the launching machine must know of this host.
+
+    Returns:
+        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/machine.py.
+
+    Raises:
+        ValueError: `port` is in use.
+    """
+    found = {"machine": machine.identity(), "code": machine.code_checksum(), "versions": machine.versions()}
+    return {"port": free_port(port), **found, "gpus": machine.count_gpus()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch/rank.py`."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
     if "probe" in options:
         try:
-            print(f"port={free_port(int(options.get('port', '0')))}")
+            print(PROBED + json.dumps(probe(int(options.get("port", "0")))))
         except ValueError as error:
             print(f"rank.py: error: {error}", file=sys.stderr)
             return BAD_INPUT
