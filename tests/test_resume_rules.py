@@ -18,7 +18,7 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.data import SampleOrder
 from ds_vit.ds_json import BatchSizes
 from ds_vit.durations import Interval, parse_seconds
-from ds_vit.resume import Resume, first_step, goes_on_in, keep_global_batch
+from ds_vit.resume import _IDENTITY, Resume, check_same_run, first_step, goes_on_in, keep_global_batch
 
 NEVER = {"step": 10**9, "delay": 0.0}
 
@@ -103,6 +103,17 @@ def test_whose_folder_it_is(tmp_path):
     assert goes_on_in(str(run), str(run / "checkpoints" / "step-00000007"))
     assert goes_on_in(str(run), str(run))
     assert not goes_on_in(str(run), str(tmp_path / "other" / "checkpoints" / "step-00000007"))
+
+
+def test_only_what_has_changed_is_told():
+    # Catches: tuples told as changed after JSON has made lists of them; a change that is not told.
+    config = {"mean": (0.5, 0.5, 0.5), "smoothing": 0.1, "workers": 4}
+    state = {"run": {}, "config": json.loads(json.dumps(config))}
+    resume = Resume(Checkpoint(Path("x"), {"files": {}}, state), falls_back=True)
+    same = dict.fromkeys(_IDENTITY)
+    assert check_same_run(resume, same, config) == []
+    [told] = check_same_run(resume, same, config | {"smoothing": 0.2, "workers": 8})
+    assert told == "settings that differ from the checkpoint's run: smoothing 0.1 → 0.2"
 
 
 def words(*argv: object) -> list[str]:
