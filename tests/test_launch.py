@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from curves import assert_same_curve, read_rows, train_in
 from project import ROOT, project_files
@@ -87,6 +92,47 @@ def test_bad_input_is_one_line_and_exit_code_2(launcher, tmp_path):
     assert "vit_tiny_patch16_224" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def process_of_rank(rank: int, output: Path) -> psutil.Process:
+    """The trainer's process of one rank of the run in this folder."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            trains = words[2:3] == [str(ROOT / "launch" / "train.py")] and str(output) in words
+            if trains and process.environ().get("RANK") == str(rank):
+                return process
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_a_frozen_rank_ends_the_run_and_it_goes_on(ranks, tmp_path):
+    # Catches: a run that hangs on a rank that stands still; a restart from the beginning, or with another curve.
+    output, steps = tmp_path / "out", 40
+    words = [str(steps) if word == "3" else word for word in TRAINING] + ["--batch-size", "8"]
+    limits = ["--stall-seconds", "10", "--checkpoint-interval", "5", "--output", str(output)]
+    line = ["bash", str(ROOT / "launch" / "local.sh"), "--num_ranks", "2", "--restarts", "1", "--backoff", "0"]
+    line += ["--grace", "5", "--logs", str(tmp_path / "logs"), str(ROOT / "launch" / "train.py"), *words, *limits]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environ["DS_VIT_PYTHON"] = sys.executable
+    process = subprocess.Popen(line, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 200
+        while not (output / "checkpoints" / "latest").exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < end, "no checkpoint"
+            time.sleep(0.02)
+        process_of_rank(1, output).send_signal(signal.SIGSTOP)
+        _, error = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    said = error.decode()
+    assert process.returncode == 0, said
+    assert "starting again in 0 s with --resume auto (restart 1 of 1)" in said
+    assert re.search(r"failed first, code 7[12]", said), said
+    assert "rank 1 (host" in said
+    assert "is lost: no sign of life" in said
+    assert_same_curve(train_in(ranks, 2, words), read_rows(output), rtol=1e-6)
 
 
 def bare_path(folder: Path) -> str:

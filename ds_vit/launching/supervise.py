@@ -21,7 +21,8 @@ from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
 _FINAL = (OK, BAD_INPUT, DIVERGED, UNSAVED)  # the same start would end the same way
-_TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGKILL)  # by the launcher, after another's end
+_KILLED = 128 + signal.SIGKILL
+_TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, _KILLED)  # by the launcher, after another's end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
 _CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
@@ -251,16 +252,21 @@ def _failed(code: int) -> bool:
 
 
 def first_failure(reports: Sequence[Mapping]) -> Mapping | None:
-    """The report of the rank whose first error was printed first; those that were merely ended by others come last."""
+    """The report of the rank whose first error was printed first; those that were merely ended by others come last.
+
+    A launcher kills ranks after one has failed. A killed rank that reports before all others was killed by the kernel.
+    """
+    if reports and reports[0]["code"] == _KILLED:
+        return reports[0]
     order = sorted(reports, key=lambda report: (not _failed(report["code"]), not report["error"], report["at"]))
     return next((report for report in order if report["code"] != INTERRUPTED), None)
 
 
 def exit_code(launcher_code: int, outcome: Outcome) -> int:
     """One code for an attempt; the launcher's own is not to be trusted where a rank died of a signal."""
-    failures = [report for report in outcome.reports if _failed(report["code"])]
-    if failures:
-        return first_failure(failures)["code"]
+    first = first_failure(outcome.reports)
+    if first is not None and (_failed(first["code"]) or outcome.reports[0]["code"] == _KILLED):
+        return first["code"]
     if any(report["code"] == INTERRUPTED for report in outcome.reports) or launcher_code == INTERRUPTED:
         return INTERRUPTED
     # Processes that had no handler yet: mpirun's, DeepSpeed's, or a Python that had just begun.
