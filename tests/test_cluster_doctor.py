@@ -223,3 +223,14 @@ def test_a_delay_on_the_way(tmp_path):
         told = ask(hosts[0], tmp_path, paths, lines="node1 slots=1\nnode2 slots=1\n", timeout=250)
     assert kinds(told) == [("latency", ("node1", "node2"))], told
     assert told["network"]["measured"]["pairs"][0]["latency_seconds"] > 0.05
+
+
+def test_lost_packets(tmp_path):
+    # Catches: a bad cable, which TCP hides.
+    paths = tmp_path / "data", tmp_path / "runs"
+    (paths[0] / "train").mkdir(parents=True)
+    paths[1].mkdir()
+    with cluster(tmp_path / "c", 2, loss=0.01) as hosts:
+        told = ask(hosts[0], tmp_path, paths, lines="node1 slots=1\nnode2 slots=1\n", timeout=250)
+    assert kinds(told) == [("loss", ("node1",)), ("loss", ("node2",))], told
+    assert told["code"] == 1

@@ -18,7 +18,7 @@ import pytest
 from ds_vit import cli
 from ds_vit.doctor.checks import CHECKS, Finding, Run, examine, link_of
 from ds_vit.doctor.facts import Ask, Facts, Interface, Port, gather
-from ds_vit.doctor.measure import bus_factor, host_pairs
+from ds_vit.doctor.measure import bus_factor, host_pairs, tcp_segments
 from ds_vit.doctor.network import Figures, judge, slowest
 from ds_vit.doctor.remote import ROOT, Answer, Way, ask_all, explain
 from ds_vit.hosts import Host
@@ -367,7 +367,9 @@ def figures(**changes: dict) -> Figures:
     for a, b in host_pairs(4):
         pair = {"a": a, "b": b, "latency_seconds": 5e-6, "bytes_per_second": 45e9}
         pairs.append(pair | changes.get(f"n{a + 1}{b + 1}", {}))
-    return Figures(("n1", "n2", "n3", "n4"), {"pairs": pairs, "collectives": [], "world_size": 32, "backend": "nccl"})
+    tcp = [changes.get(f"tcp{i}", {"sent": 100_000, "again": 200}) for i in range(1, 5)]
+    measured = {"pairs": pairs, "collectives": [], "world_size": 32, "backend": "nccl", "tcp": tcp}
+    return Figures(("n1", "n2", "n3", "n4"), measured)
 
 
 def judged(figures: Figures) -> list[Finding]:
@@ -393,6 +395,22 @@ def test_a_delay_is_named():
     (found,) = judged(figures(n34={"latency_seconds": 0.05}))
     assert (found.check, found.hosts) == ("latency", ("n3", "n4"))
     assert "takes 50.0 ms one way" in found.what
+
+
+def test_lost_packets_are_named():
+    # Catches: a bad cable that TCP hides, at the price of speed; a handful of segments taken for one.
+    assert judged(figures(tcp3={"sent": 100, "again": 4})) == []
+    (found,) = judged(figures(tcp3={"sent": 4_000, "again": 41}))
+    assert (found.check, found.severity, found.hosts) == ("loss", "error", ("n3",))
+    assert "1.0 % of its TCP segments were lost" in found.what
+
+
+def test_segments_are_counted_as_the_kernel_writes_them(tmp_path):
+    # Catches: the wrong column; a host without /proc that cannot be asked.
+    (tmp_path / "snmp").write_text("Ip: A B\nIp: 1 2\nTcp: MaxConn OutSegs RetransSegs InErrs\nTcp: -1 200 3 0\n")
+    assert tcp_segments(tmp_path / "snmp") == {"sent": 200, "again": 3}
+    assert tcp_segments(tmp_path / "none") == {"sent": 0, "again": 0}
+    assert tcp_segments()["sent"] > 0
 
 
 def test_a_link_that_gives_less_than_it_should():

@@ -7,6 +7,7 @@ machines are noisy; bus bandwidth follows nccl-tests (PERFORMANCE.md): bytes tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from ds_vit.doctor.probe import WORD
 
 SIZES = {"cpu": (1024, 2**20, 2**23), "cuda": (1024, 2**20, 2**26, 2**28)}
 """Bytes of a message (of the whole result, for gather and scatter)."""
+
+_SMALL_MESSAGES, _SMALL_SECONDS = 1000, 4.0
 
 MAX_PAIRS = 64
 """Pairs of hosts that are timed; of more than these the neighbours alone."""
@@ -66,7 +70,8 @@ def measure(rank: int, device: torch.device, leaders: list[int]) -> dict[str, An
 
     Returns:
         On rank 0: {"backend", "world_size", "pairs": [{"a", "b", "latency_seconds", "bytes_per_second"}],
-        "collectives": [{"name", "bytes", "seconds", "bus_bytes_per_second"}]}; pairs by index into `leaders`.
+        "collectives": [{"name", "bytes", "seconds", "bus_bytes_per_second"}], "tcp": [{"sent", "again"}]}; pairs by
+        index into `leaders`; TCP's segments of each leader's host, and how many of them it had to send again.
     """
     sizes = SIZES[device.type]
     pairs = []
@@ -77,12 +82,44 @@ def measure(rank: int, device: torch.device, leaders: list[int]) -> dict[str, An
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, pairs)
     collectives = list(_collectives(device, sizes)) if dist.get_world_size() > 1 else []
+    lost: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lost, _losses(device, collectives[0]["seconds"]) if len(leaders) > 1 else None)
     return {
+        "tcp": [lost[leader] for leader in leaders if lost[leader] is not None],
         "backend": dist.get_backend(),
         "world_size": dist.get_world_size(),
         "pairs": [pair for own in gathered for pair in own],
         "collectives": collectives,
     }
+
+
+def _losses(device: torch.device, seconds: float) -> dict[str, int] | None:
+    """Count what is lost of many small messages with pauses between them: a large one loses some to its own rush.
+
+    Args:
+        device: where the messages lie.
+        seconds: what one of them takes, the same on every rank; None is the answer where that leaves room for too few.
+    """
+    count = min(_SMALL_MESSAGES, int(_SMALL_SECONDS / seconds))
+    if count < _SMALL_MESSAGES // 5:
+        return None
+    message = torch.zeros(256, device=device)
+    dist.barrier()
+    before = tcp_segments()
+    for _ in range(count):
+        dist.all_reduce(message)
+        time.sleep(0.001)
+    after = tcp_segments()
+    return {name: after[name] - before[name] for name in after}
+
+
+def tcp_segments(path: Path = Path("/proc/net/snmp")) -> dict[str, int]:
+    """{"sent", "again"}: segments of TCP that this host has sent, and sent again as they were lost; 0 where unknown."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        names, values = (line.split()[1:] for line in path.read_text().splitlines() if line.startswith("Tcp:"))
+        table = dict(zip(names, map(int, values), strict=True))
+        return {"sent": table["OutSegs"], "again": table["RetransSegs"]}
+    return {"sent": 0, "again": 0}
 
 
 def host_pairs(num_hosts: int) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ MAX_LATENCY_SECONDS = 0.005
 
 _SLOW_SHARE = 0.5  # of the median pair's bandwidth
 _LINK_SHARE = 0.25  # of the link's rate: gloo and one TCP connection reach that, NCCL much more
+_LOST_SHARE = 0.004  # of TCP's segments; without any loss busy hosts send one in a thousand again
+_FEW_SEGMENTS = 4  # sent again prove nothing
 _MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
 
 
@@ -74,12 +76,18 @@ def run_collectives(answers: Sequence[Answer], way: Way, address: str, port: int
 
 
 def judge(figures: Figures, answers: Sequence[Answer], run: Run) -> Iterator[Finding]:
-    """What the figures say: no meeting, slow pairs, less than the link should give."""
+    """What the figures say: no meeting, lost packets, slow pairs, less than the link should give."""
     remedy = "the interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
     if figures.problem:
         yield Finding("collectives", "error", figures.culprits, f"ranks cannot talk: {figures.problem}", remedy)
     if figures.measured is None:
         return
+    for host, tcp in zip(figures.hosts, figures.measured["tcp"], strict=False):  # none where it was not measured
+        if tcp["again"] > max(_FEW_SEGMENTS, _LOST_SHARE * tcp["sent"]):
+            share = 100 * tcp["again"] / tcp["sent"]
+            what = f"{share:.1f} % of its TCP segments were lost on the way and sent again ({tcp['again']})"
+            remedy = "ip -s link show DEV and ethtool -S DEV there: cable, duplex, switch port; tc qdisc show"
+            yield Finding("loss", "error", (host,), what, remedy)
     pairs = figures.measured["pairs"]
     if not pairs:
         return
