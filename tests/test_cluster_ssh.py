@@ -122,15 +122,8 @@ def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
             assert place["environ"][f"DS_TEST_{name}"] == value
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--include", "node2:0,1"], ["node2", "node2"]),
-        (["--exclude", "node1:1@node2:0"], ["node1", "node2"]),
-    ],
-    ids=["include", "exclude"],
-)
-def test_include_and_exclude(options, expected, hosts, tmp_path):
-    # Catches: a filter that is not passed on, and a master address on a host that takes no part.
+def test_include(hosts, tmp_path):
+    # Catches: a filter that is not passed on, and a master address on a host that takes no part. (--exclude:
+    # test_a_dead_host_ends_the_run_and_another_goes_on; both against DeepSpeed's own reading: test_launching.py)
     path = hostfile(tmp_path, "node1 slots=2", "node2 slots=2")
-    assert [place["host"] for place in show(hosts[0], tmp_path, path, *options)] == expected
+    assert [place["host"] for place in show(hosts[0], tmp_path, path, "--include", "node2:0,1")] == ["node2", "node2"]
