@@ -7,6 +7,7 @@ import torch
 from timm.scheduler import CosineLRScheduler
 
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
+from ds_vit.optim.ema import Ema
 from ds_vit.optim.schedules import Schedule
 
 
@@ -88,3 +89,16 @@ def test_groups_leave_frozen_and_undecayed_out():
     optimizer = build_optimizer(torch.optim.AdamW, groups, {"lr": 1e-3, "weight_decay": 0.1}, torch.device("cpu"))
     assert optimizer.defaults["fused"] is True
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_averages_decay_is_timms(warmup):
+    """A warm-up that is one update off, or that never reaches the decay."""
+    from types import SimpleNamespace
+
+    from timm.utils import ModelEmaV3
+
+    theirs = ModelEmaV3(torch.nn.Linear(1, 1), decay=0.99, use_warmup=warmup, warmup_power=2 / 3)
+    ours = Ema(SimpleNamespace(shards=[]), 0.99, warmup)
+    for update in (1, 2, 3, 10, 100, 999, 1000, 1001, 100_000):
+        assert ours.decay_at(update) == pytest.approx(theirs.get_decay(update), abs=1e-12)
