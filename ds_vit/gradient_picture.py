@@ -70,6 +70,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         raise ValueError("a picture needs matplotlib: pip install 'ds-vit[plot]'") from None
     import numpy as np
@@ -79,7 +80,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
     layers = list(counts)
     shares = np.stack([c / c.sum() for c in counts.values()])
     total = sum(counts.values())
-    seen = np.flatnonzero(total)
+    seen = np.flatnonzero(shares.max(axis=0) > 1e-3)  # a few lie far out, and would squeeze the others
     left, right = min(lowest + seen[0], SMALLEST) - 1.5, max(lowest + seen[-1], SMALLEST_NORMAL) + 1.5
     powers = lowest + np.arange(len(total))
 
@@ -89,22 +90,14 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
     above.bar(powers + 0.5, 100 * total / total.sum(), width=0.9, color=colours)
     above.set_ylabel("% of gradients")
     above.set_title(title, fontsize=10, loc="left")
-    for text, power, colour in (
-        (f"{row['below_2^-24']:.1%} below $2^{{-24}}$: zero in fp16", SMALLEST, _LOST),
-        (f"{row['below_2^-14']:.1%} below $2^{{-14}}$: fewer bits", SMALLEST_NORMAL, _COARSE),
-    ):
-        above.annotate(
-            text,
-            (power, 1),
-            (-4, -4),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            color=colour,
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )
+    legend = (
+        (_WHOLE, "all bits in fp16"),
+        (_COARSE, f"fewer bits, below $2^{{-14}}$: {row['below_2^-14'] - row['below_2^-24']:.1%}"),
+        (_LOST, f"zero in fp16, below $2^{{-24}}$: {row['below_2^-24']:.1%}"),
+    )
+    above.legend(
+        [Patch(color=colour) for colour, _ in legend], [text for _, text in legend], loc="upper left", fontsize=8
+    )
     image = below.imshow(
         100 * shares,
         aspect="auto",
