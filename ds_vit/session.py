@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.build import build_engine
-from ds_vit.engine import StepResult, device_of
+from ds_vit.engine import Inputs, StepResult, device_of
 from ds_vit.evaluate import Accuracy, evaluate
 from ds_vit.exit_codes import Diverged
 from ds_vit.feed import Feed
@@ -217,9 +218,13 @@ class Session:
         return self.step
 
     def _train_from(self, first_step: int) -> None:
-        plan, config = self.plan, self.plan.config
         skipped = self.keeper.skipped_batches if self.keeper is not None else 0
-        inputs = self.watchdog.micro_batches(self.feed.training(first_step, skipped))
+        # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
+        with contextlib.closing(self.watchdog.micro_batches(self.feed.training(first_step, skipped))) as inputs:
+            self._take_steps(first_step, inputs)
+
+    def _take_steps(self, first_step: int, inputs: Iterator[Inputs]) -> None:
+        plan, config = self.plan, self.plan.config
         self.throughput.restart()
         for step in range(first_step, plan.total_steps):
             if plan.schedule is not None:

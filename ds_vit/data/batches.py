@@ -10,9 +10,11 @@ rows), C classes.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -291,8 +293,11 @@ def _end_with_this_process(workers: Iterable[BaseProcess]) -> None:
 
 
 def _kill_workers() -> None:
-    for worker in _workers:
+    with contextlib.suppress(ValueError):  # this is not the main thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
+    for worker in list(_workers):
         worker.kill()
+        worker.join()
 
 
 def _as_it_is(item: Any) -> Any:
