@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -421,3 +423,20 @@ def test_real_photographs_through_workers(real_images):
         assert torch.equal(one.targets, other.targets)
     index = alone[0].indices[0].item()
     assert np.array_equal(alone[0].images[0].permute(1, 2, 0).numpy(), np.asarray(source.image(index)))
+
+
+_GIVEN_UP = """
+import sys
+from ds_vit.data import ImageConfig, eval_loader, open_source
+loader = eval_loader(open_source("", sys.argv[1], "train"), image=ImageConfig((16, 20)), batch=2, num_workers=1)
+sys.held = iter(loader)
+print(next(sys.held).num_rows)
+"""
+
+
+def test_an_iteration_that_is_given_up_does_not_outlive_its_process(folder):
+    """Would catch a process that waits at its end for workers that ignore SIGTERM, or that ends with a traceback."""
+    command = [sys.executable, "-c", _GIVEN_UP, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    assert "Traceback" not in done.stderr, done.stderr
