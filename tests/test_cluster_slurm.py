@@ -107,6 +107,17 @@ def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):
     assert_same_curve(whole, rows, rtol=1e-6)
 
 
+def test_the_doctor_in_a_job(here, tmp_path):
+    # Catches: a doctor that asks one host of the job's, or takes its tasks for as many machines.
+    words = ("--json", "--output", str(tmp_path / "runs"), "--timeout", "200")
+    out = here.run("srun", "-N2", "-n4", "python", "-m", "ds_vit.cli", "doctor", *words, cwd=tmp_path, timeout=300)
+    (line,) = [line for line in out.splitlines() if line.startswith("{")]
+    told = json.loads(line)
+    assert {name: answer["host"]["slots"] for name, answer in told["hosts"].items()} == {"node1": 2, "node2": 2}
+    assert told["findings"] == []
+    assert told["network"]["measured"]["world_size"] == 4
+
+
 def test_what_a_process_sees(here, tmp_path):
     # Catches: a plain python in a job's script that takes itself for a task and waits for others; wrong local ranks.
     look = "from ds_vit.layout import discover as d; p = d(); print(p.launcher, p.rank, p.world_size, p.local_rank, "
