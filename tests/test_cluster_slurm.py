@@ -110,12 +110,14 @@ def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):
 def test_the_doctor_in_a_job(here, tmp_path):
     # Catches: a doctor that asks one host of the job's, or takes its tasks for as many machines.
     words = ("--json", "--output", str(tmp_path / "runs"), "--timeout", "200")
-    out = here.run("srun", "-N2", "-n4", "python", "-m", "ds_vit.cli", "doctor", *words, cwd=tmp_path, timeout=300)
-    (line,) = [line for line in out.splitlines() if line.startswith("{")]
-    told = json.loads(line)
+    line = ["srun", "-N2", "--ntasks-per-node=2", "python", "-m", "ds_vit.cli", "doctor", *words]
+    done = here.hosts[0].run(line, cwd=tmp_path)
+    (said,) = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    told = json.loads(said)
     assert {name: answer["host"]["slots"] for name, answer in told["hosts"].items()} == {"node1": 2, "node2": 2}
     assert told["findings"] == []
     assert told["network"]["measured"]["world_size"] == 4
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_process_sees(here, tmp_path):
