@@ -93,6 +93,8 @@ def evaluate_weights(
     file = Path(output) if output else found.folder / "eval.json"
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{file.parent} is not a folder that can be written to; name a file with --output")
+    if process.rank == 0:
+        found.verify()
     return _run(config, explicit, process, found, file, str(source))
 
 

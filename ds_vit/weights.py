@@ -6,6 +6,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_vit.checkpoint import Damaged, open_checkpoint
+
 _FILES = {"raw": "model", "ema": "ema"}  # kind of weights → how its files' names begin
 _POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
 
@@ -25,6 +27,21 @@ class StoredWeights:
     recipe: Path | None
     folder: Path
     kind: str
+
+    def verify(self) -> None:
+        """Compare weights of a checkpoint with its manifest; others have none, and are taken as they are.
+
+        Raises:
+            ValueError: a file is missing or its bytes have changed.
+        """
+        folder = self.path if self.path.is_dir() else self.path.parent
+        if not (folder / "manifest.json").is_file():
+            return
+        try:
+            checkpoint = open_checkpoint(folder)
+            checkpoint.verify([name for name in checkpoint.files if name.startswith(_FILES[self.kind])])
+        except Damaged as error:
+            raise ValueError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
 
 
 def _weights_in(folder: Path, kind: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -104,6 +105,24 @@ def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
 
     gather.TensorWriter, gather.Exchange._round, Engine.full_state = Writer, counting, forbidden
     return main(argv), written, max(rounds)
+
+
+@pytest.mark.parametrize("kind", ["raw", "ema"])
+def test_damaged_weights_are_not_used(run, tmp_path, capsys, kind):
+    # Catches: figures or files of weights that have lost a bit, in silence.
+    copy = tmp_path / "run"
+    shutil.copytree(run[0], copy)
+    newest = checkpoints(copy / "checkpoints")[0]
+    victim = newest / f"{'model' if kind == 'raw' else 'ema'}.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 1
+    victim.write_bytes(data)
+    message = f"{newest.name}/{victim.name} does not have the checksum of the manifest"
+    with pytest.raises(ValueError, match=message):
+        export(copy, "timm", weights=kind, checkpoint="latest", output=str(tmp_path / "out"))
+    assert eval_on_rank([str(copy), "--weights", kind, "--checkpoint", "latest"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("stage", "world", "cut"), [(3, 3, ()), (1, 4, ("--tp", 2, "--pp", 2))])

@@ -58,8 +58,10 @@ def load_source(found: StoredWeights, settings: Mapping[str, Any], labels: str |
         labels: a file of class names, one a line.
 
     Raises:
-        ValueError: the weights do not fit the model, there is no model, or another number of labels than classes.
+        ValueError: the weights are damaged or do not fit the model, there is no model, or another number of labels
+            than classes.
     """
+    found.verify()
     stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
     values = {**{name: stored[name] for name in MODEL_FLAGS + PIXEL_FLAGS if name in stored}, **settings}
     spec = model_spec(values)
