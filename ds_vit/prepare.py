@@ -6,7 +6,6 @@ Whatever is wrong with a run is found here, before any process group exists and 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from timm.data import resolve_data_config
 from ds_vit import config as flags
 from ds_vit import ds_json
 from ds_vit.config import RunConfig
+from ds_vit.course import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_by_batch, steps
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment import train_transform
 from ds_vit.layout import Layout, Process
@@ -42,8 +42,6 @@ from ds_vit.resume import Resume, check_same_run, keep_global_batch
 from ds_vit.resume import find as find_resume
 from ds_vit.tensor_parallel import check_cut, pays
 
-DEFAULT_EPOCHS = 300  # timm's
-DEFAULT_WARMUP_EPOCHS = 5  # timm's
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
 DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
 
@@ -178,8 +176,8 @@ def prepare(
     optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
     if config.layer_decay not in (None, 1.0):
         check_layer_decay(optimizer)
-    lr = _learning_rate(config, optimizer, arguments, path)
-    lr, scaling = _scaled_by_batch(config, lr, batch.global_batch)
+    lr = learning_rate(config, optimizer, arguments, path)
+    lr, scaling = scaled_by_batch(config, lr, batch.global_batch)
     notes += scaling
     clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
     if clip is None:
@@ -240,8 +238,8 @@ def prepare(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
-    total_steps, horizon = _steps(config, order.steps_per_epoch)
-    schedule = _schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
+    total_steps, horizon = steps(config, order.steps_per_epoch)
+    schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
     resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
     plan = Plan(
         config=dataclasses.replace(config, num_classes=num_classes),
@@ -360,32 +358,6 @@ def _from_json_or_flag(config: RunConfig, flag: str, value: Any, fallback: float
     return float(value)
 
 
-def _learning_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], path: str) -> float:
-    """--lr, else the JSON's, else the optimizer's own default."""
-    if config.lr is not None:
-        return config.lr
-    lr = arguments.get("lr")
-    if lr == "auto":
-        raise ValueError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
-    if lr is None:
-        lr = inspect.signature(optimizer.__init__).parameters["lr"].default
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
-        raise ValueError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
-    return float(lr)
-
-
-def _scaled_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[float, list[str]]:
-    """--lr-scale-by-batch, and a line that says what came of it."""
-    if config.lr_scale_by_batch == "none":
-        return lr, []
-    ratio = global_batch / config.lr_base_size
-    scaled = lr * (ratio if config.lr_scale_by_batch == "linear" else ratio**0.5)
-    formula = (
-        f"{lr:g} x {'' if config.lr_scale_by_batch == 'linear' else 'sqrt '}({global_batch} / {config.lr_base_size})"
-    )
-    return scaled, [f"learning rate {formula} = {scaled:g}"]
-
-
 def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
     """The training split, and the evaluation split with the same classes; None for --val-split ''.
 
@@ -455,67 +427,6 @@ def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, Aug
     )
     train_transform(image, augment)  # says now what it would say in a loader's worker
     return image, augment, mix
-
-
-def _steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
-    """(steps that are run, the schedule's horizon). With --epochs, --max-steps only stops early."""
-    if config.epochs is None and config.max_steps is not None:
-        return config.max_steps, config.max_steps
-    horizon = (config.epochs or DEFAULT_EPOCHS) * steps_per_epoch
-    return min(horizon, config.max_steps or horizon), horizon
-
-
-_SCHEDULE_FLAGS = ("sched", "min_lr", "wsd_decay_fraction")
-
-
-def _schedule(
-    config: RunConfig,
-    explicit: frozenset[str],
-    data: Mapping[str, Any],
-    steps_per_epoch: int,
-    horizon: int,
-    lr: float,
-    path: str,
-    notes: list[str],
-) -> Schedule | None:
-    """The flags' schedule, or None where the JSON has a scheduler; asking for both is an error."""
-    block = data.get("scheduler")
-    if block:
-        leaves_to_flags = "auto" in (block.get("params") or {}).values()
-        names = (*_SCHEDULE_FLAGS, *(() if leaves_to_flags else ("warmup_steps", "warmup_epochs", "warmup_lr")))
-        both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
-        if both:
-            raise ValueError(
-                f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
-            )
-        return None
-    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
-    return Schedule(
-        name=config.sched,
-        base_lr=lr,
-        total_steps=horizon,
-        warmup_steps=warmup,
-        warmup_lr=config.warmup_lr,
-        min_lr=config.min_lr,
-        decay_fraction=config.wsd_decay_fraction,
-    )
-
-
-def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    if config.warmup_epochs is not None:
-        return round(config.warmup_epochs * steps_per_epoch)
-    if config.sched == "constant":
-        return 0
-    warmup = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
-    if warmup >= horizon:
-        warmup = horizon // 20
-        notes.append(
-            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: "
-            f"warming up for {warmup} (--warmup-steps or --warmup-epochs decides)"
-        )
-    return warmup
 
 
 def _resolve_json(
