@@ -38,8 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the full products too (hours)")
 
 
+# The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.
+_LONGEST = ("launch", "parity", "per_parameter", "oracle", "promise", "parity_tool", "tp_every_name", "cluster_faults")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the full products out unless they are asked for."""
+    """Begin with the longest files; leave the full products out unless they are asked for."""
+    places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if config.getoption("--exhaustive"):
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import io
 import json
-import multiprocessing
 import os
 import threading
 import time
@@ -79,7 +78,6 @@ def train_with(argv: list[str], output: str, rank: int, signum: int, when: dict[
 
     from ds_vit.train import main
 
-    multiprocessing.set_start_method("fork", force=True)  # for a loader's workers; the pool's would start anew
     fsync = os.fsync
 
     def slow_fsync(descriptor: int) -> None:  # a save that takes long enough to be hit

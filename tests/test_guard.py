@@ -108,6 +108,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
     """Weights that become NaN, a rank that decides otherwise, a skip that nobody counts or names."""
@@ -138,6 +139,7 @@ def test_a_step_that_is_not_finite_stops(ranks, cifar, tmp_path, layout):
     assert not (output / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["no ZeRO", "no ZeRO pp2 tp2", "ZeRO-1 dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
 def test_a_spike_is_skipped(ranks, cifar, tmp_path, layout):
     """A loss and gradient of fifty times the usual, which clipping alone would let through; same curve everywhere."""

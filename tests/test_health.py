@@ -15,6 +15,8 @@ from test_fragments import WRAPPER, words
 
 from ds_vit.optim.health import HIGHEST, LOWEST, layers_of
 
+pytestmark = pytest.mark.slow
+
 NUM_IMAGES, STEPS = 32, 3
 
 

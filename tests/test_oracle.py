@@ -55,6 +55,7 @@ def test_the_oracle_clips_hard_and_learns(cifar):
     assert rows[-1]["loss"] < 0.98 * rows[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("pieces", [1, 4], ids=["whole", "pieces"])
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -124,6 +125,7 @@ def train_sgd(ranks, world, folder, stage, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sgd_equals_plain_timm(ranks, cifar, sgd_curve, stage, world):

@@ -10,6 +10,8 @@ import torch
 from curves import assert_same_curve, train_in
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 RTOL = 1e-5
 GLOBAL_BATCH, STEPS = 32, 10

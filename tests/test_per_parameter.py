@@ -103,6 +103,7 @@ def cases():
             yield pytest.param(kind, layout, id=f"{kind}-{name(layout)}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), list(cases()))
 def test_equals_timm(ranks, cifar, plain, kind, layout, tmp_path):
     """A norm over the wrong ranks, a segment off by one, padding that counts, an average of the wrong weights."""
@@ -133,6 +134,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "params", "layer_decay"), OPTIONS, ids=str)
 def test_options_equal_timm(ranks, cifar, kind, params, layer_decay, tmp_path):
     """An option that is read otherwise than timm reads it, and layer-wise decay of another optimizer."""

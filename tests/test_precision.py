@@ -19,6 +19,8 @@ from vits import KINDS, small_kwargs
 
 from ds_vit.models import norms_in_fp32
 
+pytestmark = pytest.mark.slow
+
 NUM_IMAGES = 32
 # Slow enough that ten steps do not carry the rounding of 16 bits on to the third digit.
 LR = 0.004

@@ -10,6 +10,8 @@ import pytest
 from curves import assert_same_curve, read_rows, train_rows
 from test_fragments import words
 
+pytestmark = pytest.mark.slow
+
 BAD_BATCH, INTERVAL, STEPS = 5, 3, 9  # batches count from 0: it belongs to step 6
 
 

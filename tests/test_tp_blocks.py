@@ -19,6 +19,8 @@ from tp_models import (
     whole_layers,
 )
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 2
 
 

@@ -12,6 +12,8 @@ from test_pipeline import KINDS, count_decodes, drift, evals
 
 from ds_vit.train import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
