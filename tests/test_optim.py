@@ -8,6 +8,7 @@ from timm.scheduler import CosineLRScheduler
 
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
 from ds_vit.optim.ema import Ema
+from ds_vit.optim.lamb import _fused_adam, _plain_adam
 from ds_vit.optim.schedules import Schedule
 
 
@@ -102,3 +103,41 @@ def test_the_averages_decay_is_timms(warmup):
     ours = Ema(SimpleNamespace(shards=[]), 0.99, warmup)
     for update in (1, 2, 3, 10, 100, 999, 1000, 1001, 100_000):
         assert ours.decay_at(update) == pytest.approx(theirs.get_decay(update), abs=1e-12)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fused_adamw_may_have_the_gradient_in_the_weights_place(device, dtype):
+    """Canary: a torch that writes a weight before it has read the gradient, or decays it by other than one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(0)
+    group = {"betas": (0.9, 0.999), "eps": 1e-6, "bias_correction": True, "grad_averaging": True}
+    sizes = (1, 7, 64, 1000, 70_001)
+
+    def state():
+        return [torch.zeros(n, dtype=dtype, device=device) for n in sizes]
+
+    def counters():
+        return [torch.zeros((), device=device) for _ in sizes]
+
+    ours, theirs, plain = ((state(), state(), counters()) for _ in range(3))
+    for _ in range(3):
+        grads = [torch.randn(n, device=device).to(dtype) for n in sizes]
+        updates, slow, zeros = [g.clone() for g in grads], [g.clone() for g in grads], state()
+        for _, _, steps in (ours, theirs, plain):
+            torch._foreach_add_(steps, 1)
+        _fused_adam(group, updates, *ours)
+        _plain_adam(group, slow, *plain)
+        torch._fused_adam_(
+            *(zeros, grads, theirs[0], theirs[1], [], theirs[2]),
+            **{"lr": 1.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
+            **{"weight_decay": 0.0, "amsgrad": False, "maximize": False},
+        )
+        assert min(update.abs().max() for update in updates) > 0.1
+        for update, expected in zip(updates, zeros, strict=True):
+            torch.testing.assert_close(update, expected, rtol=0, atol=0)
+        for update, expected in zip(slow, zeros, strict=True):
+            torch.testing.assert_close(update, expected, rtol=0, atol=torch.finfo(dtype).eps * 16)
+        for one, other in zip(ours[0] + ours[1], theirs[0] + theirs[1], strict=True):
+            assert torch.equal(one, other)

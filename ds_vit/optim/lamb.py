@@ -6,7 +6,7 @@ and the arithmetic of timm's `Lamb`. DeepSpeed #88 asks for it under ZeRO.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ds_vit.optim.per_parameter import PerParameterOptimizer
 class Lamb(PerParameterOptimizer):
     """Adam's update, scaled for each parameter by |w| / |update|.
 
-    The gradient's memory takes up the update, so that a step needs a small scratch tensor alone; the norms take one
-    collective of 2·P numbers for the P parameters of a group that is adapted. Gradients are used up by a step.
+    The gradient's memory takes up the update, so that a step needs no other; the norms take one collective of 2·P
+    numbers for the P parameters of a group that is adapted. Gradients are used up by a step.
 
     Args:
         params: parameters or groups.
@@ -70,8 +70,10 @@ class Lamb(PerParameterOptimizer):
         tensors, lr_scales = self._segmented(parameters)
         flats = [p.view(-1) for p in parameters]
         lr, decay = group["lr"], group["weight_decay"]
-        updates = self._adam(group, parameters, flats)
-        if decay and group["decoupled_decay"]:
+        updates = self._adam(group, parameters)
+        if decay and not group["decoupled_decay"]:
+            torch._foreach_add_(updates, flats, alpha=-decay)
+        elif decay:
             if lr_scales is None:
                 torch._foreach_mul_(flats, 1.0 - lr * decay)
             else:
@@ -86,13 +88,8 @@ class Lamb(PerParameterOptimizer):
         else:
             tensors.addcmul_(flats, updates, lr * factors)
 
-    def _adam(
-        self, group: dict[str, Any], parameters: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Advance the moments, and turn the gradients into minus the update at a learning rate of one.
-
-        Piece by piece: what a piece computes is still in the cache when it is used.
-        """
+    def _adam(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Advance the moments, and turn the gradients into minus Adam's update at a learning rate of one."""
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {
@@ -101,62 +98,32 @@ class Lamb(PerParameterOptimizer):
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         states = [self.state[p] for p in parameters]
-        torch._foreach_add_([state["step"] for state in states], 1)
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
         grads = [p.grad.view(-1) for p in parameters]
-        size = _PIECE_ON_CPU if flats[0].device.type == "cpu" else _PIECE
-        scratch = torch.empty(min(size, sum(map(torch.numel, flats))), dtype=grads[0].dtype, device=grads[0].device)
-        decay = 0.0 if group["decoupled_decay"] else group["weight_decay"]
+        first = [state["exp_avg"].view(-1) for state in states]
+        second = [state["exp_avg_sq"].view(-1) for state in states]
         adam = _fused_adam if group["bias_correction"] and group["grad_averaging"] else _plain_adam
-        for weights, gradients, first, second, steps in _pieces(size, states, flats, grads):
-            lengths = [w.numel() for w in weights]
-            updates = list(scratch[: sum(lengths)].zero_().split(lengths))
-            adam(group, updates, gradients, first, second, steps)
-            if len(updates) == 1:
-                torch.add(updates[0], weights[0], alpha=-decay, out=gradients[0])  # one pass instead of two
-                continue
-            torch._foreach_add_(updates, weights, alpha=-decay)
-            torch._foreach_copy_(gradients, updates)
+        adam(group, grads, first, second, steps)
         return grads
-
-
-def _pieces(
-    size: int, states: Sequence[dict[str, torch.Tensor]], flats: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-) -> Iterator[tuple[list[torch.Tensor], ...]]:
-    """Lists of at most `size` elements in all: a part of a large tensor, or several small ones.
-
-    Yields:
-        weights, gradients, first moments, second moments, steps.
-    """
-    waiting: tuple[list[torch.Tensor], ...] = ([], [], [], [], [])
-    held = 0
-    for state, flat, grad in zip(states, flats, grads, strict=True):
-        moments = (state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
-        for piece in zip(*(tensor.split(size) for tensor in (flat, grad, *moments)), strict=True):
-            if held + piece[0].numel() > size:
-                yield waiting
-                waiting, held = ([], [], [], [], []), 0
-            for tensors, tensor in zip(waiting, (*piece, state["step"]), strict=True):
-                tensors.append(tensor)
-            held += piece[0].numel()
-    yield waiting
-
-
-# Elements that are worked on together: a few of them fit into a processor's cache; a GPU wants more at a time.
-_PIECE_ON_CPU, _PIECE = 2**17, 2**26
 
 
 def _fused_adam(
     group: dict[str, Any],
-    updates: list[torch.Tensor],
     grads: list[torch.Tensor],
     first: list[torch.Tensor],
     second: list[torch.Tensor],
     steps: list[torch.Tensor],
 ) -> None:
-    """Adam with a learning rate of one, on zeros in place of weights."""
+    """One pass of torch's fused AdamW, with the gradients in place of the weights too.
+
+    The kernel reads an element of weight and gradient before it writes that of the weight, and a decoupled decay of one
+    at a learning rate of one takes the weight to zero before the update is subtracted: the update alone is left, in the
+    gradient's memory. tests/test_optim.py holds torch to that.
+    """
     beta1, beta2 = group["betas"]
-    torch._fused_adam_(
-        updates,
+    torch._fused_adamw_(
+        grads,
         grads,
         first,
         second,
@@ -165,7 +132,7 @@ def _fused_adam(
         lr=1.0,
         beta1=beta1,
         beta2=beta2,
-        weight_decay=0.0,
+        weight_decay=1.0,
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
@@ -174,7 +141,6 @@ def _fused_adam(
 
 def _plain_adam(
     group: dict[str, Any],
-    updates: list[torch.Tensor],
     grads: list[torch.Tensor],
     first: list[torch.Tensor],
     second: list[torch.Tensor],
@@ -188,10 +154,13 @@ def _plain_adam(
     torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
     step = float(steps[0])
     corrections = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    roots = torch._foreach_sqrt(second)
-    torch._foreach_div_(roots, corrections[1] ** 0.5)
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_addcdiv_(updates, first, roots, value=-1.0 / corrections[0])
+    torch._foreach_copy_(grads, second)  # done with: their memory takes the roots, then the update
+    torch._foreach_sqrt_(grads)
+    torch._foreach_div_(grads, corrections[1] ** 0.5)
+    torch._foreach_add_(grads, group["eps"])
+    torch._foreach_reciprocal_(grads)
+    torch._foreach_mul_(grads, first)
+    torch._foreach_mul_(grads, -1.0 / corrections[0])
 
 
 def _trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, clip: bool) -> torch.Tensor:
