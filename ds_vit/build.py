@@ -78,7 +78,8 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if tp is not None and plan.class_parallel:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     config = dict(plan.deepspeed)
-    if plan.config.eval_only:
+    if plan.config.eval_only or plan.fallback is not None:
+        # DeepSpeed would orthogonalize gradients itself where the file says Muon, before our Muon does.
         del config["optimizer"]
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
@@ -130,7 +131,7 @@ def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torc
     names = timm_names(model)
     parameters = [(names[local], p) for local, p in model.named_parameters()]
     cls, arguments = plan.optimizer
-    groups = parameter_groups(parameters, plan.weight_decay, no_weight_decay_names(plan.model))
+    groups = parameter_groups(parameters, plan.weight_decay, no_weight_decay_names(plan.model), plan.fallback)
     # With the optimizer offloaded, its step runs on the CPU.
     offloaded = (plan.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
     return build_optimizer(cls, groups, arguments, torch.device("cpu") if offloaded else device)

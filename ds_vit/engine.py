@@ -162,6 +162,8 @@ class Engine(ABC):
                 take_step(*args, **kwargs)
 
             self.engine._take_model_step = clip_and_take_step
+        if self.grid is not None and self.grid.get_pipe_parallel_world_size() > 1 and optimizer is not None:
+            self._count_groups_of_other_stages()
         if optimizer is not None:
             self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
             self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
@@ -304,6 +306,34 @@ class Engine(ABC):
         if self._clip > 0:
             nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
         return norm
+
+    def _count_groups_of_other_stages(self) -> None:
+        """Let pipeline stages differ in their number of parameter groups (a collective).
+
+        ZeRO sums the gradient norm over the stages group by group, and a stage that has fewer groups than another one
+        (nothing decayed that is trained; nothing that Muon leaves to AdamW) would be missing in a collective. It takes
+        part with zeros instead: the sum over all groups is the same, whichever groups meet.
+        """
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        optimizer = self.engine.optimizer
+        if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer, no ZeRO: one collective for all groups
+            return
+        most = torch.tensor(len(optimizer.bit16_groups), device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        missing = int(most) - len(optimizer.bit16_groups)
+        own_norm = optimizer.scaled_global_norm
+
+        def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+            norms = [own_norm(*args, **kwargs)]
+            for _ in range(missing):
+                square = torch.zeros((), device=self.device)
+                optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+                norms.append(square.sqrt())
+            return combine_grad_norm_groups(norms)
+
+        if missing:
+            optimizer.scaled_global_norm = scaled_global_norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a scalar over all ranks (a collective)."""

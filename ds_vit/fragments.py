@@ -125,6 +125,10 @@ class Fragments:
         }
         return tuple(sorted(keys - {"step"}))
 
+    def declared_keys(self, shard: Shard) -> tuple[str, ...] | None:
+        """The states that the optimizer keeps for a shard, where its groups say so because they keep different ones."""
+        return self.base.param_groups[shard.group].get("state_keys")
+
     def state(self, shard: Shard, key: str) -> torch.Tensor:
         """An optimizer state of a shard, flat."""
         return self.base.state[shard.parameter][key].view(-1)

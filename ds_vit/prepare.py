@@ -6,7 +6,6 @@ Whatever is wrong with a run is found here, before any process group exists and 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +25,18 @@ from ds_vit.losses import build_loss
 from ds_vit.models import (
     InitialCheckpoint,
     ModelSpec,
-    balance,
-    check_bounds,
     create_model,
     frozen_names,
     image_size,
-    layer_costs,
     names_and_shapes,
-    take_apart,
 )
 from ds_vit.optim.build import check_layer_decay, optimizer_class
+from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 from ds_vit.placement import check_tp_inside_hosts
 from ds_vit.resume import Resume, check_same_run, keep_global_batch
 from ds_vit.resume import find as find_resume
+from ds_vit.stages import stage_bounds
 from ds_vit.tensor_parallel import check_cut, pays
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
@@ -72,6 +69,7 @@ class Plan:
     val_source: Source | None
     order: SampleOrder
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+    fallback: frozenset[str] | None  # what Muon leaves to AdamW; None for other optimizers
     weight_decay: float
     lr: float
     schedule: Schedule | None
@@ -220,7 +218,7 @@ def prepare(
     if config.tp > 1:
         check_cut(model, config.tp)
     frozen = frozen_names(model, config.freeze, config.linear_probe)
-    bounds = _stages(config, model, frozen)
+    bounds = stage_bounds(config, model, frozen)
     if config.pp > 1:
         bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
         line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
@@ -238,6 +236,8 @@ def prepare(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
+    patterns = arguments.pop("fallback_list", ())
+    fallback = fallback_names(model, patterns) if optimizer is Muon else None
     total_steps, horizon = steps(config, order.steps_per_epoch)
     schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
     resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
@@ -261,6 +261,7 @@ def prepare(
         val_source=val_source,
         order=order,
         optimizer=(optimizer, {**arguments, "lr": lr}),
+        fallback=fallback,
         weight_decay=decay or 0.0,
         lr=lr,
         schedule=schedule,
@@ -299,35 +300,6 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
     if config.tp == 1 or config.class_parallel == "off":
         return False
     return config.class_parallel == "on" or pays(num_classes, config.tp)
-
-
-def _stages(config: RunConfig, model: torch.nn.Module, frozen: frozenset[str]) -> tuple[int, ...]:
-    """Where the pipeline is cut: --pp-partition, or balanced by FLOPs and activation bytes.
-
-    Raises:
-        ValueError: bounds that do not fit, more stages than layers, or a stage with nothing to train.
-    """
-    layers = take_apart(model)
-    if config.pp_partition:
-        try:
-            bounds = [int(piece) for piece in config.pp_partition.split(",")]
-        except ValueError:
-            message = f"--pp-partition {config.pp_partition!r} is not a list of whole numbers such as 0,7,14"
-            raise ValueError(message) from None
-        bounds = check_bounds(bounds, len(layers), config.pp)
-    elif config.pp == 1:
-        bounds = [0, len(layers)]
-    else:
-        costs = layer_costs(model)
-        bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], config.pp)
-    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        names = {name for layer in layers[start:stop] for name, _ in layer.named_parameters()}
-        if names <= frozen:
-            raise ValueError(
-                f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
-                "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
-            )
-    return tuple(bounds)
 
 
 def _auto_precision(on_cpu: bool) -> dict[str, bool]:

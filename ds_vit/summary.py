@@ -80,6 +80,9 @@ def _rules(plan: Plan) -> Rows:
     if plan.weight_decay:
         free = no_weight_decay_names(plan.model).intersection(trained)
         rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
+    if plan.fallback is not None:
+        left = len(plan.fallback.intersection(trained))
+        rows.append(("Muon", f"of {len(trained) - left} matrices; AdamW for {left} tensors"))
     if plan.config.layer_decay not in (None, 1.0):
         scales, layers = layer_scales(plan.model, plan.config.layer_decay), layers_of(trained)
         # A layer's parameters share a factor, but for what timm puts elsewhere: the last one's is the layer's own.

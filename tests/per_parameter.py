@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import timm
 import torch
 import torchvision
 from safetensors.torch import load_file
-from timm.optim import Lamb, Lars, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import Lamb, Lars, muon, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim.muon import zeropower_via_newtonschulz
 from timm.utils import ModelEmaV3
 
 # 6 blocks and 4 heads: cut by 2 and 4 stages and by 2 ranks.
@@ -21,10 +23,11 @@ DECAY, CLIP, STEPS, EMA_DECAY, LAYER_DECAY = 0.05, 0.1, 10, 0.8, 0.7
 BLOCKS: dict[str, dict[str, Any]] = {
     "lamb": {"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-6, "weight_decay": DECAY}},
     "lars": {"type": "Lars", "params": {"lr": 1.0, "trust_coeff": 0.02, "momentum": 0.9, "weight_decay": DECAY}},
+    "muon": {"type": "Muon", "params": {"lr": 0.02, "eps": 1e-6, "weight_decay": DECAY}},
     "sgd": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": DECAY}},
     "layer decay": {"type": "AdamW", "params": {"lr": 2e-3, "eps": 1e-6, "weight_decay": DECAY}},
 }
-WORDS: dict[str, list[Any]] = {"lamb": [], "lars": [], "sgd": [], "layer decay": ["--layer-decay", LAYER_DECAY]}
+WORDS: dict[str, list[Any]] = {kind: [] for kind in BLOCKS} | {"layer decay": ["--layer-decay", LAYER_DECAY]}
 
 
 def timm_optimizer(
@@ -34,14 +37,19 @@ def timm_optimizer(
     params = {**BLOCKS[kind]["params"], **changes}
     params.pop("weight_decay")
     no_decay = model.no_weight_decay()
+    fallback = {"fallback_list": params.pop("fallback_list", ())}
     if kind == "layer decay" or layer_decay:
-        groups = param_groups_layer_decay(model, DECAY, no_decay, layer_decay=layer_decay or LAYER_DECAY)
+        groups = param_groups_layer_decay(model, DECAY, no_decay, layer_decay=layer_decay or LAYER_DECAY, **fallback)
         for group in groups:
             group["lr"] = params["lr"] * group["lr_scale"]
     else:
-        groups = param_groups_weight_decay(model, DECAY, no_weight_decay_list=no_decay)
+        groups = param_groups_weight_decay(model, DECAY, no_weight_decay_list=no_decay, **fallback)
     if BLOCKS[kind]["type"] == "Lamb":
         return Lamb(groups, max_grad_norm=None, **params)
+    if BLOCKS[kind]["type"] == "Muon":
+        dtype = getattr(torch, params.pop("ns_dtype", "float32"))  # timm's has no such argument
+        muon.zeropower_via_newtonschulz = partial(zeropower_via_newtonschulz, dtype=dtype)
+        return muon.Muon(groups, **params)
     return {"Lars": Lars, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[BLOCKS[kind]["type"]](groups, **params)
 
 

@@ -3,12 +3,14 @@
 import re
 
 import pytest
+import timm
 import torch
 from timm.scheduler import CosineLRScheduler
 
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import _fused_adam, _plain_adam
+from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 
 
@@ -69,6 +71,11 @@ def test_lion_is_elementwise():
     ("block", "message"),
     [
         ({"type": "Adafactor"}, "Adafactor factors matrices"),
+        ({"type": "Muon", "params": {"ns_dtype": "float16"}}, "ns_dtype 'float16' is not one of 'float32', 'bfloat16'"),
+        ({"type": "Muon", "params": {"ns_coefficients": "cubic"}}, "Unknown coefficients preset 'cubic'"),
+        ({"type": "Muon", "params": {"momentum": 1.0}}, "must be at least 0 and below 1"),
+        ({"type": "Muon", "params": {"muon_lr": 0.1}}, "Muon has no such argument"),
+        ({"type": "AdamW", "params": {"betas": [0.9, 2]}}, "optimizer.params of AdamW: Invalid beta parameter"),
         ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
         ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),
@@ -90,6 +97,22 @@ def test_groups_leave_frozen_and_undecayed_out():
     optimizer = build_optimizer(torch.optim.AdamW, groups, {"lr": 1e-3, "weight_decay": 0.1}, torch.device("cpu"))
     assert optimizer.defaults["fused"] is True
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_what_muon_leaves_to_adamw():
+    """A token or table that is orthogonalized, a matrix that is not, a pattern that no parameter has."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=10)
+    small = {name for name, p in model.named_parameters() if p.ndim < 2} | {"cls_token", "pos_embed"}
+    assert fallback_names(model) == small
+    assert fallback_names(model, ["head.*"]) == small | {"head.weight"}
+    with pytest.raises(ValueError, match=re.escape("no parameter of this model is named 'haed.*'")):
+        fallback_names(model, ["haed.*"])
+    groups = parameter_groups(list(model.named_parameters()), 0.1, frozenset(small), fallback_names(model, ["head.*"]))
+    assert [(len(g["params"]), g["weight_decay"], g["use_fallback"]) for g in groups] == [
+        *((5, 0.1, False), (1, 0.1, True), (len(small), 0.0, True))
+    ]
+    held = [group["state_keys"] for group in Muon(groups).param_groups]
+    assert held == [("momentum_buffer",), ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq")]
 
 
 @pytest.mark.parametrize("warmup", [False, True])

@@ -1,4 +1,4 @@
-"""LAMB, LARS, layer-wise decay and the moving average are timm's, in every layout."""
+"""LAMB, LARS, Muon, layer-wise decay and the moving average are timm's, in every layout."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_the_reference_moves_and_is_clipped(cifar, plain, kind):
 def cases():
     """LAMB in every layout; the others, which share its map, in each cut once with the stages in turn."""
     cuts = list(dict.fromkeys(layout[:3] for layout in LAYOUTS))
-    for kind, first in (("lamb", 0), ("lars", 1), ("layer decay", 2)):
+    for kind, first in (("lamb", 0), ("lars", 1), ("layer decay", 2), ("muon", 3)):
         for layout in LAYOUTS:
             legal = [other for other in LAYOUTS if other[:3] == layout[:3]]
             chosen = kind == "lamb" or layout == legal[(first + cuts.index(layout[:3])) % len(legal)]
@@ -131,6 +131,10 @@ OPTIONS = [
     ("lars", {"trust_clip": True, "trust_coeff": 2.0, "lr": 0.1}, 0.7),
     ("lars", {"dampening": 0.3}, 0.7),
     ("sgd", {"nesterov": True}, 0.7),
+    ("muon", {"nesterov": True, "momentum": 0.8}, 0.7),
+    ("muon", {"conv_mode": "batched", "adjust_lr_fn": "original", "fallback_lr_scale": 0.1}, None),
+    ("muon", {"fallback_list": ["head.*", "blocks.1.*"], "betas": [0.8, 0.9], "scale_eps": True}, None),
+    ("muon", {"ns_coefficients": "polar_express", "ns_steps": 3, "safety_factor": 1.01, "adjust_lr_fn": None}, 0.7),
 ]
 
 
@@ -164,6 +168,48 @@ def test_a_flat_trust_ratio_is_seen(ranks, cifar, plain, stage, tmp_path, monkey
     ours = train(ranks, cifar, "lamb", (1, 1, 1, stage), tmp_path / "run")
     with pytest.raises(AssertionError, match="the curves part"):
         assert_same(ours, plain["lamb"])
+
+
+def train_slices_apart(argv):
+    """On a rank: Muon as it would be if each tensor-parallel rank orthogonalized what it has."""
+    from ds_vit.optim.matrices import WholeMatrices
+    from ds_vit.train import main
+
+    def apply_(self, tensors, work):
+        for part in self._parts:
+            own = part.segment.of(tensors[part.block].view(-1))
+            own.copy_(work(part.segment.name, own.view(part.segment.tp_slice.local_shape)).reshape(-1))
+
+    WholeMatrices.apply_ = apply_
+    return main(argv)
+
+
+def test_orthogonal_slices_are_seen(ranks, cifar, plain, tmp_path, monkeypatch):
+    """The comparison must fail for slices that are orthogonalized one by one."""
+    monkeypatch.setattr("curves.train_main", train_slices_apart)
+    ours = train(ranks, cifar, "muon", (1, 1, 2, 1), tmp_path / "run")
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same(ours, plain["muon"])
+
+
+def test_bf16_iterations_stay_near(ranks, cifar, plain, tmp_path):
+    """An ns_dtype that is not taken; the rounding of bf16, which grows here by the layout alone."""
+    params = {"ns_dtype": "bfloat16"}
+    theirs = timm_side.train_plainly(cifar, "muon", **params)
+    ours = train(ranks, cifar, "muon", (1, 2, 2, 1), tmp_path / "run", params=params)
+    assert_same_curve(theirs[0], ours[0], rtol=5e-3, keys=("loss",))
+    assert_same_curve(theirs[0][:2], ours[0][:2], rtol=LOSS_RTOL, keys=("loss",))
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(plain["muon"][0], theirs[0], rtol=LOSS_RTOL, keys=("loss",))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_with_different_groups(ranks, cifar, tmp_path, stage):
+    """A norm that misses a group which the other pipeline stage has not, or stages that wait for each other."""
+    # AdamW for decayed weights on the second stage alone.
+    params = {"fallback_list": ["head.*", "blocks.[345].*"], "fallback_lr_scale": 0.1}
+    ours = train(ranks, cifar, "muon", (2, 2, 1, stage), tmp_path / "run", params=params)
+    assert_same(ours, timm_side.train_plainly(cifar, "muon", **params))
 
 
 def measure(argv):

@@ -73,7 +73,9 @@ def load_tensors(
         if kind.startswith("optimizer-"):
             files, key = checkpoint.tensors(kind), kind.removeprefix("optimizer-")
             for shard in fragments.shards:
-                _fill(shard, _state(fragments, shard, key), files)
+                declared = fragments.declared_keys(shard)
+                if declared is None or key in declared:
+                    _fill(shard, _state(fragments, shard, key), files)
     _set_scalars(fragments, scalars)
     fragments.refresh()
 

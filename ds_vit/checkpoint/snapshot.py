@@ -36,6 +36,8 @@ OPTIMIZER = "optimizer-"
 class Holding:
     """What this rank holds of the model, its optimizer state and its average, and which of it this rank gives.
 
+    A collective where the optimizer keeps different states for different parameters (Muon).
+
     Args:
         fragments: the map of this rank.
         ema: one tensor for each of the fragments' shards, or None without an average.
@@ -58,6 +60,13 @@ class Holding:
                     pieces.append(Piece(segment.name, segment.tp_slice, *place))
         self.pieces = tuple(pieces)
         self._given = {piece.block for piece in pieces}
+        declared = {shard: fragments.declared_keys(shard) for shard in self.trained}
+        self._declared = {name: keys for shard, keys in declared.items() if keys is not None for name in shard.names}
+        """timm name → the states that are kept for it; empty where all parameters have the same."""
+        if self._declared:
+            everybodys: list[dict[str, tuple[str, ...]]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everybodys, self._declared)
+            self._declared = {name: keys for own in everybodys for name, keys in own.items()}
 
     def _gives(self, shard: Shard, replicated: bool) -> bool:
         """Whether this rank's copy is the one that is saved."""
@@ -72,19 +81,22 @@ class Holding:
 
     def specs(self, kind: str) -> list[TensorSpec]:
         """The whole tensors of a kind: weights of all parameters, optimizer state of the trained ones."""
-        trained = frozenset(self.fragments.names)
-        return [
-            TensorSpec(name, shape)
-            for name, shape in self.shapes.items()
-            if not kind.startswith(OPTIMIZER) or name in trained
-        ]
+        names = frozenset(self.shapes)
+        if kind.startswith(OPTIMIZER):
+            names = frozenset(name for name in self.fragments.names if self._has_state(name, kind))
+        return [TensorSpec(name, shape) for name, shape in self.shapes.items() if name in names]
+
+    def _has_state(self, name: str, kind: str) -> bool:
+        """Whether there is a state of this kind for a trained parameter."""
+        return not self._declared or kind.removeprefix(OPTIMIZER) in self._declared[name]
 
     def tensors(self, kind: str) -> list[torch.Tensor | None]:
         """This rank's flat tensors of a kind, a block each, where they are; None where this rank gives nothing."""
         out: list[torch.Tensor | None] = []
         for block, shard in enumerate(self.blocks):
             is_trained = block < len(self.trained)
-            if block not in self._given or (kind.startswith(OPTIMIZER) and not is_trained):
+            is_state = kind.startswith(OPTIMIZER)
+            if block not in self._given or (is_state and not (is_trained and self._has_state(shard.names[0], kind))):
                 out.append(None)
             elif kind == "model" or not is_trained:
                 out.append(shard.tensor)

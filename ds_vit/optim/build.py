@@ -1,7 +1,7 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's; LAMB and LARS
-are this package's, told by `attach` which parameter lies where; the others are refused by name.
+ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's; LAMB, LARS and
+Muon are this package's, told by `attach` which parameter lies where; the others are refused by name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from ds_vit.fragments import Fragments
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
+from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+_OURS: dict[str, type[PerParameterOptimizer]] = {"Lamb": Lamb, "Lars": Lars, "Muon": Muon}
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
 _NO_LAYER_DECAY = ("ASGD", "Rprop")
 _NOT_ELEMENTWISE = {
-    "muon": "Muon works on matrices, and under ZeRO an optimizer sees one flat tensor",
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
     "sparseadam": "SparseAdam needs sparse gradients, which a ViT does not have",
@@ -60,11 +61,11 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    known = {n.lower(): n for n in (*_TORCH, "Lion", "Lamb", "Lars")}
+    known = {n.lower(): n for n in (*_TORCH, "Lion", *_OURS)}
     if lowered == "lion":
         from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
-    elif lowered in ("lamb", "lars"):
-        cls = Lamb if lowered == "lamb" else Lars
+    elif lowered in known and known[lowered] in _OURS:
+        cls = _OURS[known[lowered]]
     else:
         if lowered not in known:
             close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
@@ -76,6 +77,8 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     for key in _IMPLEMENTATION:
         params.pop(key, None)
     accepted = set(inspect.signature(cls.__init__).parameters) - {"self", "params"}
+    if cls is Muon:
+        accepted.add("fallback_list")  # of names; `parameter_groups` makes groups of it
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
@@ -85,24 +88,49 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             raise ValueError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
+    _try(cls, params, path)
     return cls, params
 
 
+def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
+    """Have the optimizer look at its arguments before there is a process group."""
+    arguments = {key: value for key, value in params.items() if value != "auto" and key != "fallback_list"}
+    try:
+        cls([torch.zeros(1, requires_grad=True)], **{"lr": 1.0, **arguments})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: optimizer.params of {cls.__name__}: {error}") from error
+
+
 def parameter_groups(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]], weight_decay: float, undecayed: frozenset[str]
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    weight_decay: float,
+    undecayed: frozenset[str],
+    fallback: frozenset[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """At most two groups: decayed, and not decayed. Frozen parameters are in neither.
+    """At most two groups: decayed, and not decayed; for Muon each in two again. Frozen parameters are in none.
 
     Args:
         parameters: (timm name, parameter), in the model's order.
         weight_decay: of the first group.
         undecayed: timm names that are not decayed.
+        fallback: timm names whose groups get `use_fallback`; None for an optimizer that treats all alike.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
     groups = [
         {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
     ]
+    if fallback is not None:
+        names = {id(p): name for name, p in trained}
+        groups = [
+            {
+                **group,
+                "params": [p for p in group["params"] if (names[id(p)] in fallback) == chosen],
+                "use_fallback": chosen,
+            }
+            for group in groups
+            for chosen in (False, True)
+        ]
     return [group for group in groups if group["params"]]
 
 

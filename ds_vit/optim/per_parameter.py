@@ -1,4 +1,4 @@
-"""What optimizers with per-parameter norms share: they are told where parameters lie once ZeRO has cut them."""
+"""What optimizers that look at whole parameters share: they are told where those lie once ZeRO has cut them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_vit.optim.segmented import SegmentedTensors
 
 
 class PerParameterOptimizer(torch.optim.Optimizer):
-    """Base of LAMB and LARS.
+    """Base of LAMB, LARS and Muon.
 
     DeepSpeed replaces the parameters in `param_groups` by flat tensors and calls `step` once (BF16_Optimizer, no ZeRO),
     once a group (ZeRO-1, ZeRO-2) or once a sub-group (ZeRO-3). `attach` is to be called in between.

@@ -1,0 +1,220 @@
+"""Muon on ZeRO's flat tensors: the orthogonalized matrix is the whole parameter, in every layout.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the options and the arithmetic of timm's
+`Muon`, whose Newton-Schulz iteration is called. DeepSpeed's own Muon orthogonalizes tensor slices one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from timm.optim.adamw import adamw
+from timm.optim.muon import (
+    _COEFFICIENTS,
+    _is_suitable_for_muon,
+    get_lr_scale,
+    reshape_for_muon,
+    resolve_ns_coefficients,
+    zeropower_via_newtonschulz,
+)
+from timm.optim.nadamw import nadamw
+from torch import nn
+
+from ds_vit.fragments import Fragments
+from ds_vit.optim.layer_decay import LayerDecay
+from ds_vit.optim.matrices import WholeMatrices
+from ds_vit.optim.per_parameter import PerParameterOptimizer
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ADJUSTMENTS = ("match_rms_adamw", "original", "rms_to_rms", None)
+
+
+def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
+    """timm names of the parameters that get AdamW: no matrices, too thin ones, and what the patterns name.
+
+    The rule is timm's: `cls_token`, `pos_embed`, vectors, and matrices with a side below 4 or of a ratio above 128.
+
+    Args:
+        model: the whole one; its parameters' shapes alone are looked at.
+        patterns: shell patterns of names, as in timm's `fallback_list`.
+
+    Raises:
+        ValueError: a pattern that no parameter has.
+    """
+    shapes = dict(model.named_parameters())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            raise ValueError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
+    return frozenset(
+        name
+        for name, parameter in shapes.items()
+        if not _is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
+class Muon(PerParameterOptimizer):
+    """Momentum, orthogonalized matrix by matrix; AdamW for what is no matrix.
+
+    Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
+    The momentum takes half of AdamW's memory. A matrix is put together on one rank, orthogonalized there, and sent back
+    (two all-to-all of 4 bytes an element and holder); the work is dealt out over the ranks that share the parameters.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        weight_decay: decoupled.
+        momentum: decay of the momentum, an average of gradients.
+        nesterov: look ahead along the momentum.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: timm's name of a preset, three numbers, or a list of such.
+        ns_dtype: in which the iterations are computed: "float32" or "bfloat16" (timm's, faster on a GPU).
+        eps: floor of a matrix's norm, and AdamW's eps.
+        safety_factor: the norm is multiplied by it.
+        scale_eps: scale eps by the root of in / out.
+        adjust_lr_fn: factor on the rate by a matrix's shape: "match_rms_adamw", "original", "rms_to_rms" or None.
+        conv_mode: "flatten" a kernel [out, in, h, w] to one matrix, or "batched": one for each of its h·w places.
+        normalize_spatial: divide those by the root of h·w.
+        fallback_lr_scale: AdamW's rate over `lr`.
+        betas: AdamW's.
+
+    Raises:
+        ValueError: a value out of range, or a name that does not exist.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_steps: int = 5,
+        ns_coefficients: Any = "quintic",
+        ns_dtype: str = "float32",
+        eps: float = 1e-7,
+        safety_factor: float = 1.0,
+        scale_eps: bool = False,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        conv_mode: str = "flatten",
+        normalize_spatial: bool = True,
+        fallback_lr_scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        if not 0.0 <= momentum < 1.0 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"Muon's momentum {momentum} and betas {betas} must be at least 0 and below 1")
+        if not isinstance(ns_steps, int) or ns_steps < 1:
+            raise ValueError(f"Muon's ns_steps {ns_steps} must be at least 1")
+        for name, value, choices in (
+            ("ns_dtype", ns_dtype, tuple(_TYPES)),
+            ("adjust_lr_fn", adjust_lr_fn, _ADJUSTMENTS),
+            ("conv_mode", conv_mode, ("flatten", "batched")),
+        ):
+            if value not in choices:
+                raise ValueError(f"Muon's {name} {value!r} is not one of {', '.join(map(repr, choices))}")
+        try:
+            self._coefficients = resolve_ns_coefficients(ns_coefficients, _COEFFICIENTS)
+        except TypeError as error:
+            raise ValueError(f"Muon's ns_coefficients: {error}") from None
+        self._newton_schulz = {
+            "steps": ns_steps,
+            "coefficients": self._coefficients,
+            "eps": eps,
+            "safety_factor": safety_factor,
+            "dtype": _TYPES[ns_dtype],
+            "scale_eps": scale_eps,
+        }
+        self._conv_mode, self._normalize_spatial, self._adjust = conv_mode, normalize_spatial, adjust_lr_fn
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": eps,
+            "fallback_lr_scale": fallback_lr_scale,
+            "betas": betas,
+            "use_fallback": False,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            group["state_keys"] = ("exp_avg", "exp_avg_sq") if group["use_fallback"] else ("momentum_buffer",)
+        self._matrices: dict[tuple[int, ...], WholeMatrices] = {}
+
+    def attach(self, fragments: Fragments, lr_scales: Mapping[str, float] | None = None) -> None:
+        """See `PerParameterOptimizer.attach`."""
+        super().attach(fragments)
+        self._matrices.clear()
+        if lr_scales:
+            LayerDecay(self, fragments, lr_scales)
+
+    def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros(())}
+                self.state[p] |= {key: torch.zeros_like(p) for key in group["state_keys"]}
+        states = [self.state[p] for p in parameters]
+        if group["use_fallback"]:
+            self._fall_back(group, parameters, states)
+            return
+        torch._foreach_add_([state["step"] for state in states], 1)
+        flats = [p.view(-1) for p in parameters]
+        updates = [p.grad.view(-1) for p in parameters]  # used up by the step
+        buffers = [state["momentum_buffer"].view(-1) for state in states]
+        torch._foreach_lerp_(buffers, updates, 1.0 - group["momentum"])
+        if group["nesterov"]:
+            torch._foreach_lerp_(updates, buffers, group["momentum"])
+        else:
+            torch._foreach_copy_(updates, buffers)
+        self._whole(parameters).apply_(updates, self._orthogonalized)
+        torch._foreach_mul_(flats, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(flats, updates, alpha=-group["lr"])
+
+    @staticmethod
+    def _fall_back(
+        group: dict[str, Any], parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """timm's AdamW or NAdamW, which are elementwise."""
+        lists = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
+        shared = {
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "lr": group["lr"] * group["fallback_lr_scale"],
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "caution": False,
+            "maximize": False,
+            "max_lr": None,
+        }
+        grads = [p.grad for p in parameters]
+        if group["nesterov"]:
+            nadamw(list(parameters), grads, *lists, **shared)
+        else:
+            adamw(list(parameters), grads, *lists[:2], [], lists[2], amsgrad=False, **shared)
+
+    def _whole(self, parameters: Sequence[torch.Tensor]) -> WholeMatrices:
+        if self._fragments is None:
+            raise RuntimeError("Muon.attach was not called after deepspeed.initialize")
+        key = tuple(map(id, parameters))
+        if key not in self._matrices:
+            self._matrices[key] = WholeMatrices(self._fragments, parameters, self._cost)
+        return self._matrices[key]
+
+    @staticmethod
+    def _cost(shape: tuple[int, ...]) -> float:
+        """Multiplications of an iteration: X·Xᵀ, A·A and B·X for X [n, m], n the shorter side."""
+        out, rest = shape[0], torch.Size(shape[1:]).numel()
+        short, long = sorted((out, rest))
+        return 2.0 * short * short * long + short**3
+
+    def _orthogonalized(self, name: str, update: torch.Tensor) -> torch.Tensor:
+        """A whole update, orthogonalized and scaled for its shape, as timm's `_single_tensor_muon` has it."""
+        matrix, shape = reshape_for_muon(update, mode=self._conv_mode)
+        result = zeropower_via_newtonschulz(matrix, **self._newton_schulz).float()
+        scale = get_lr_scale(result.shape, self._adjust) if self._adjust else 1.0
+        if result.ndim == 3:
+            if self._normalize_spatial:
+                scale *= result.shape[0] ** -0.5
+            result = result.permute(1, 2, 0)
+        return result.reshape(shape) * scale
