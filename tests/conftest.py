@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 # One thread a process, set before torch is imported: ranks and test processes share the cores, and OpenMP threads that
@@ -42,8 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _LONGEST = ("launch", "parity", "per_parameter", "oracle", "promise", "parity_tool", "tp_every_name", "cluster_faults")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files; leave the full products out unless they are asked for."""
+    seen: Counter[object] = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sampled")
+        if sample is not None:
+            if seen[item.function] % sample.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[item.function] += 1
     places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if config.getoption("--exhaustive"):

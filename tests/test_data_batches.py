@@ -434,6 +434,7 @@ print(next(sys.held).num_rows)
 """
 
 
+@pytest.mark.slow
 def test_an_iteration_that_is_given_up_does_not_outlive_its_process(folder):
     """Would catch a process that waits at its end for workers that ignore SIGTERM, or that ends with a traceback."""
     command = [sys.executable, "-c", _GIVEN_UP, str(folder)]

@@ -113,6 +113,7 @@ def words(folder, stage, changes, path):
     return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_every_element_once(ranks, cifar, case, tmp_path):
     """A wrong offset, a share that is counted twice or not at all, padding taken for weights, a stale model."""

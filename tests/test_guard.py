@@ -126,6 +126,7 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
     assert json.loads((output / "summary.json").read_text())["exit"] == "completed"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
 def test_a_step_that_is_not_finite_stops(ranks, cifar, tmp_path, layout):
     """The default: one line, code 3, no weights that nobody can trust."""

@@ -31,6 +31,7 @@ BATCH_NORM = {
 RANDOM_ROPE = "sapiens2"
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", supported_names())
 def test_every_timm_name(name):
     """A sub-module that is forgotten, run twice, out of order or with another's table, in eval or in train mode."""
@@ -65,6 +66,7 @@ def test_what_is_not_covered_is_refused_by_name(kind):
         create_model(ModelSpec(name))
 
 
+@pytest.mark.slow
 def test_what_is_refused_for_training():
     """A model whose loss would depend on the micro-batch and that trains all the same."""
     refused = {}
@@ -81,6 +83,7 @@ def test_what_is_refused_for_training():
         create_model(small_spec(name, rope_rescale_coords=1.0))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("interval", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_gradient_is_timms(kind, interval):

@@ -34,6 +34,7 @@ def initial(name: str, seed: int = 0, subset: slice = slice(None), **kwargs) -> 
     return timm_state_dict(nn.ModuleList(layers))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", one_name_for_each_architecture())
 def test_every_parameter_gets_timms_distribution(name):
     """A parameter that timm's constructor draws and its init_weights forgets, a missing scale, another spread.
@@ -63,6 +64,7 @@ def test_every_parameter_gets_timms_distribution(name):
         assert mine.abs().max() < 8 * spread, f"{key}: an outlier"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_gets_what_the_whole_model_gives_it(kind):
     """A draw that depends on what else this rank holds, or on the order."""

@@ -102,6 +102,7 @@ def test_partitioned_values_are_the_whole_models(ranks, world_size, dtype):
         assert most_whole == largest < num_parameters / 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_3_trains_every_kind_like_zero_0(ranks, kind):
     """A parameter read outside its owner's forward (qkv weights, rotary frequencies, latents): empty under ZeRO-3."""

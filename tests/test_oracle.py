@@ -69,6 +69,7 @@ def test_cifar10_equals_plain_timm(ranks, cifar, stage, world, pieces, checkpoin
     assert_same_curve(plain, rows, rtol=RTOL)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_digits_equal_plain_timm(ranks, tmp_path, stage):
     """The embedded data set: its pixels, labels and the same machinery."""
@@ -88,6 +89,7 @@ def test_digits_equal_plain_timm(ranks, tmp_path, stage):
     assert_same_curve(plain, rows, rtol=RTOL)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("stage", "block", "world"),
     [

@@ -110,6 +110,7 @@ def test_equals_timm(ranks, cifar, plain, kind, layout, tmp_path):
     assert_same(train(ranks, cifar, kind, layout, tmp_path / "run"), plain[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloaded(ranks, cifar, plain, stage, tmp_path):
     """Flat tensors on the CPU, norms that travel to the device and back."""

@@ -136,6 +136,7 @@ def evals(rows):
     return [{k: row[k] for k in ("step", "top1", "top5", "images")} for row in rows if row["kind"] == "eval"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "pp", "val_batch"), [(2, 2, 8), (4, 2, 8), (3, 3, 50), (4, 4, 1), (2, 2, 103)])
 def test_exact_evaluation_between_steps(ranks, cifar, world, pp, val_batch):
     """103 images, any batch and layout, after every epoch: the same counts and accuracy, and training undisturbed."""
@@ -160,6 +161,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_kinds(ranks, kind):
     """What crosses a stage boundary beside the tokens: keys, learned rotary frequencies with their gradient."""

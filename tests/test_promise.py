@@ -63,6 +63,7 @@ def test_the_reference_is_random_and_complete(ranks, cifar, reference):
         assert_same_curve(reference, other, rtol=1e-3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(map(str, v)))
 def test_layout_does_not_change_the_curve(ranks, cifar, reference, layout):
     """A draw, an order, a partner or a count that depends on rank, worker, micro-batch, stage or recomputation."""
@@ -73,6 +74,7 @@ def test_layout_does_not_change_the_curve(ranks, cifar, reference, layout):
     assert losses[1] == pytest.approx(losses[0], rel=RTOL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("off", ["--drop-path 0", "--mixup 0", "--cutmix 0", "--reprob 0", "--aa none", "--scale 1 1"])
 def test_every_random_part_is_felt(ranks, cifar, reference, off):
     """A switch that does nothing would make the test above prove less than it says."""

@@ -152,6 +152,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_session(tmp_path):
     # Catches: ranks that go on computing, unseen, after pytest was killed.
     path = tmp_path / "pid"
@@ -286,6 +287,7 @@ print(json.dumps(tiny_training(3)))
 """
 
 
+@pytest.mark.slow
 def test_zero3_in_any_order_of_worlds_equals_a_fresh_process(ranks, tmp_path):
     # Catches: state of DeepSpeed's that outlives a job (ZeRO-3's parameter ids, process groups of another world).
     command = [sys.executable, "-c", FRESH, os.path.dirname(__file__), str(tmp_path / "store")]

@@ -154,6 +154,7 @@ def api_train(settings):
     return train(**settings)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("base", "world"),
     [
@@ -208,6 +209,7 @@ def test_offload_does_not_change_the_curve(ranks, tmp_path):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -235,6 +237,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_kinds_under_zero3(ranks, kind):
     """A parameter that is read outside its module's forward is not there under ZeRO-3, or gets no gradient."""
@@ -246,6 +249,7 @@ def test_model_kinds_under_zero3(ranks, kind):
     assert_same_curve(zero1, train_in(ranks, 2, zero3), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(ranks):
     """Evaluating after every epoch must leave the curve alone, under ZeRO-3's prefetching too."""
     argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "-b", 60, "--epochs", 2]
@@ -263,6 +267,7 @@ def weights_before_and_after(ranks, tmp_path, *flags, stage=1):
     return load_file(str(tmp_path / "w.safetensors")), load_file(str(tmp_path / "run" / "model.safetensors"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("flags", "trained"),
@@ -367,6 +372,7 @@ def pretend_fp16():
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_scales_its_loss(ranks, tmp_path, stage):
     """An overflow must halve the scale and skip the step, on every rank and in every layout alike, and be seen."""

@@ -50,6 +50,7 @@ def inspect_cuts() -> None:
         inspect_cut(name, kwargs, gated="gated" in kind)
 
 
+@pytest.mark.slow
 def test_every_parameter_is_described_and_tagged(ranks):
     """A shard without DeepSpeed's tag, a whole one with it, slices that do not make the file's tensor, a lost name."""
     ranks.run(3, inspect_cuts)

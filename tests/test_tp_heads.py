@@ -64,6 +64,7 @@ def compare_heads() -> None:
                 compare_head(kind, class_parallel, sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_cut_head_is_the_head(ranks, size):
     """A pooled latent whose gradient is a rank's alone, classes out of order, a gradient counted once a rank."""
@@ -110,6 +111,7 @@ def compare_models() -> None:
                 compare_model(kind, interval, sequence_parallel)
 
 
+@pytest.mark.slow
 def test_a_cut_model_with_everything_random(ranks):
     """Ranks that drop different elements, a mask of a part in place of a part of the mask, kept patches miscounted."""
     ranks.run(3, compare_models)

@@ -122,6 +122,7 @@ def train_cut(kind: str, stage: int, tp_size: int, sequence_parallel: bool, tags
         assert error < 1e-5, f"{local} is off by {error:.1e}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_cut_training_is_plain_training(ranks, stage, sequence_parallel):
@@ -129,6 +130,7 @@ def test_cut_training_is_plain_training(ranks, stage, sequence_parallel):
     ranks.run(4, train_cut, "differential, norms", stage, 2, sequence_parallel)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind", ["parallel scaling, bias", "learned rotary frequencies", "Eva, q and v biases", "norms over features"]
 )
