@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import oracle
+import per_parameter
 import pytest
+import test_per_parameter
 import torch
 from curves import assert_same_curve, read_rows, train_rows
+from safetensors.torch import load_file
 
 from ds_vit import keyed
 
@@ -99,3 +102,18 @@ def test_everything_random_is_the_cpus(cifar, tmp_path):
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, env=environment, check=True, timeout=300)
     assert_same_curve(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), rtol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
+def test_optimizers_are_timms(real_images, tmp_path, kind, stage):
+    """The GPU's own way of arithmetic by parameter, and its fused kernels, against timm's optimizers on the CPU."""
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", tmp_path, test_per_parameter.NUM_IMAGES, "train")
+    oracle.write_weights(tmp_path / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)
+    rows, weights, average = per_parameter.train_plainly(tmp_path, kind)
+    output = tmp_path / "run"
+    train_alone(test_per_parameter.command(tmp_path, kind, (1, 1, 1, stage), output))
+    assert_same_curve(rows, read_rows(output), rtol=1e-3, keys=("loss",))
+    for name, ours in (("model", weights), ("ema", average)):
+        theirs = load_file(str(output / f"{name}.safetensors"))
+        assert test_per_parameter.furthest(theirs, ours)[0] < 1e-2

@@ -44,8 +44,8 @@ def plain(cifar):
     return {kind: timm_side.train_plainly(cifar, kind) for kind in timm_side.BLOCKS}
 
 
-def train(ranks, folder, kind, layout, output, params=None, precision=None, words=()):
-    """Our run: its rows, final weights and average."""
+def command(folder, kind, layout, output, params=None, precision=None, words=()):
+    """The command line of our run; its JSON is written beside the output."""
     pp, dp, tp, stage = layout
     data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
     block = timm_side.BLOCKS[kind]
@@ -61,7 +61,13 @@ def train(ranks, folder, kind, layout, output, params=None, precision=None, word
     argv += ["--workers", 0, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors"]
     argv += ["--deepspeed_config", config, "--pp", pp, "--tp", tp, "-b", micro, "--grad-accum-steps", 2]
     argv += ["--output", output, "--model-ema", "--model-ema-decay", timm_side.EMA_DECAY]
-    rows = train_in(ranks, pp * dp * tp, [*argv, *timm_side.WORDS[kind], *words])
+    return [*argv, *timm_side.WORDS[kind], *words]
+
+
+def train(ranks, folder, kind, layout, output, **changes):
+    """Our run: its rows, final weights and average."""
+    pp, dp, tp, _ = layout
+    rows = train_in(ranks, pp * dp * tp, command(folder, kind, layout, output, **changes))
     return rows, load_file(str(output / "model.safetensors")), load_file(str(output / "ema.safetensors"))
 
 
@@ -111,12 +117,12 @@ def test_equals_timm(ranks, cifar, plain, kind, layout, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offloaded(ranks, cifar, plain, stage, tmp_path):
-    """Flat tensors on the CPU, norms that travel to the device and back."""
+@pytest.mark.parametrize(("kind", "stage"), [("lamb", 1), ("lamb", 2), ("lamb", 3), ("muon", 2)])
+def test_offloaded(ranks, cifar, plain, kind, stage, tmp_path):
+    """Flat tensors on the CPU, norms and matrices that travel to the device and back."""
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
-    ours = train(ranks, cifar, "lamb", (1, 2, 1, stage), tmp_path / "run", precision={"zero_optimization": zero})
-    assert_same(ours, plain["lamb"])
+    ours = train(ranks, cifar, kind, (1, 2, 1, stage), tmp_path / "run", precision={"zero_optimization": zero})
+    assert_same(ours, plain[kind])
 
 
 OPTIONS = [
