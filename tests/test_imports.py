@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parity", "session"),
     ("build", "feed", "keeper", "summary"),
     ("prepare",),
-    ("course", "resume"),
+    ("course", "resume", "stages"),
     ("config", "ds_json", "output", "placement", "weights"),
     ("flag_rules",),
     ("run_config",),
