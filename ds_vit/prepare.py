@@ -90,6 +90,7 @@ class Plan:
             "seed": self.config.seed,
             "images": len(self.train_source),
             "optimizer": self.optimizer[0].__name__,
+            "left_to_adamw": None if self.fallback is None else dict.fromkeys(sorted(self.fallback), "AdamW's"),
             "trained": [name for name in names_and_shapes(self.model) if name not in self.frozen],
         }
 

@@ -25,6 +25,7 @@ _IDENTITY = {
     "seed": "give the same --seed",
     "images": "give the same training data",
     "optimizer": "name the same optimizer in the JSON",
+    "left_to_adamw": "give the same fallback_list",
     "trained": "give the same --freeze or --linear-probe",
 }
 # Flags that say how or how long, not what: a change of these is nobody's concern.

@@ -107,6 +107,8 @@ def test_what_muon_leaves_to_adamw():
     assert fallback_names(model, ["head.*"]) == small | {"head.weight"}
     with pytest.raises(ValueError, match=re.escape("no parameter of this model is named 'haed.*'")):
         fallback_names(model, ["haed.*"])
+    with pytest.raises(ValueError, match=re.escape("write ['head.*']")):
+        fallback_names(model, "head.*")
     groups = parameter_groups(list(model.named_parameters()), 0.1, frozenset(small), fallback_names(model, ["head.*"]))
     assert [(len(g["params"]), g["weight_decay"], g["use_fallback"]) for g in groups] == [
         *((5, 0.1, False), (1, 0.1, True), (len(small), 0.0, True))

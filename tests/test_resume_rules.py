@@ -116,6 +116,17 @@ def test_only_what_has_changed_is_told():
     assert told == "settings that differ from the checkpoint's run: smoothing 0.1 → 0.2"
 
 
+def test_what_muon_leaves_to_adamw_stays():
+    # Catches: a tensor whose state in the checkpoint is another optimizer's.
+    same = dict.fromkeys(_IDENTITY)
+    there, here = {"head.bias": "AdamW's"}, {"head.bias": "AdamW's", "head.weight": "AdamW's"}
+    resume = Resume(Checkpoint(Path("x"), {}, {"run": same | {"left_to_adamw": there}, "config": {}}), falls_back=True)
+    assert check_same_run(resume, same | {"left_to_adamw": there}, {}) == []
+    message = "left to adamw: head.weight is absent there and AdamW's here; give the same fallback_list"
+    with pytest.raises(ValueError, match=message):
+        check_same_run(resume, same | {"left_to_adamw": here}, {})
+
+
 def words(*argv: object) -> list[str]:
     config = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 16, "--val-split", ""]
     return [str(word) for word in [*TINY, *config, *argv]]

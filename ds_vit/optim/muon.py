@@ -42,9 +42,11 @@ def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozense
         patterns: shell patterns of names, as in timm's `fallback_list`.
 
     Raises:
-        ValueError: a pattern that no parameter has.
+        ValueError: no list, or a pattern that no parameter has.
     """
     shapes = dict(model.named_parameters())
+    if isinstance(patterns, str):
+        raise ValueError(f"fallback_list: {patterns!r} is no list of names; write [{patterns!r}]")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise ValueError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
