@@ -78,8 +78,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if tp is not None and plan.class_parallel:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     config = dict(plan.deepspeed)
-    if plan.config.eval_only or plan.fallback is not None:
-        # DeepSpeed would orthogonalize gradients itself where the file says Muon, before our Muon does.
+    if plan.config.eval_only:
         del config["optimizer"]
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval

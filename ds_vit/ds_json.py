@@ -330,6 +330,8 @@ def idle_keys(data: Mapping[str, Any]) -> list[str]:
         lines += [
             f"zero_optimization.{key}: it acts at stage 3, this is stage {stage}" for key in _STAGE3_ONLY if key in zero
         ]
+    if stage > 0 and "save_muon_momentum_buffer_in_memory" in zero:
+        lines.append("zero_optimization.save_muon_momentum_buffer_in_memory: Muon is not DeepSpeed's here")
     if stage == 0:
         lines += [
             f"zero_optimization.{key}: it acts at stages 1 to 3, this is stage 0"

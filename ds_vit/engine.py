@@ -146,6 +146,8 @@ class Engine(ABC):
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             config["gradient_clipping"] = 0.0
+        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
+            del config["optimizer"]  # DeepSpeed would orthogonalize gradients itself, before our Muon does
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         config.setdefault("steps_per_print", 2**63 - 1)
@@ -319,6 +321,7 @@ class Engine(ABC):
         optimizer = self.engine.optimizer
         if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer, no ZeRO: one collective for all groups
             return
+        shape = (1,) if optimizer.cpu_offload else ()  # as ZeRO's own
         most = torch.tensor(len(optimizer.bit16_groups), device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         missing = int(most) - len(optimizer.bit16_groups)
@@ -327,9 +330,9 @@ class Engine(ABC):
         def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
             norms = [own_norm(*args, **kwargs)]
             for _ in range(missing):
-                square = torch.zeros((), device=self.device)
+                square = torch.zeros(shape, device=self.device)
                 optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
-                norms.append(square.sqrt())
+                norms.append(square.sqrt().view(()).to(norms[0].device))
             return combine_grad_norm_groups(norms)
 
         if missing:

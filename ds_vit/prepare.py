@@ -173,6 +173,11 @@ def prepare(
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         notes += [*resume.notes, *kept]
     optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
+    if optimizer is Muon and not {"nesterov", "adjust_lr_fn"} & arguments.keys():
+        notes.append(
+            "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
+            "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
+        )
     if config.layer_decay not in (None, 1.0):
         check_layer_decay(optimizer)
     lr = learning_rate(config, optimizer, arguments, path)

@@ -174,3 +174,46 @@ def test_fp16_at_stage_0_gets_the_unfused_optimizer(ranks):
     """ds_json.py refuses fp16 at stage 0: this wrapper steps before training, and loses slices from its norm."""
     assert ranks.run(1, fp16_wrapper_on_a_rank, 0) == ["FP16_UnfusedOptimizer"]
     assert ranks.run(1, fp16_wrapper_on_a_rank, 1) == ["DeepSpeedZeroOptimizer"]
+
+
+def norm_collectives_on_a_rank():
+    """How often ZeRO-1 meets the other pipeline stages in one gradient norm, by parameter groups."""
+    import deepspeed
+
+    counts = {}
+    for groups in (1, 2):
+        layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(groups)]
+        optimizer = torch.optim.SGD([{"params": list(layer.parameters())} for layer in layers], lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+        config["zero_optimization"] = {"stage": 1}
+        engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(*layers), optimizer=optimizer, config=config)
+        calls = []
+        engine.optimizer._model_parallel_all_reduce = lambda tensor, op, calls=calls: calls.append(op)
+        engine.backward(engine(torch.ones(1, 4)).square().sum())
+        calls.clear()
+        engine.optimizer.scaled_global_norm()
+        counts[groups] = len(calls)
+    return counts
+
+
+def test_the_norm_is_a_collective_for_each_group(ranks):
+    """engine.py has a pipeline stage with fewer groups than another take part in what it would miss."""
+    [counts] = ranks.run(1, norm_collectives_on_a_rank)
+    assert counts == {1: 1, 2: 2}
+
+
+def muon_marks_on_a_rank(kind):
+    """Whether DeepSpeed marks a matrix for its own Muon when the optimizer is ours and the file names one."""
+    import deepspeed
+
+    model = torch.nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": kind, "params": {"lr": 0.1}}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "zero_allow_untested_optimizer": True})
+    return getattr(model.weight, "use_muon", None)
+
+
+def test_a_file_that_says_muon_marks_parameters(ranks):
+    """engine.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name."""
+    assert ranks.run(1, muon_marks_on_a_rank, "Muon") == [True]
+    assert ranks.run(1, muon_marks_on_a_rank, "SGD") == [None]

@@ -104,16 +104,37 @@ def test_everything_random_is_the_cpus(cifar, tmp_path):
     assert_same_curve(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), rtol=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, real_images):
+    """32 images and random weights, as tests/test_per_parameter.py has them."""
+    folder = tmp_path_factory.mktemp("gpu-optimizers")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, test_per_parameter.NUM_IMAGES, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)
+    return folder
+
+
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, None), (1, None), (3, None), (2, OFFLOAD)])
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
-def test_optimizers_are_timms(real_images, tmp_path, kind, stage):
-    """The GPU's own way of arithmetic by parameter, and its fused kernels, against timm's optimizers on the CPU."""
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", tmp_path, test_per_parameter.NUM_IMAGES, "train")
-    oracle.write_weights(tmp_path / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)
-    rows, weights, average = per_parameter.train_plainly(tmp_path, kind)
+def test_optimizers_are_timms(small, tmp_path, kind, stage, precision):
+    """The GPU's own way of arithmetic by parameter, its fused kernels, and what travels to it from offloaded memory."""
+    rows, weights, average = per_parameter.train_plainly(small, kind)
     output = tmp_path / "run"
-    train_alone(test_per_parameter.command(tmp_path, kind, (1, 1, 1, stage), output))
+    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, stage), output, precision=precision))
     assert_same_curve(rows, read_rows(output), rtol=1e-3, keys=("loss",))
     for name, ours in (("model", weights), ("ema", average)):
         theirs = load_file(str(output / f"{name}.safetensors"))
         assert test_per_parameter.furthest(theirs, ours)[0] < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
+def test_optimizers_go_on(small, tmp_path, kind):
+    """An optimizer's count of steps that comes back on another device than its kernel wants it on."""
+    rows, _, _ = per_parameter.train_plainly(small, kind)
+    first, second = tmp_path / "first", tmp_path / "second"
+    stop = ["--max-steps", 5, "--checkpoint-interval", 5]
+    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, 1), first, words=stop))
+    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, 3), second, words=["--resume", first]))
+    assert_same_curve(rows[5:], read_rows(second), rtol=1e-3, keys=("loss",))

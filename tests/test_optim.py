@@ -74,7 +74,10 @@ def test_lion_is_elementwise():
         ({"type": "Muon", "params": {"ns_dtype": "float16"}}, "ns_dtype 'float16' is not one of 'float32', 'bfloat16'"),
         ({"type": "Muon", "params": {"ns_coefficients": "cubic"}}, "Unknown coefficients preset 'cubic'"),
         ({"type": "Muon", "params": {"momentum": 1.0}}, "must be at least 0 and below 1"),
-        ({"type": "Muon", "params": {"muon_lr": 0.1}}, "Muon has no such argument"),
+        ({"type": "Muon", "params": {"eps": -1}}, "Muon's eps -1 must not be negative"),
+        ({"type": "Muon", "params": {"betas": [0.9]}}, "two betas (0.9,)"),
+        ({"type": "Muon", "params": {"adam_lr": 0.1}}, 'Muon here is timm\'s; write "fallback_lr_scale": adam_lr / lr'),
+        ({"type": "Muon", "params": {"beta": 0.1}}, "Muon has no such argument; the nearest is 'betas'"),
         ({"type": "AdamW", "params": {"betas": [0.9, 2]}}, "optimizer.params of AdamW: Invalid beta parameter"),
         ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
         ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
@@ -107,7 +110,7 @@ def test_what_muon_leaves_to_adamw():
     assert fallback_names(model, ["head.*"]) == small | {"head.weight"}
     with pytest.raises(ValueError, match=re.escape("no parameter of this model is named 'haed.*'")):
         fallback_names(model, ["haed.*"])
-    with pytest.raises(ValueError, match=re.escape("write ['head.*']")):
+    with pytest.raises(ValueError, match=re.escape("'head.*' is no list of names; write one such as ['head.*']")):
         fallback_names(model, "head.*")
     groups = parameter_groups(list(model.named_parameters()), 0.1, frozenset(small), fallback_names(model, ["head.*"]))
     assert [(len(g["params"]), g["weight_decay"], g["use_fallback"]) for g in groups] == [

@@ -119,7 +119,7 @@ def test_equals_timm(ranks, cifar, plain, kind, layout, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [("lamb", 1), ("lamb", 2), ("lamb", 3), ("muon", 2)])
 def test_offloaded(ranks, cifar, plain, kind, stage, tmp_path):
-    """Flat tensors on the CPU, norms and matrices that travel to the device and back."""
+    """An offloaded optimizer that is not told where parameters lie."""
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
     ours = train(ranks, cifar, kind, (1, 2, 1, stage), tmp_path / "run", precision={"zero_optimization": zero})
     assert_same(ours, plain[kind])
@@ -200,23 +200,28 @@ def test_orthogonal_slices_are_seen(ranks, cifar, plain, tmp_path, monkeypatch):
 
 
 def test_bf16_iterations_stay_near(ranks, cifar, plain, tmp_path):
-    """An ns_dtype that is not taken; the rounding of bf16, which grows here by the layout alone."""
+    """An ns_dtype that is not taken; more than the rounding of bf16, which the iteration makes larger."""
     params = {"ns_dtype": "bfloat16"}
     theirs = timm_side.train_plainly(cifar, "muon", **params)
     ours = train(ranks, cifar, "muon", (1, 2, 2, 1), tmp_path / "run", params=params)
     assert_same_curve(theirs[0], ours[0], rtol=5e-3, keys=("loss",))
     assert_same_curve(theirs[0][:2], ours[0][:2], rtol=LOSS_RTOL, keys=("loss",))
     with pytest.raises(AssertionError, match="the curves part"):
-        assert_same_curve(plain["muon"][0], theirs[0], rtol=LOSS_RTOL, keys=("loss",))
+        assert_same_curve(plain["muon"][0][:2], ours[0][:2], rtol=LOSS_RTOL, keys=("loss",))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_stages_with_different_groups(ranks, cifar, tmp_path, stage):
-    """A norm that misses a group which the other pipeline stage has not, or stages that wait for each other."""
-    # AdamW for decayed weights on the second stage alone.
-    params = {"fallback_list": ["head.*", "blocks.[345].*"], "fallback_lr_scale": 0.1}
-    ours = train(ranks, cifar, "muon", (2, 2, 1, stage), tmp_path / "run", params=params)
+@pytest.mark.parametrize("blocks", ["45", "345"])
+def test_stages_with_different_groups(ranks, cifar, tmp_path, blocks, stage):
+    """Pipeline stages that wait for each other in the norm of a group, or in a checkpoint of what one of them has."""
+    # The second stage has three groups and the first two: decayed weights that AdamW updates are on the second alone.
+    # With all of its blocks left to AdamW it has two again, and no momentum of Muon's.
+    params = {"fallback_list": ["head.*", f"blocks.[{blocks}].*"], "fallback_lr_scale": 0.1}
+    words = ["--pp-partition", "0,4,8", "--checkpoint-interval", 5]
+    ours = train(ranks, cifar, "muon", (2, 2, 1, stage), tmp_path / "run", params=params, words=words)
     assert_same(ours, timm_side.train_plainly(cifar, "muon", **params))
+    files = sorted(path.stem for path in (tmp_path / "run" / "checkpoints" / "step-00000005").glob("optimizer-*"))
+    assert files == ["optimizer-exp_avg", "optimizer-exp_avg_sq", "optimizer-momentum_buffer"]
 
 
 def measure(argv):

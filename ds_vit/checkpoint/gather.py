@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
-from ds_vit.tensor_parallel import TensorSlice, assemble
+from ds_vit.tensor_parallel import TensorSlice, assemble_flat
 
 BUCKET_BYTES = 32 * 2**20
 """Small parameters travel together up to this size, or up to that of the largest one where it is smaller."""
@@ -45,16 +45,6 @@ class Piece:
     length: int
     block: int
     offset: int
-
-    @property
-    def slice_rank(self) -> int:
-        """Which of the tensor slices it belongs to; there is but one where every rank holds the whole."""
-        return 0 if self.tp_slice.dim is None else self.tp_slice.rank
-
-    @property
-    def num_slices(self) -> int:
-        """How many tensor slices make the whole parameter."""
-        return 1 if self.tp_slice.dim is None else self.tp_slice.size
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The piece's view [length] of its flat tensor."""
@@ -175,7 +165,7 @@ class Exchange:
             slices = _empty_slices(arrival)
             arrived.append((arrival, slices))
             for t in arrival.transfers:
-                place = slices[t.piece.slice_rank].narrow(0, t.piece.start, t.piece.length)
+                place = slices[t.piece.tp_slice.slice_rank].narrow(0, t.piece.start, t.piece.length)
                 if t.source == self.rank:
                     place.copy_(t.piece.of(host[t.kind][t.piece.block]))
                 else:
@@ -227,16 +217,16 @@ class _Files:
 
 def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Piece]]) -> None:
     """Every element of every tensor slice is given by one rank."""
-    pieces = sorted((piece for _, piece in sources), key=lambda p: (p.slice_rank, p.start))
+    pieces = sorted((piece for _, piece in sources), key=lambda p: (p.tp_slice.slice_rank, p.start))
     given: dict[int, int] = defaultdict(int)
     for piece in pieces:
-        fits = piece.tp_slice.full_shape == spec.shape and piece.start == given[piece.slice_rank]
+        fits = piece.tp_slice.full_shape == spec.shape and piece.start == given[piece.tp_slice.slice_rank]
         if not fits:
             raise ValueError(
-                f"{spec.name} {spec.shape}: elements {given[piece.slice_rank]} on are not where {piece} is"
+                f"{spec.name} {spec.shape}: elements {given[piece.tp_slice.slice_rank]} on are not where {piece} is"
             )
-        given[piece.slice_rank] += piece.length
-    slices = pieces[0].num_slices if pieces else 1
+        given[piece.tp_slice.slice_rank] += piece.length
+    slices = pieces[0].tp_slice.num_slices if pieces else 1
     sizes = {math.prod(piece.tp_slice.local_shape) for piece in pieces}
     if spec.numel and (len(given) != slices or set(given.values()) != sizes):
         raise ValueError(f"{spec.name} {spec.shape}: ranks hold {dict(given)} elements of its {slices} slices")
@@ -261,11 +251,10 @@ def _empty_slices(arrival: _Arrival) -> list[torch.Tensor]:
     if not arrival.transfers:
         return [torch.empty(0)]
     piece = arrival.transfers[0].piece
-    return [torch.empty(math.prod(piece.tp_slice.local_shape)) for _ in range(piece.num_slices)]
+    return [torch.empty(math.prod(piece.tp_slice.local_shape)) for _ in range(piece.tp_slice.num_slices)]
 
 
 def _whole(arrival: _Arrival, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(slices) == 1:
+    if not arrival.transfers:
         return slices[0].view(arrival.spec.shape)
-    description = arrival.transfers[0].piece.tp_slice
-    return assemble([piece.view(description.local_shape) for piece in slices], description)
+    return assemble_flat(slices, arrival.transfers[0].piece.tp_slice)

@@ -75,8 +75,11 @@ class Holding:
         return first_in_dp and (self.fragments.tp_rank == 0 or not replicated)
 
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of which this rank has tensors now."""
-        states = tuple(OPTIMIZER + key for key in self.fragments.state_keys())
+        """Kinds of which there are tensors now, the same on every rank."""
+        keys = self.fragments.state_keys()
+        if keys and self._declared:  # a pipeline stage may have none of those that are kept for some parameters alone
+            keys = tuple(sorted({key for declared in self._declared.values() for key in declared}))
+        states = tuple(OPTIMIZER + key for key in keys)
         return ("model", *states, *(("ema",) if self.ema is not None else ()))
 
     def specs(self, kind: str) -> list[TensorSpec]:

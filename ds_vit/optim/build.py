@@ -27,6 +27,12 @@ _OURS: dict[str, type[PerParameterOptimizer]] = {"Lamb": Lamb, "Lars": Lars, "Mu
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
 _NO_LAYER_DECAY = ("ASGD", "Rprop")
+_DEEPSPEEDS_MUON = {
+    "muon_lr": 'write it as "lr"',
+    "adam_lr": 'write "fallback_lr_scale": adam_lr / lr',
+    "ns_method": 'write "ns_dtype": "bfloat16" for speed, or delete it',
+    "per_head_muon": "a matrix is orthogonalized whole; delete it",
+}
 _NOT_ELEMENTWISE = {
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
@@ -82,6 +88,8 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
+        if cls is Muon and key in _DEEPSPEEDS_MUON:
+            raise ValueError(f"{path}: optimizer.params.{key}: Muon here is timm's; {_DEEPSPEEDS_MUON[key]}")
         if key not in accepted:
             close = difflib.get_close_matches(key, sorted(accepted), n=1)
             hint = f"; the nearest is {close[0]!r}" if close else ""
@@ -93,10 +101,10 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
 
 
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
-    """Have the optimizer look at its arguments before there is a process group."""
-    arguments = {key: value for key, value in params.items() if value != "auto" and key != "fallback_list"}
+    """Have the optimizer look at its arguments before there is a process group; others look at rate and decay."""
+    arguments = {k: value for k, value in params.items() if k not in ("lr", "weight_decay", "fallback_list")}
     try:
-        cls([torch.zeros(1, requires_grad=True)], **{"lr": 1.0, **arguments})
+        cls([torch.zeros(1, requires_grad=True)], lr=1.0, **arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: optimizer.params of {cls.__name__}: {error}") from error
 
@@ -154,7 +162,7 @@ def check_layer_decay(cls: type[torch.optim.Optimizer]) -> None:
         ValueError: names those it works with.
     """
     if cls.__name__ in _NO_LAYER_DECAY:
-        raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb or Lars")
+        raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
 
 
 def attach(optimizer: torch.optim.Optimizer, fragments: Fragments, model: nn.Module, layer_decay: float | None) -> None:

@@ -98,6 +98,8 @@ class Lamb(PerParameterOptimizer):
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         states = [self.state[p] for p in parameters]
+        for state in states:  # a checkpoint's count comes back on the CPU, and the fused kernel wants it on the device
+            state["step"] = state["step"].to(state["exp_avg"].device)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         grads = [p.grad.view(-1) for p in parameters]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.fragments import Fragments, Segment
-from ds_vit.tensor_parallel import TensorSlice, assemble
+from ds_vit.tensor_parallel import assemble_flat
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Part:
     def place(self) -> tuple[str, int, int, int]:
         """What it is of the whole; the same for copies on several ranks."""
         segment = self.segment
-        return segment.name, _slice_rank(segment.tp_slice), segment.start, segment.length
+        return segment.name, segment.tp_slice.slice_rank, segment.start, segment.length
 
 
 class WholeMatrices:
@@ -100,23 +100,24 @@ class WholeMatrices:
             work: called with timm's name and the whole tensor, fp32, on the fragments' device; gives one of that shape.
         """
         flats = [tensor.view(-1) for tensor in tensors]
-        whole = {name: work(name, matrix) for name, matrix in self._gather(flats).items()}
+        whole = self._gather(flats)
+        for name in self.owned:
+            whole[name] = work(name, whole.pop(name))
         self._scatter(whole, flats)
 
     def _gather(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The matrices that this rank owns."""
         given = [[part.segment.of(flats[part.block]) for part in parts] for parts in self._to_give]
-        slices = {
-            name: [
-                torch.empty(math.prod(cut.local_shape), device=self._fragments.device) for _ in range(_num_slices(cut))
-            ]
-            for name, cut in ((name, self._slices[name]) for name in self.owned)
-        }
+        slices: dict[str, list[torch.Tensor]] = {}
+        for name in self.owned:
+            cut = self._slices[name]
+            size = math.prod(cut.local_shape)
+            slices[name] = [torch.empty(size, device=self._fragments.device) for _ in range(cut.num_slices)]
         for parts, values in zip(self._to_take, self._exchange(given, self._to_take), strict=True):
             for part, value in zip(parts, values, strict=True):
                 name, number, start, length = part.place
                 slices[name][number].narrow(0, start, length).copy_(value)
-        return {name: _joined(pieces, self._slices[name]) for name, pieces in slices.items()}
+        return {name: assemble_flat(slices.pop(name), self._slices[name]) for name in self.owned}
 
     def _scatter(self, whole: dict[str, torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
         """Every part of the matrices to those who hold it."""
@@ -127,7 +128,8 @@ class WholeMatrices:
             for part in parts:
                 name, number, start, length = part.place
                 if (name, number) not in slices:
-                    slices[name, number] = part.segment.tp_slice.take(whole[name]).reshape(-1)
+                    cut = part.segment.tp_slice
+                    slices[name, number] = (whole[name] if cut.dim is None else cut.take(whole[name])).reshape(-1)
                 given[-1].append(slices[name, number].narrow(0, start, length))
         for parts, values in zip(self._to_take_back, self._exchange(given, self._to_take_back), strict=True):
             for part, value in zip(parts, values, strict=True):
@@ -160,20 +162,6 @@ class WholeMatrices:
         )
         by_rank = received.split([sum(numbers) for numbers in lengths])
         return [values.split(numbers) for values, numbers in zip(by_rank, lengths, strict=True)]
-
-
-def _slice_rank(tp_slice: TensorSlice) -> int:
-    return 0 if tp_slice.dim is None else tp_slice.rank
-
-
-def _num_slices(tp_slice: TensorSlice) -> int:
-    return 1 if tp_slice.dim is None else tp_slice.size
-
-
-def _joined(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.Tensor:
-    if description.dim is None:
-        return slices[0].view(description.full_shape)
-    return assemble([flat.view(description.local_shape) for flat in slices], description)
 
 
 def _owners(held: Sequence[Sequence[_Part]], costs: dict[str, float]) -> dict[str, int]:

@@ -11,15 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from timm.optim import muon as timms
 from timm.optim.adamw import adamw
-from timm.optim.muon import (
-    _COEFFICIENTS,
-    _is_suitable_for_muon,
-    get_lr_scale,
-    reshape_for_muon,
-    resolve_ns_coefficients,
-    zeropower_via_newtonschulz,
-)
 from timm.optim.nadamw import nadamw
 from torch import nn
 
@@ -45,15 +38,15 @@ def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozense
         ValueError: no list, or a pattern that no parameter has.
     """
     shapes = dict(model.named_parameters())
-    if isinstance(patterns, str):
-        raise ValueError(f"fallback_list: {patterns!r} is no list of names; write [{patterns!r}]")
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"fallback_list: {patterns!r} is no list of names; write one such as ['head.*']")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise ValueError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
     return frozenset(
         name
         for name, parameter in shapes.items()
-        if not _is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
+        if not timms._is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
     )
 
 
@@ -61,8 +54,10 @@ class Muon(PerParameterOptimizer):
     """Momentum, orthogonalized matrix by matrix; AdamW for what is no matrix.
 
     Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
-    The momentum takes half of AdamW's memory. A matrix is put together on one rank, orthogonalized there, and sent back
-    (two all-to-all of 4 bytes an element and holder); the work is dealt out over the ranks that share the parameters.
+    The momentum takes half of AdamW's memory. A matrix is put together on one rank, orthogonalized there, and sent
+    back: two all-to-all for each call of `step`, of 4 bytes an element and holder. The work is dealt out over the ranks
+    that share the parameters. For the time of a step there are 4 bytes more for each element that a rank sends,
+    receives and works on.
 
     Args:
         params: parameters or groups.
@@ -105,8 +100,11 @@ class Muon(PerParameterOptimizer):
         fallback_lr_scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
-        if not 0.0 <= momentum < 1.0 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"Muon's momentum {momentum} and betas {betas} must be at least 0 and below 1")
+        if len(betas) != 2 or not all(0.0 <= value < 1.0 for value in (momentum, *betas)):
+            raise ValueError(f"Muon's momentum {momentum} and two betas {betas} must be at least 0 and below 1")
+        for name, number in (("eps", eps), ("safety_factor", safety_factor), ("fallback_lr_scale", fallback_lr_scale)):
+            if number < 0.0:
+                raise ValueError(f"Muon's {name} {number} must not be negative")
         if not isinstance(ns_steps, int) or ns_steps < 1:
             raise ValueError(f"Muon's ns_steps {ns_steps} must be at least 1")
         for name, value, choices in (
@@ -117,7 +115,7 @@ class Muon(PerParameterOptimizer):
             if value not in choices:
                 raise ValueError(f"Muon's {name} {value!r} is not one of {', '.join(map(repr, choices))}")
         try:
-            self._coefficients = resolve_ns_coefficients(ns_coefficients, _COEFFICIENTS)
+            self._coefficients = timms.resolve_ns_coefficients(ns_coefficients, timms._COEFFICIENTS)
         except TypeError as error:
             raise ValueError(f"Muon's ns_coefficients: {error}") from None
         self._newton_schulz = {
@@ -212,9 +210,9 @@ class Muon(PerParameterOptimizer):
 
     def _orthogonalized(self, name: str, update: torch.Tensor) -> torch.Tensor:
         """A whole update, orthogonalized and scaled for its shape, as timm's `_single_tensor_muon` has it."""
-        matrix, shape = reshape_for_muon(update, mode=self._conv_mode)
-        result = zeropower_via_newtonschulz(matrix, **self._newton_schulz).float()
-        scale = get_lr_scale(result.shape, self._adjust) if self._adjust else 1.0
+        matrix, shape = timms.reshape_for_muon(update, mode=self._conv_mode)
+        result = timms.zeropower_via_newtonschulz(matrix, **self._newton_schulz).float()
+        scale = timms.get_lr_scale(result.shape, self._adjust) if self._adjust else 1.0
         if result.ndim == 3:
             if self._normalize_spatial:
                 scale *= result.shape[0] ** -0.5

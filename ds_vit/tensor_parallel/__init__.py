@@ -3,12 +3,13 @@
 from ds_vit.tensor_parallel.class_parallel import class_parallel_loss, gather_logits, pays
 from ds_vit.tensor_parallel.collectives import TensorParallel
 from ds_vit.tensor_parallel.cut import check_cut, cut_layer, legal_degrees
-from ds_vit.tensor_parallel.slices import TensorSlice, assemble
+from ds_vit.tensor_parallel.slices import TensorSlice, assemble, assemble_flat
 
 __all__ = [
     "TensorParallel",
     "TensorSlice",
     "assemble",
+    "assemble_flat",
     "check_cut",
     "class_parallel_loss",
     "cut_layer",

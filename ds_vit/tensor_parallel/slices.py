@@ -45,6 +45,16 @@ class TensorSlice:
             return self.full_shape
         return (*self.full_shape[: self.dim], sum(self.shares()), *self.full_shape[self.dim + 1 :])
 
+    @property
+    def slice_rank(self) -> int:
+        """Which of the slices it is; there is but one where every rank holds the whole."""
+        return 0 if self.dim is None else self.rank
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices make the whole."""
+        return 1 if self.dim is None else self.size
+
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the whole tensor, in memory of its own.
 
@@ -92,3 +102,10 @@ def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.
         for length, shares in zip(description.sections, by_section, strict=True)
     ]
     return torch.cat(whole, dim)
+
+
+def assemble_flat(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.Tensor:
+    """The whole tensor out of its flattened slices, `description.num_slices` of them in rank order."""
+    if description.dim is None:
+        return slices[0].view(description.full_shape)
+    return assemble([flat.view(description.local_shape) for flat in slices], description)
