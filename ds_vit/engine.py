@@ -164,9 +164,9 @@ class Engine(ABC):
                 take_step(*args, **kwargs)
 
             self.engine._take_model_step = clip_and_take_step
-        if self.grid is not None and self.grid.get_pipe_parallel_world_size() > 1 and optimizer is not None:
-            self._count_groups_of_other_stages()
         if optimizer is not None:
+            if grid is not None and grid.get_pipe_parallel_world_size() > 1:
+                self._count_groups_of_other_stages()
             self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
             self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
 

@@ -185,7 +185,7 @@ def train_slices_apart(argv):
     def apply_(self, tensors, work):
         for part in self._parts:
             own = part.segment.of(tensors[part.block].view(-1))
-            own.copy_(work(part.segment.name, own.view(part.segment.tp_slice.local_shape)).reshape(-1))
+            own.copy_(work(own.view(part.segment.tp_slice.local_shape)).reshape(-1))
 
     WholeMatrices.apply_ = apply_
     return main(argv)

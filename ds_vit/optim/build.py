@@ -84,7 +84,7 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         params.pop(key, None)
     accepted = set(inspect.signature(cls.__init__).parameters) - {"self", "params"}
     if cls is Muon:
-        accepted.add("fallback_list")  # of names; `parameter_groups` makes groups of it
+        accepted.add("fallback_list")  # of names; `fallback_names` reads it
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:

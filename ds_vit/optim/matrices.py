@@ -92,17 +92,17 @@ class WholeMatrices:
         return held
 
     @torch.no_grad()
-    def apply_(self, tensors: Sequence[torch.Tensor], work: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    def apply_(self, tensors: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every matrix by `work` of it, in place (two collectives of the ranks that share the matrices).
 
         Args:
             tensors: laid out like the shards'; their padding is not touched.
-            work: called with timm's name and the whole tensor, fp32, on the fragments' device; gives one of that shape.
+            work: called with the whole tensor, fp32, on the fragments' device; gives one of that shape.
         """
         flats = [tensor.view(-1) for tensor in tensors]
         whole = self._gather(flats)
         for name in self.owned:
-            whole[name] = work(name, whole.pop(name))
+            whole[name] = work(whole.pop(name))
         self._scatter(whole, flats)
 
     def _gather(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -115,12 +115,12 @@ class Muon(PerParameterOptimizer):
             if value not in choices:
                 raise ValueError(f"Muon's {name} {value!r} is not one of {', '.join(map(repr, choices))}")
         try:
-            self._coefficients = timms.resolve_ns_coefficients(ns_coefficients, timms._COEFFICIENTS)
+            coefficients = timms.resolve_ns_coefficients(ns_coefficients, timms._COEFFICIENTS)
         except TypeError as error:
             raise ValueError(f"Muon's ns_coefficients: {error}") from None
         self._newton_schulz = {
             "steps": ns_steps,
-            "coefficients": self._coefficients,
+            "coefficients": coefficients,
             "eps": eps,
             "safety_factor": safety_factor,
             "dtype": _TYPES[ns_dtype],
@@ -194,11 +194,9 @@ class Muon(PerParameterOptimizer):
             adamw(list(parameters), grads, *lists[:2], [], lists[2], amsgrad=False, **shared)
 
     def _whole(self, parameters: Sequence[torch.Tensor]) -> WholeMatrices:
-        if self._fragments is None:
-            raise RuntimeError("Muon.attach was not called after deepspeed.initialize")
         key = tuple(map(id, parameters))
         if key not in self._matrices:
-            self._matrices[key] = WholeMatrices(self._fragments, parameters, self._cost)
+            self._matrices[key] = WholeMatrices(self._attached(), parameters, self._cost)
         return self._matrices[key]
 
     @staticmethod
@@ -208,7 +206,7 @@ class Muon(PerParameterOptimizer):
         short, long = sorted((out, rest))
         return 2.0 * short * short * long + short**3
 
-    def _orthogonalized(self, name: str, update: torch.Tensor) -> torch.Tensor:
+    def _orthogonalized(self, update: torch.Tensor) -> torch.Tensor:
         """A whole update, orthogonalized and scaled for its shape, as timm's `_single_tensor_muon` has it."""
         matrix, shape = timms.reshape_for_muon(update, mode=self._conv_mode)
         result = timms.zeropower_via_newtonschulz(matrix, **self._newton_schulz).float()

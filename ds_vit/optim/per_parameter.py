@@ -56,13 +56,17 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def _segmented(self, parameters: Sequence[torch.Tensor]) -> tuple[SegmentedTensors, torch.Tensor | None]:
-        """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""
+    def _attached(self) -> Fragments:
+        """The map that `attach` was given."""
         if self._fragments is None:
             raise RuntimeError(f"{type(self).__name__}.attach was not called after deepspeed.initialize")
+        return self._fragments
+
+    def _segmented(self, parameters: Sequence[torch.Tensor]) -> tuple[SegmentedTensors, torch.Tensor | None]:
+        """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""
         key = tuple(map(id, parameters))
         if key not in self._together:
-            tensors = SegmentedTensors(self._fragments, parameters)
+            tensors = SegmentedTensors(self._attached(), parameters)
             scales = tensors.values(self._lr_scales) if self._lr_scales else None
             self._together[key] = tensors, scales
         return self._together[key]
