@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,28 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def build_loss(
+@dataclass(frozen=True)
+class LossRule:
+    """Which loss it is and what is done to its targets: decided once, and followed by every form of the loss.
+
+    Attributes:
+        binary: binary cross-entropy over classes; else softmax cross-entropy.
+        sum_classes: sum the binary cross-entropy over classes; else average.
+        soft_targets: targets are float32 [B, C] and taken as they are, but for the threshold.
+        number_smoothing: label smoothing of class numbers int64 [B].
+        multi_hot_smoothing: how far multi-hot float32 [B, C] targets are moved towards 1/2.
+        threshold: binarise the targets above this, after smoothing; None: leave them.
+    """
+
+    binary: bool
+    sum_classes: bool
+    soft_targets: bool
+    number_smoothing: float
+    multi_hot_smoothing: float
+    threshold: float | None
+
+
+def loss_rule(
     *,
     soft_targets: bool,
     smoothing: float,
@@ -19,8 +42,8 @@ def build_loss(
     bce_sum: bool = False,
     bce_target_thresh: float | None = None,
     multi_label: bool = False,
-) -> Loss:
-    """The mean loss of a micro-batch: `loss(logits [B, C], targets) → scalar fp32`.
+) -> LossRule:
+    """What follows from the settings of the loss.
 
     Args:
         soft_targets: targets are float32 [B, C] with smoothing already inside (mixing); else int64 [B] or multi-hot.
@@ -35,19 +58,40 @@ def build_loss(
     """
     if multi_label and not bce:
         raise ValueError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
-    if bce:
+    left = 0.0 if soft_targets else smoothing  # the mixing has smoothed soft targets: never a second time
+    return LossRule(
+        binary=bce,
+        sum_classes=bce and bce_sum,
+        soft_targets=soft_targets,
+        number_smoothing=0.0 if multi_label else left,
+        multi_hot_smoothing=left if multi_label else 0.0,
+        threshold=bce_target_thresh if bce else None,
+    )
+
+
+def build_loss(**settings: Any) -> Loss:
+    """The mean loss of a micro-batch: `loss(logits [B, C], targets) → scalar fp32`.
+
+    Args:
+        settings: as for `loss_rule`.
+
+    Raises:
+        ValueError: as `loss_rule`.
+    """
+    rule = loss_rule(**settings)
+    if rule.binary:
         module = BinaryCrossEntropy(
-            smoothing=0.0 if soft_targets else smoothing,
-            target_threshold=bce_target_thresh,
-            sum_classes=bce_sum,
-            smooth_dense=multi_label,
+            smoothing=rule.multi_hot_smoothing or rule.number_smoothing,
+            target_threshold=rule.threshold,
+            sum_classes=rule.sum_classes,
+            smooth_dense=bool(rule.multi_hot_smoothing),
         )
-    elif soft_targets:
+    elif rule.soft_targets:
         module = SoftTargetCrossEntropy()
     else:
 
         def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
+            return F.cross_entropy(logits.float(), targets, label_smoothing=rule.number_smoothing)
 
         return smoothed
     return lambda logits, targets: module(logits.float(), targets)

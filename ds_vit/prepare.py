@@ -21,7 +21,7 @@ from ds_vit.course import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_b
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment import train_transform
 from ds_vit.layout import Layout, Process
-from ds_vit.losses import build_loss
+from ds_vit.losses import loss_rule
 from ds_vit.models import (
     InitialCheckpoint,
     ModelSpec,
@@ -236,7 +236,7 @@ def prepare(
         raise ValueError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
-    build_loss(
+    loss_rule(
         soft_targets=mix.active, smoothing=config.smoothing, bce=config.bce_loss, multi_label=train_source.multi_label
     )
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.

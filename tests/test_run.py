@@ -334,6 +334,9 @@ def test_multi_label(ranks, tmp_path):
     counted = [{k: row[k] for k in ("top1", "top5", "images")} for row in (one[-1], two[-1])]
     assert counted[0] == counted[1]
     assert counted[0]["images"] == 7
+    mixed = [*argv, "-b", 6, "--mixup", 0.5]  # mixed targets come smoothed, for a cut classifier too
+    cut = train_in(ranks, 3, [*mixed, "--tp", 3, "--class-parallel", "on"])
+    assert_same_curve(train_in(ranks, 1, mixed), cut, rtol=1e-5)
 
 
 def test_initial_weights_of_another_size(ranks, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +71,67 @@ def compare_losses(loss: str, level: float) -> None:
 def test_the_loss_is_that_of_all_logits(ranks, loss):
     """A maximum, a sum or a target that misses a rank's classes; padding or an empty rank that counts."""
     ranks.run(3, compare_losses, loss, level=0.0)
+
+
+SWITCHES = {
+    "multi_label": (False, True),
+    "soft_targets": (False, True),
+    "smoothing": (0.0, 0.2),
+    "bce": (False, True),
+    "bce_sum": (False, True),
+    # Between what 0.2 of smoothing makes of a target once (0.1 of 0) and twice (0.18), and of 1 (0.9 and 0.82).
+    "bce_target_thresh": (None, 0.15, 0.85),
+}
+PRODUCT = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product(*SWITCHES.values())]
+
+
+def wrong_losses(num_classes: int) -> list[str]:
+    """Which settings of the product have another loss or gradient than on the logits of all classes."""
+    tp = tensor_parallel()
+    share = -(-num_classes // tp.size)
+    first = tp.rank * share
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(SAMPLES, num_classes, generator=generator)
+    padded = torch.full((SAMPLES, share * tp.size), 77.0)
+    padded[:, :num_classes] = logits
+    numbers = torch.randint(0, num_classes, (SAMPLES,), generator=generator)
+    multi_hot = torch.randint(0, 2, (SAMPLES, num_classes), generator=generator).float()
+    soft = torch.rand(SAMPLES, num_classes, generator=generator)  # not normalised, and on all sides of the thresholds
+
+    def attempt(build, x: torch.Tensor, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | str:
+        x = x.clone().requires_grad_()
+        targets = soft if settings["soft_targets"] else multi_hot if settings["multi_label"] else numbers
+        try:
+            loss = build(**settings)(x, targets)
+        except ValueError as error:
+            return str(error)
+        loss.backward()
+        return loss.detach(), x.grad
+
+    def cut(**settings: Any):
+        return class_parallel_loss(tp=tp, num_classes=num_classes, **settings)
+
+    wrong = []
+    for settings in PRODUCT:
+        expected = attempt(build_loss, logits, settings)
+        actual = attempt(cut, padded[:, first : first + share], settings)
+        if isinstance(expected, str) or isinstance(actual, str):
+            same = isinstance(expected, str) and expected == actual
+        else:
+            whole = torch.zeros_like(padded)
+            whole[:, :num_classes] = expected[1]
+            atol = 1e-6 * float(whole.abs().max())
+            same = torch.allclose(actual[0], expected[0], rtol=1e-6, atol=1e-6)
+            same &= torch.allclose(actual[1], whole[:, first : first + share], rtol=1e-5, atol=atol)
+        if not same:
+            wrong.append(", ".join(f"{name} {value}" for name, value in settings.items()))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_combination_of_settings(ranks, size):
+    """Targets that one form of the loss smooths or binarises and the other does not, or that one does twice."""
+    assert ranks.run(size, wrong_losses, 10) == [[]] * size
 
 
 @pytest.mark.parametrize("loss", ["smoothing", "soft"])

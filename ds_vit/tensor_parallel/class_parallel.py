@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ds_vit.losses import Loss, build_loss
+from ds_vit.losses import Loss, loss_rule
 from ds_vit.tensor_parallel.collectives import TensorParallel, reduce_from_region, stack_over_group
 
 CLASSES_WORTH_CUTTING = 8192
@@ -65,54 +65,42 @@ class _SoftmaxCrossEntropy(torch.autograd.Function):
         return grad * d_logits, None, None
 
 
-def class_parallel_loss(
-    *,
-    tp: TensorParallel,
-    num_classes: int,
-    soft_targets: bool,
-    smoothing: float,
-    bce: bool,
-    bce_sum: bool = False,
-    bce_target_thresh: float | None = None,
-    multi_label: bool = False,
-) -> Loss:
+def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
     """`ds_vit.losses.build_loss` for a classifier that is cut over the classes.
 
     Args:
         tp: this rank's place in the group.
         num_classes: C, without padding.
-        soft_targets, smoothing, bce, bce_sum, bce_target_thresh, multi_label: as for `build_loss`.
+        settings: as for `ds_vit.losses.loss_rule`.
 
     Returns:
         `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
         (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
 
     Raises:
-        ValueError: as `build_loss`.
+        ValueError: as `loss_rule`.
     """
-    build_loss(soft_targets=soft_targets, smoothing=smoothing, bce=bce, multi_label=multi_label)
+    rule = loss_rule(**settings)
     first, count = _own_classes(num_classes, tp)
-    off_value = smoothing / num_classes
+    off_value = rule.number_smoothing / num_classes
 
     def own_targets(targets: torch.Tensor) -> torch.Tensor:
         """float32 [B, n]: what timm's losses make of the targets, this rank's classes of it."""
         if targets.ndim > 1:
             own = targets[:, first : first + count].float()
-            if multi_label and smoothing:
-                own = own * (1.0 - smoothing) + 0.5 * smoothing
+            if rule.multi_hot_smoothing:
+                own = own * (1.0 - rule.multi_hot_smoothing) + 0.5 * rule.multi_hot_smoothing
         else:
             classes = torch.arange(first, first + count, device=targets.device)
-            own = torch.where(targets[:, None] == classes, 1.0 - smoothing + off_value, off_value)
-        if bce and bce_target_thresh is not None:
-            own = own.gt(bce_target_thresh).float()
-        return own
+            own = torch.where(targets[:, None] == classes, 1.0 - rule.number_smoothing + off_value, off_value)
+        return own if rule.threshold is None else own.gt(rule.threshold).float()
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         own_logits = logits[:, :count].float()
-        if not bce:
+        if not rule.binary:
             return _SoftmaxCrossEntropy.apply(own_logits, own_targets(targets), tp)
         own_sum = F.binary_cross_entropy_with_logits(own_logits, own_targets(targets), reduction="sum")
-        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if bce_sum else num_classes))
+        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.sum_classes else num_classes))
 
     return loss
 
