@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
-from ds_vit.optim.schedules import Schedule
+from ds_vit.optim.schedules import Schedule, check_warmup
 
 DEFAULT_EPOCHS = 300  # timm's
 DEFAULT_WARMUP_EPOCHS = 5  # timm's
@@ -52,7 +52,13 @@ def steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
     return min(horizon, config.max_steps or horizon), horizon
 
 
-_SCHEDULE_FLAGS = ("sched", "min_lr", "wsd_decay_fraction")
+# Flags beside a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.
+_EXCLUDED = ("sched", "min_lr", "wsd_decay_fraction")
+_FILLS = {
+    "warmup_steps": "warmup_num_steps",
+    "warmup_epochs": "warmup_num_steps",
+    "warmup_lr": "warmup_min_lr",
+}
 
 
 def make_schedule(
@@ -82,15 +88,15 @@ def make_schedule(
     """
     block = data.get("scheduler")
     if block:
-        leaves_to_flags = "auto" in (block.get("params") or {}).values()
-        names = (*_SCHEDULE_FLAGS, *(() if leaves_to_flags else ("warmup_steps", "warmup_epochs", "warmup_lr")))
+        params = block.get("params") or {}
+        names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
         both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
         if both:
             raise ValueError(
                 f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
             )
         return None
-    warmup = _warmupsteps(config, steps_per_epoch, horizon, notes)
+    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
     return Schedule(
         name=config.sched,
         base_lr=lr,
@@ -102,7 +108,30 @@ def make_schedule(
     )
 
 
-def _warmupsteps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
+def warmup_of_the_json(
+    config: RunConfig, data: Mapping[str, Any], steps_per_epoch: int, horizon: int, notes: list[str]
+) -> int:
+    """The steps of warm-up that stand for an "auto" in the JSON's scheduler: those of a schedule of the flags.
+
+    Args:
+        config, data, steps_per_epoch, horizon, notes: as for `make_schedule`.
+
+    Returns:
+        At least 1; 1 too where nothing asks for it.
+
+    Raises:
+        ValueError: it does not fit into the run.
+    """
+    if ((data.get("scheduler") or {}).get("params") or {}).get("warmup_num_steps") != "auto":
+        return 1
+    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
+    check_warmup(warmup, horizon)
+    if warmup < 2:
+        notes.append(f"scheduler.params.warmup_num_steps: DeepSpeed warms up for 2 steps at least, not for {warmup}")
+    return max(1, warmup)
+
+
+def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
     if config.warmup_epochs is not None:

@@ -17,7 +17,7 @@ from timm.data import resolve_data_config
 from ds_vit import config as flags
 from ds_vit import ds_json
 from ds_vit.config import RunConfig
-from ds_vit.course import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_by_batch, steps
+from ds_vit.course import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment import train_transform
 from ds_vit.layout import Layout, Process
@@ -246,7 +246,8 @@ def prepare(
     fallback = fallback_names(model, patterns) if optimizer is Muon else None
     total_steps, horizon = steps(config, order.steps_per_epoch)
     schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
-    resolved = _resolve_json(config, data, batch, clip, lr, decay, model, schedule, horizon, precision, path)
+    warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
+    resolved = _resolve_json(config, data, batch, clip, lr, decay, model, warmup, horizon, precision, path)
     plan = Plan(
         config=dataclasses.replace(config, num_classes=num_classes),
         process=process,
@@ -415,18 +416,17 @@ def _resolve_json(
     lr: float,
     decay: float | None,
     model: torch.nn.Module,
-    schedule: Schedule | None,
+    warmup: int,
     horizon: int,
     precision: ds_json.Precision,
     path: str,
 ) -> dict[str, Any]:
     """The JSON as DeepSpeed gets it. Bucket sizes follow the width, as in Hugging Face's integration."""
     width = model.embed_dim
-    warmup = schedule.warmup_steps if schedule else (config.warmup_steps or 0)
     auto = {
         "optimizer.params.lr": lr,
         "optimizer.params.weight_decay": decay,
-        "scheduler.params.warmup_num_steps": max(1, warmup),
+        "scheduler.params.warmup_num_steps": warmup,
         "scheduler.params.total_num_steps": horizon,
         "scheduler.params.warmup_min_lr": config.warmup_lr,
         "scheduler.params.warmup_max_lr": lr,

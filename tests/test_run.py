@@ -302,6 +302,42 @@ def test_scheduler_of_the_json(ranks, tmp_path):
     assert rates[1:] == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005])  # DeepSpeed's own start
 
 
+def rates_of_the_json(ranks, tmp_path, *flags, **params):
+    """The learning rates of 12 steps under the JSON's WarmupLR, and what was said on the way."""
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1.0, "warmup_type": "linear", **params}
+    path = json_file(tmp_path, "cpu_zero1_fp32.json", scheduler={"type": "WarmupLR", "params": params})
+    argv = [*DIGITS[: DIGITS.index("--warmup-steps")], "--deepspeed_config", path, "--max-steps", 12, "--val-split", ""]
+    argv = words(*argv, *flags, "--output", tmp_path / "run")
+    [(code, out, err)] = ranks.run(1, run_quietly, argv)
+    return [row["lr"] for row in train_rows(read_rows(tmp_path / "run"))] if code == 0 else [], out + err
+
+
+# Warm-up in steps by the rules of the flags' own schedule: 90 steps are an epoch.
+WARMUPS = {
+    "--warmup-steps 4": 4,
+    "--warmup-epochs 0.06": 5,
+    "--epochs 1": 4,  # the default's 5 epochs do not fit: a twentieth of 90
+}
+
+
+@pytest.mark.parametrize("flags", WARMUPS)
+def test_auto_warm_up_of_the_json(ranks, tmp_path, flags):
+    """--warmup-epochs and the default warm-up, which a scheduler of the JSON went without."""
+    rates, said = rates_of_the_json(ranks, tmp_path, *flags.split(), warmup_num_steps="auto")
+    warmup = WARMUPS[flags]
+    assert rates[2:] == pytest.approx([min(1.0, step / warmup) for step in range(1, 11)])
+    assert ("warming up for 4" in said) == (flags == "--epochs 1")
+
+
+def test_warm_up_flags_beside_a_json_that_has_its_own(ranks, tmp_path):
+    """A flag that fills no "auto" of the JSON's scheduler and is passed over."""
+    params = {"warmup_num_steps": 4, "warmup_max_lr": "auto"}
+    _, said = rates_of_the_json(ranks, tmp_path, "--warmup-epochs", 0.06, **params)
+    assert 'has a "scheduler" (WarmupLR) and --warmup-epochs asks for another' in said
+    _, said = rates_of_the_json(ranks, tmp_path, "--max-steps", 3, "--warmup-steps", 3, warmup_num_steps="auto")
+    assert "a warm-up of 3 steps does not fit into a run of 3" in said
+
+
 def test_monitors_of_the_json_get_the_same_figures(ranks, tmp_path):
     """DeepSpeed's own writers: the same loss and accuracy as metrics.jsonl."""
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}

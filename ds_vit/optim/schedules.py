@@ -10,6 +10,19 @@ import math
 from dataclasses import dataclass
 
 
+def check_warmup(warmup_steps: int, total_steps: int) -> None:
+    """Refuse a warm-up that is longer than the run.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if warmup_steps and warmup_steps >= total_steps:
+        raise ValueError(
+            f"a warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; "
+            "shorten it with --warmup-steps, or train longer"
+        )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A learning rate for every optimizer step.
@@ -35,11 +48,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name not in ("cosine", "linear", "constant", "wsd"):
             raise ValueError(f"schedule {self.name!r} is not one of cosine, linear, constant, wsd")
-        if self.warmup_steps and self.warmup_steps >= self.total_steps:
-            raise ValueError(
-                f"a warm-up of {self.warmup_steps} steps does not fit into a run of {self.total_steps}; "
-                "shorten it with --warmup-steps, or train longer"
-            )
+        check_warmup(self.warmup_steps, self.total_steps)
         if self.min_lr > self.base_lr:
             raise ValueError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
 
