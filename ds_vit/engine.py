@@ -242,9 +242,12 @@ class Engine(ABC):
             for key in _LOSS_SCALER:
                 if key in saved:
                     setattr(engine.optimizer.loss_scaler, key, saved[key])
-        if engine.lr_scheduler is not None and progress.get("lr_scheduler", -1) >= 0:
-            engine.lr_scheduler.step(progress["lr_scheduler"])
-        self.set_lr(progress["lr"])
+        # The JSON's scheduler gives the rate itself: where the checkpoint's had other settings or was the flags', the
+        # saved rate is not this run's.
+        if engine.lr_scheduler is not None and (counted := progress.get("lr_scheduler", step - 1)) >= 0:
+            engine.lr_scheduler.step(counted)
+        else:
+            self.set_lr(progress["lr"])
 
     @abstractmethod
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:

@@ -130,7 +130,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     if config.checkpoint_interval == "0" and config.resume == "none":
         idle += [("rollback", "without --checkpoint-interval: there is nothing to go back to")]
     if config.resume == "none":
-        idle += [("allow_batch_change", "without --resume")]
+        idle += [(name, "without --resume") for name in ("allow_batch_change", "allow_schedule_change")]
     if config.eval_only:
         names = (
             "resume",

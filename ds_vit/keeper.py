@@ -6,7 +6,6 @@ clock, a disk that is still busy) is put to all of them at the boundary between 
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import signal
 import time
@@ -269,7 +268,7 @@ class Keeper:
             "images_seen": step * plan.batch.global_batch,
             "global_batch": plan.batch.global_batch,
             "skipped_batches": self.skipped_batches,
-            "schedule": dataclasses.asdict(plan.schedule) if plan.schedule else None,
+            "schedule": plan.rates,
             "optimizer": optimizer_scalars(self.engine.fragments),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,

@@ -34,7 +34,7 @@ from ds_vit.optim.build import check_layer_decay, optimizer_class
 from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 from ds_vit.placement import check_tp_inside_hosts
-from ds_vit.resume import Resume, check_same_run, keep_global_batch
+from ds_vit.resume import Resume, check_same_run, check_same_schedule, keep_global_batch
 from ds_vit.resume import find as find_resume
 from ds_vit.stages import stage_bounds
 from ds_vit.tensor_parallel import check_cut, pays
@@ -93,6 +93,16 @@ class Plan:
             "left_to_adamw": None if self.fallback is None else dict.fromkeys(sorted(self.fallback), "AdamW's"),
             "trained": [name for name in names_and_shapes(self.model) if name not in self.frozen],
         }
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """What sets the learning rate, as a checkpoint has it: the flags' schedule, or the JSON's scheduler."""
+        if self.schedule is not None:
+            return dataclasses.asdict(self.schedule)
+        block = dict(self.deepspeed["scheduler"])
+        if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
+            block["lr"] = self.lr
+        return block
 
     @property
     def stage(self) -> int:
@@ -281,6 +291,7 @@ def prepare(
     if resume is None:
         return plan
     changes = check_same_run(resume, plan.identity, resolved_flags(plan))
+    changes += check_same_schedule(resume, plan.rates, batch.global_batch, allow=config.allow_schedule_change)
     return dataclasses.replace(plan, notes=(*plan.notes, *changes))
 
 
@@ -448,7 +459,7 @@ def _resolve_json(
 
 
 # Flags of how this process was started, which another start will answer for itself.
-_OF_THIS_START = ("resume", "allow_batch_change", "stop_before_seconds", "time_limit")
+_OF_THIS_START = ("resume", "allow_batch_change", "allow_schedule_change", "stop_before_seconds", "time_limit")
 
 
 def resolved_flags(plan: Plan) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step
 from ds_vit.config import RunConfig
 from ds_vit.data import SampleOrder
 from ds_vit.ds_json import BatchSizes
+from ds_vit.optim.schedules import Schedule
 
 FOLDER = "checkpoints"
 
@@ -32,7 +33,8 @@ _IDENTITY = {
 _FREE_NAMES = """
     deepspeed_config pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
     grad_checkpointing checkpoint_interval keep_checkpoints log_interval stop_before_seconds time_limit log_samples
-    data_dir dataset_download verbose allow_batch_change max_steps initial_checkpoint validation_batch_size
+    data_dir dataset_download verbose allow_batch_change allow_schedule_change
+    max_steps initial_checkpoint validation_batch_size
 """
 _FREE = frozenset(_FREE_NAMES.split())
 
@@ -173,6 +175,71 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     if has_average and not config.get("model_ema"):
         notes.append("the checkpoint's moving average is not carried on: --model-ema is off")
     return notes
+
+
+def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: int, *, allow: bool) -> list[str]:
+    """Refuse to go on with other learning rates; a length of the run that sets none of them is nobody's concern.
+
+    Args:
+        resume: the checkpoint.
+        rates: what sets this run's (`Plan.rates`).
+        global_batch: of this run. With another one than the checkpoint's, which was asked for, a schedule that counts
+            epochs cannot be the same: it is told.
+        allow: --allow-schedule-change: go on with this run's.
+
+    Returns:
+        Lines for people.
+
+    Raises:
+        ValueError: both schedules, and what to do.
+    """
+    old, new = resume.checkpoint.state.get("schedule"), json.loads(json.dumps(rates))
+    if old is None and _is_of_json(new):
+        return [f"the checkpoint does not say how the JSON's scheduler was set: it goes on as {_rates_in_words(new)}"]
+    if old is None or _rates_that_act(old) != _rates_that_act(new):
+        was = "the JSON's" if old is None else _rates_in_words(old)
+        if allow or resume.global_batch != global_batch:
+            return [f"the learning rate's schedule changes from {was} to {_rates_in_words(new)}; the curve with it"]
+        raise ValueError(
+            f"--resume {resume.checkpoint.path}: the learning rate's schedule: {was} there and {_rates_in_words(new)} "
+            f"here; {_remedy(old, new)}, or say --allow-schedule-change to go on with the new one"
+        )
+    return []
+
+
+def _is_of_json(rates: Mapping[str, Any]) -> bool:
+    return "type" in rates
+
+
+def _rates_that_act(rates: Mapping[str, Any]) -> Mapping[str, Any]:
+    return rates if _is_of_json(rates) else Schedule(**rates).acts
+
+
+def _rates_in_words(rates: Mapping[str, Any]) -> str:
+    if not _is_of_json(rates):
+        return str(Schedule(**rates))
+    params = {**rates.get("params", {}), **({"lr": rates["lr"]} if "lr" in rates else {})}
+    return f"the JSON's {rates['type']} ({', '.join(f'{name} {value}' for name, value in params.items())})"
+
+
+# What to give as before, where a field of two schedules differs.
+_FLAGS_OF = {
+    "name": "--sched",
+    "base_lr": "--lr",
+    "total_steps": "--epochs and --max-steps (without --epochs, --max-steps is the schedule's length)",
+    "min_lr": "--min-lr",
+    "warmup_steps": "the warm-up",
+    "warmup_lr": "--warmup-lr",
+    "decay_fraction": "--wsd-decay-fraction",
+}
+
+
+def _remedy(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
+    if old is None or _is_of_json(old) or _is_of_json(new):
+        return "give the JSON's scheduler, --epochs, --max-steps and the warm-up as before"
+    a, b = _rates_that_act(old), _rates_that_act(new)
+    names = [flag for field, flag in _FLAGS_OF.items() if a.get(field) != b.get(field)]
+    return f"give {', '.join(names[:-1]) + ' and ' if names[:-1] else ''}{names[-1]} as before"
 
 
 def _difference(old: Any, new: dict[str, Any]) -> str:

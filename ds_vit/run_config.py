@@ -170,6 +170,7 @@ class RunConfig:
     seed: int = _flag(42, _R, "seed of everything random", type=int)
     resume: str = _flag("none", _R, "checkpoint to go on from: none, auto or a path", neutral=("none",))
     allow_batch_change: bool = _flag(False, _R, "go on from a checkpoint with another global batch")
+    allow_schedule_change: bool = _flag(False, _R, "go on from a checkpoint with another learning-rate schedule")
     checkpoint_interval: str = _flag(
         "0", _R, "optimizer steps (500) or time (30m) between checkpoints; 0: when interrupted alone", neutral=("0",)
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,8 +20,18 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.data import SampleOrder
 from ds_vit.ds_json import BatchSizes
 from ds_vit.durations import Interval, parse_seconds
-from ds_vit.resume import _IDENTITY, Resume, check_same_run, first_step, goes_on_in, keep_global_batch
+from ds_vit.optim.schedules import Schedule
+from ds_vit.resume import (
+    _IDENTITY,
+    Resume,
+    check_same_run,
+    check_same_schedule,
+    first_step,
+    goes_on_in,
+    keep_global_batch,
+)
 
+FIRST = ("cosine", 1e-3)  # name and rate of the schedule of `run`
 NEVER = {"step": 10**9, "delay": 0.0}
 
 
@@ -116,6 +128,61 @@ def test_only_what_has_changed_is_told():
     assert told == "settings that differ from the checkpoint's run: smoothing 0.1 → 0.2"
 
 
+def saved_with(rates: dict | None, global_batch: int = 16) -> Resume:
+    state = {"schedule": json.loads(json.dumps(rates)), "global_batch": global_batch}
+    return Resume(Checkpoint(Path("x"), {}, state), falls_back=True)
+
+
+COSINE = Schedule("cosine", 0.1, 30, warmup_steps=2)
+CONSTANT = Schedule("constant", 0.1, 30)
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (COSINE, COSINE),
+        (COSINE, dataclasses.replace(COSINE, decay_fraction=0.3)),  # of wsd alone
+        (CONSTANT, dataclasses.replace(CONSTANT, total_steps=60, min_lr=0.01, warmup_lr=0.0)),
+        (DECAY, DECAY),
+    ],
+)
+def test_the_same_rates_go_on_without_a_word(old, new):
+    # Catches: a run at a constant rate that cannot be made longer.
+    old, new = (each if isinstance(each, dict) else dataclasses.asdict(each) for each in (old, new))
+    assert check_same_schedule(saved_with(old), new, 16, allow=False) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "remedy"),
+    [
+        (COSINE, dataclasses.replace(COSINE, total_steps=60), "give --epochs and --max-steps"),
+        (COSINE, dataclasses.replace(COSINE, warmup_steps=3), "give the warm-up as before"),
+        (CONSTANT, dataclasses.replace(CONSTANT, base_lr=0.2), "give --lr as before"),
+        (dataclasses.replace(COSINE, name="wsd"), Schedule("wsd", 0.1, 30, 2, decay_fraction=0.2), "--wsd-decay"),
+        (DECAY, DECAY | {"params": {"total_num_steps": 60}}, "give the JSON's scheduler, --epochs"),
+        (DECAY, COSINE, "give the JSON's scheduler"),
+        (None, COSINE, "the JSON's there and cosine"),  # what was saved beside a scheduler of the JSON once
+    ],
+)
+def test_other_rates_are_refused_or_told(old, new, remedy):
+    # Catches: a curve that bends where a run was resumed, and nobody told.
+    old, new = (each if each is None or isinstance(each, dict) else dataclasses.asdict(each) for each in (old, new))
+    with pytest.raises(ValueError, match=remedy) as error:
+        check_same_schedule(saved_with(old), new, 16, allow=False)
+    [told] = check_same_schedule(saved_with(old), new, 16, allow=True)
+    there, here = re.search("schedule: (.*) there and (.*) here; give", str(error.value)).groups()
+    assert there != here
+    assert told == f"the learning rate's schedule changes from {there} to {here}; the curve with it"
+    assert check_same_schedule(saved_with(old, global_batch=8), new, 16, allow=False) == [told]
+
+
+def test_a_json_scheduler_of_which_nothing_was_saved_is_told():
+    # Catches: checkpoints from before its settings were saved that nobody can go on from.
+    [told] = check_same_schedule(saved_with(None), DECAY, 16, allow=False)
+    assert told.endswith("goes on as the JSON's WarmupDecayLR (total_num_steps 30)")
+
+
 def test_what_muon_leaves_to_adamw_stays():
     # Catches: a tensor whose state in the checkpoint is another optimizer's.
     same = dict.fromkeys(_IDENTITY)
@@ -150,6 +217,18 @@ REFUSED = {
     ),
     "trained": (("--linear-probe",), "give the same --freeze or --linear-probe"),
     "optimizer": (("--deepspeed_config", "sgd.json"), "optimizer: AdamW there and SGD here"),
+    "length of the schedule": (
+        ("--epochs", 2),
+        "schedule: cosine from 0.001 to 0 over 90 steps, warm-up of 2 from 1e-05 there and cosine from 0.001 to 0 over "
+        "180 steps, warm-up of 2 from 1e-05 here; give --epochs and --max-steps (without --epochs, --max-steps is the "
+        "schedule's length) as before, or say --allow-schedule-change to go on with the new one",
+    ),
+    "kind of the schedule, and rate": (("--sched", "linear", "--lr", 0.1), "give --sched and --lr as before"),
+    "a scheduler in the JSON": (
+        ("--deepspeed_config", "warmup.json"),
+        "cosine from 0.001 to 0 over 90 steps, warm-up of 2 from 1e-05 there and the JSON's WarmupLR (warmup_num_steps "
+        "2) here",
+    ),
 }
 
 
@@ -161,6 +240,9 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     data = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text())
     data["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
     (tmp_path / "sgd.json").write_text(json.dumps(data))
+    data["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    data["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    (tmp_path / "warmup.json").write_text(json.dumps(data))
     flags, message = REFUSED[what]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
@@ -170,6 +252,49 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_max_steps_stops_early_or_is_the_length(ranks, run, tmp_path):
+    # Catches: a longer --max-steps that bends the curve of a run without --epochs, and one that is refused though the
+    # length of the schedule is the same.
+    argv = words("--output", tmp_path / "run", "--resume", run[0])
+    at = argv.index("--epochs")
+    without = [*argv[:at], *argv[at + 2 :]]
+    arguments = (str(tmp_path / "run"), 0, signal.SIGTERM, NEVER)
+    [(code, _, err)] = ranks.run(1, train_with, [*without, "--max-steps", "60"], *arguments)
+    assert code == 2
+    assert "over 90 steps, warm-up of 2 from 1e-05 there and cosine from 0.001 to 0 over 60 steps" in err
+    assert train_rows(train_in(ranks, 1, [*argv, "--max-steps", "9"]))[-1]["lr"] == Schedule(*FIRST, 90, 2).lr(8)
+    arguments = (str(tmp_path / "new"), 0, signal.SIGTERM, NEVER)
+    argv = words("--output", tmp_path / "new", "--resume", run[0], "--epochs", 2, "--max-steps", 9)
+    [(code, out, err)] = ranks.run(1, train_with, [*argv, "--allow-schedule-change"], *arguments)
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert "schedule changes from cosine from 0.001 to 0 over 90 steps, warm-up of 2 from 1e-05 to cosine" in said
+    assert train_rows(read_rows(tmp_path / "new"))[-1]["lr"] == Schedule(*FIRST, 180, 2).lr(8)
+
+
+def test_a_longer_scheduler_of_the_json(ranks, tmp_path):
+    # Catches: total_num_steps "auto" that follows another --max-steps in silence, and the old rate at the first step.
+    block = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 1e-3, "warmup_min_lr": 0}}
+    block["params"] |= {"total_num_steps": "auto", "warmup_type": "linear"}
+    data = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text()) | {"scheduler": block}
+    (tmp_path / "decay.json").write_text(json.dumps(data))
+    argv = words(
+        "--deepspeed_config", tmp_path / "decay.json", "--output", tmp_path / "run", "--checkpoint-interval", 4
+    )
+    for flag in ("--epochs", "--warmup-steps"):
+        del argv[argv.index(flag) : argv.index(flag) + 2]
+    train_in(ranks, 1, [*argv, "--max-steps", "4"])
+    arguments = (str(tmp_path / "run"), 0, signal.SIGTERM, NEVER)
+    argv += ["--max-steps", "12", "--resume", "auto"]
+    [(code, _, err)] = ranks.run(1, train_with, argv, *arguments)
+    assert code == 2
+    assert "total_num_steps 4, warmup_type linear) there and the JSON's WarmupDecayLR" in err
+    rows = train_in(ranks, 1, [*argv, "--allow-schedule-change"])
+    assert [row["lr"] for row in rows if row["kind"] == "train"][4:] == pytest.approx(
+        [1e-3 * (12 - step) / 10 for step in range(3, 11)]
+    )
 
 
 def flip(path: Path) -> None:

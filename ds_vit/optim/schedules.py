@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 def check_warmup(warmup_steps: int, total_steps: int) -> None:
@@ -51,6 +52,22 @@ class Schedule:
         check_warmup(self.warmup_steps, self.total_steps)
         if self.min_lr > self.base_lr:
             raise ValueError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
+
+    @property
+    def acts(self) -> dict[str, Any]:
+        """The fields that set a rate at all: two schedules with the same ones are the same."""
+        names = ["name", "base_lr", "warmup_steps"]
+        names += ["warmup_lr"] if self.warmup_steps else []
+        names += ["total_steps", "min_lr"] if self.name != "constant" else []
+        names += ["decay_fraction"] if self.name == "wsd" else []
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        warmup = f", warm-up of {self.warmup_steps} from {self.warmup_lr:g}" if self.warmup_steps else ""
+        if self.name == "constant":
+            return f"constant at {self.base_lr:g}{warmup}"
+        decay = f", decay in the last {self.decay_fraction:.0%}" if self.name == "wsd" else ""
+        return f"{self.name} from {self.base_lr:g} to {self.min_lr:g} over {self.total_steps} steps{warmup}{decay}"
 
     def lr(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
