@@ -78,6 +78,7 @@ class Keeper:
         self._saved_at = time.monotonic()
         self._due = False
         self._reserved = False  # memory for saves
+        self._identity = plan.identity  # asked for once: it reads the names of all samples
         self._best_step: int | None = None  # step whose accuracy is the best so far
         self._said_slow = False
 
@@ -273,7 +274,7 @@ class Keeper:
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
             "history": dict(self._history()),
-            "run": plan.identity,
+            "run": self._identity,
             "config": resolved_flags(plan),
             "versions": {
                 "python": platform.python_version(),

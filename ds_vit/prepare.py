@@ -89,6 +89,8 @@ class Plan:
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model).items()},
             "seed": self.config.seed,
             "images": len(self.train_source),
+            "class_names": list(self.train_source.class_names),
+            "samples": self.train_source.fingerprint,
             "optimizer": self.optimizer[0].__name__,
             "left_to_adamw": None if self.fallback is None else dict.fromkeys(sorted(self.fallback), "AdamW's"),
             "trained": [name for name in names_and_shapes(self.model) if name not in self.frozen],

@@ -25,10 +25,13 @@ _IDENTITY = {
     "shapes": "give the same --model-kwargs",
     "seed": "give the same --seed",
     "images": "give the same training data",
+    "class_names": "give the same training data, with the same names of class folders",
+    "samples": "give the same images under the same names in the same classes; the folder itself may be another",
     "optimizer": "name the same optimizer in the JSON",
     "left_to_adamw": "give the same fallback_list",
     "trained": "give the same --freeze or --linear-probe",
 }
+_SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
 # Flags that say how or how long, not what: a change of these is nobody's concern.
 _FREE_NAMES = """
     deepspeed_config pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
@@ -153,14 +156,16 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         ValueError: names the first difference, both values, and what to do.
     """
     saved = resume.checkpoint.state
+    notes = []
     for key, remedy in _IDENTITY.items():
         old, new = saved["run"].get(key), identity[key]
-        if old != new:
-            shown = _difference(old, new) if isinstance(new, dict) else f"{old} there and {new} here"
+        if key in _SINCE_LATER and key not in saved["run"] and new is not None:
+            notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
+        elif old != new:
             raise ValueError(
-                f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {shown}; {remedy}, or start a new run"
+                f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_shown(key, old, new, identity)}; "
+                f"{remedy}, or start a new run"
             )
-    notes = []
     config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
     changed = [
         f"{name} {saved['config'].get(name)} → {config.get(name)}"
@@ -240,6 +245,18 @@ def _remedy(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
     a, b = _rates_that_act(old), _rates_that_act(new)
     names = [flag for field, flag in _FLAGS_OF.items() if a.get(field) != b.get(field)]
     return f"give {', '.join(names[:-1]) + ' and ' if names[:-1] else ''}{names[-1]} as before"
+
+
+def _shown(key: str, old: Any, new: Any, identity: Mapping[str, Any]) -> str:
+    """What differs, in words."""
+    if key == "samples":  # hashes, which say nothing to people
+        return (
+            f"there are {identity['images']:,} as there were, but the name or the label of at least one is another "
+            "(a checkpoint holds a hash of them, so that it does not know which)"
+        )
+    if key == "class_names":
+        old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
+    return _difference(old, new) if isinstance(new, dict) else f"{old} there and {new} here"
 
 
 def _difference(old: Any, new: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import struct
 import tarfile
 from pathlib import Path
@@ -74,6 +75,69 @@ def test_a_tar_is_the_folder_that_was_packed(tmp_path):
     reader = ReaderImageInTar(str(tmp_path / "packed" / "train.tar"))
     assert {name: number for number, name in enumerate(tar.class_names)} == reader.class_name_to_idx
     assert [tar.target(i) for i in range(len(tar))] == list(reader.targets)
+
+
+def test_the_same_data_elsewhere_has_the_same_fingerprint(tmp_path):
+    """Would catch a run that cannot go on because its data were moved or packed."""
+    _write(tmp_path / "plain" / "train", *NAMES)
+    shutil.copytree(tmp_path / "plain", tmp_path / "a" / "longer" / "way")
+    _tar(tmp_path / "packed" / "train.tar", tmp_path / "plain" / "train")
+    _tar(tmp_path / "outer" / "train.tar", tmp_path / "plain" / "train", prefix="data/train/")
+    for name in ("cat", "class9", "class10", "dog"):
+        _tar(tmp_path / "tars" / "train" / f"{name}.tar", tmp_path / "plain" / "train" / name)
+    places = ("plain", "a/longer/way", "packed", "outer", "tars")
+    prints = {place: open_source("", str(tmp_path / place), "train").fingerprint for place in places}
+    assert set(prints.values()) == {prints["plain"]}
+
+
+OTHER_DATA = {
+    "an image of another name": ("dog/a.jpg", "dog/b.jpg"),
+    "an image of another class": ("dog/a.jpg", "cat/a.jpg"),
+    "an image less": ("dog/a.jpg", None),
+    "a class of another name": ("dog", "hound"),
+    "two classes swapped": ("class9", "class10"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_DATA)
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "tar"])
+def test_other_data_have_another_fingerprint(tmp_path, what, packed):
+    """Would catch a resume on other data that happen to have as many images."""
+    prints = []
+    for kind in ("before", "after"):
+        root = tmp_path / kind / "train"
+        _write(root, *NAMES, "dog/c.jpg")
+        old, new = OTHER_DATA[what]
+        if kind == "after":
+            if new is None:
+                (root / old).unlink()
+            elif (root / new).exists():
+                (root / old).rename(root / "aside")
+                (root / new).rename(root / old)
+                (root / "aside").rename(root / new)
+            else:
+                (root / old).rename(root / new)
+        if packed:
+            _tar(tmp_path / f"{kind}-tar" / "train.tar", root)
+        prints.append(open_source("", str(tmp_path / f"{kind}{'-tar' if packed else ''}"), "train").fingerprint)
+    assert prints[0] != prints[1]
+
+
+def test_several_labels_have_a_fingerprint(tmp_path):
+    """Would catch labels that changed under the same names of files."""
+    prints = []
+    for kind, labels in (("a", "x;y"), ("b", "x;y"), ("c", "x"), ("d", "y;x")):
+        _write(tmp_path / kind / "train", "1.png", "2.png")
+        (tmp_path / kind / "train" / "labels.csv").write_text(f"file,labels\n1.png,{labels}\n2.png,y\n")
+        prints.append(open_source("", str(tmp_path / kind), "train").fingerprint)
+    assert prints[0] == prints[1] == prints[3]
+    assert prints[0] != prints[2]
+
+
+def test_fixed_data_sets_have_a_fingerprint():
+    """Would catch a hash that differs from one process to the next, and splits that are taken for one another."""
+    train, again, val = (open_source("digits", None, split) for split in ("train", "train", "val"))
+    assert train.fingerprint == again.fingerprint != val.fingerprint
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["folder of tars", "tar of tars"])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import tarfile
 from pathlib import Path
 
 import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
+from PIL import Image
 from project import ROOT
 
 from ds_vit.checkpoint import newest
@@ -252,6 +255,88 @@ def test_another_run_is_refused(run, tmp_path, capsys, what, monkeypatch):
     assert message in err
     assert err.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def image_folder(root: Path) -> Path:
+    """A data set of 16 images in two classes."""
+    for split, label in itertools.product(("train", "val"), ("cat", "dog")):
+        for number in range(8):
+            path = root / split / label / f"{label}-{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (number * 30, 0, 0)).save(path)
+    return root
+
+
+def swap_cat_and_dog(split: Path) -> None:
+    (split / "cat").rename(split / "aside")
+    (split / "dog").rename(split / "cat")
+    (split / "aside").rename(split / "dog")
+
+
+def pack(split: Path) -> None:
+    with tarfile.open(split.with_suffix(".tar"), "w") as tar:
+        tar.add(split, arcname="packed")
+    shutil.rmtree(split)
+
+
+# What is done to each split, and what is then said.
+OTHER_DATA = {
+    "swapped": (
+        swap_cat_and_dog,
+        "samples: there are 16 as there were, but the name or the label of at least one is another",
+    ),
+    "renamed": (
+        lambda split: (split / "dog").rename(split / "hound"),
+        "class names: class 1 is dog there and hound here; give the same training data",
+    ),
+    "elsewhere": (lambda split: None, None),
+    "packed": (pack, None),
+}
+
+
+@pytest.fixture(scope="module")
+def images_run(ranks, tmp_path_factory):
+    """A run of 2 steps on image files: its data and its folder."""
+    folder = tmp_path_factory.mktemp("images")
+    data = image_folder(folder / "data")
+    at = TINY.index("--dataset")
+    argv = [*TINY[:at], *TINY[at + 2 :], "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    argv = [str(word) for word in [*argv, "-b", 4, "--val-split", "", "--warmup-steps", 0]]
+    argv += ["--max-steps", "2", "--checkpoint-interval", "2"]
+    train_in(ranks, 1, [*argv, "--data-dir", str(data), "--output", str(folder / "run")])
+    return data, folder / "run", argv
+
+
+@pytest.mark.parametrize("what", OTHER_DATA)
+def test_the_data_must_be_the_same(images_run, tmp_path, capsys, what, monkeypatch):
+    # Catches: another data set of as many images that is gone on with, and the same one that is refused elsewhere.
+    from ds_vit import config, layout
+    from ds_vit.prepare import prepare
+
+    data, run, argv = images_run
+    shutil.copytree(data, tmp_path / "moved")
+    change, message = OTHER_DATA[what]
+    change(tmp_path / "moved" / "train")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    argv = [*argv, "--data-dir", str(tmp_path / "moved"), "--resume", str(run), "--output", str(tmp_path / "new")]
+    parsed = config.parse(argv)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            prepare(*parsed, layout.discover(), on_cpu=True)
+        return
+    plan = prepare(*parsed, layout.discover(), on_cpu=True)
+    assert plan.resume is not None
+    assert not [note for note in plan.notes if "sample" in note or "class" in note or "differ" in note]
+
+
+def test_a_checkpoint_without_samples_goes_on_and_says_so():
+    # Catches: runs of an older version that cannot go on.
+    new = dict.fromkeys(_IDENTITY) | {"class_names": ["cat", "dog"], "samples": "1234"}
+    old = {"run": dict.fromkeys(_IDENTITY.keys() - {"class_names", "samples"}), "config": {}}
+    told = check_same_run(Resume(Checkpoint(Path("x"), {}, old), falls_back=True), new, {})
+    assert told == [
+        f"the checkpoint is from before {what} were saved: they are not compared" for what in ("class names", "samples")
+    ]
 
 
 def test_max_steps_stops_early_or_is_the_length(ranks, run, tmp_path):

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
-from ds_vit.data.source import IMAGE_EXTENSIONS, Source, decode
+from ds_vit.data.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode
 
 # timm.data.dataset_factory's own synonyms.
 TRAIN_NAMES = ("train", "training")
@@ -163,6 +163,9 @@ class FolderSource(_FileSource):
     def target(self, index: int) -> int:
         return int(self._targets[index])
 
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._targets
+
 
 class MultiLabelSource(_FileSource):
     """Images with any number of labels each: `root/labels.csv` of `file,labels` with labels joined by `;`.
@@ -206,7 +209,9 @@ class MultiLabelSource(_FileSource):
             )
         self.class_names = names
         # Row i's labels are labels[bounds[i]:bounds[i + 1]].
-        self._labels = np.array([numbers[label] for path in paths for label in rows[path]], dtype=np.int64)
+        self._labels = np.array(
+            [number for path in paths for number in sorted(numbers[label] for label in rows[path])], dtype=np.int64
+        )
         self._bounds = np.cumsum([0, *(len(rows[path]) for path in paths)])
 
     @staticmethod
@@ -233,6 +238,9 @@ class MultiLabelSource(_FileSource):
         target = np.zeros(self.num_classes, dtype=np.float32)
         target[self._labels[self._bounds[index] : self._bounds[index + 1]]] = 1.0
         return target
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._labels, self._bounds
 
 
 class _Member(NamedTuple):
@@ -316,6 +324,9 @@ class TarSource(Source):
 
     def target(self, index: int) -> int:
         return int(self._targets[index])
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._targets
 
     def describe(self, index: int) -> str:
         return f"{self._tars[self._tar_of[index]]}:{os.fsdecode(self._paths[index])}"

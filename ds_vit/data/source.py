@@ -6,9 +6,11 @@ in any number of worker processes.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 
 import numpy as np
 from PIL import Image
@@ -17,6 +19,9 @@ from PIL import Image
 IMAGE_EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 )
+
+
+_ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
 
 
 class ImageDecodeError(ValueError):
@@ -67,6 +72,23 @@ class Source(ABC):
         """How many classes targets are numbered over."""
         return len(self.class_names)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of which samples these are: their names within the data set and their labels, not their pixels.
+
+        The same for the same images in a folder that was moved, or in a tar of it. A million names take 0.1 s.
+        """
+        digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
+        for array in self.told_apart_by():
+            digest.update(f";{array.dtype.str}{array.shape}".encode())
+            for first in range(0, len(array), _ROWS_AT_ONCE):
+                digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8))
+        return digest.hexdigest()
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        """What tells these samples from those of another data set, in their order: here their targets."""
+        return (np.array([self.target(index) for index in range(len(self))]),)
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -86,3 +108,20 @@ class Source(ABC):
     @abstractmethod
     def describe(self, index: int) -> str:
         """Where the image comes from (a file's name), for messages."""
+
+
+def below_common_folder(paths: np.ndarray) -> np.ndarray:
+    """Names of files without the folders that all of them lie in.
+
+    Args:
+        paths: bytes [N] with forward slashes, N >= 1.
+
+    Returns:
+        uint8 [N, W], each name padded with zeros to the longest; a view.
+    """
+    letters = np.ascontiguousarray(paths).view(np.uint8).reshape(len(paths), -1)
+    same = np.ones(letters.shape[1], dtype=bool)
+    for first in range(0, len(letters), _ROWS_AT_ONCE):
+        same &= (letters[first : first + _ROWS_AT_ONCE] == letters[0]).all(axis=0)
+    common = len(same) if same.all() else int(same.argmin())
+    return letters[:, paths[0][:common].rfind(b"/") + 1 :]

@@ -48,6 +48,9 @@ class DigitsSource(Source):
     def target(self, index: int) -> int:
         return int(self._targets[index])
 
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return (self._targets,)
+
     def describe(self, index: int) -> str:
         return f"digits[{self._numbers[index]}]"
 
@@ -84,6 +87,9 @@ class TorchvisionSource(Source):
 
     def target(self, index: int) -> int:
         return int(self._targets[index])
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return (self._targets,)
 
     def describe(self, index: int) -> str:
         return f"{self._name}[{index}]"
