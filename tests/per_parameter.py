@@ -54,7 +54,11 @@ def timm_optimizer(
 
 
 def train_plainly(
-    folder: Path, kind: str, make: Callable[..., torch.optim.Optimizer] = timm_optimizer, **changes: Any
+    folder: Path,
+    kind: str,
+    make: Callable[..., torch.optim.Optimizer] = timm_optimizer,
+    model_kwargs: dict[str, Any] = KWARGS,
+    **changes: Any,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Rows as in metrics.jsonl, the final weights, and timm's ModelEmaV3 of them; all images are one batch."""
     pixels = torchvision.transforms.Compose(
@@ -63,7 +67,7 @@ def train_plainly(
     data = torchvision.datasets.ImageFolder(str(folder / "train"), pixels)
     images = torch.stack([image for image, _ in data])
     labels = torch.tensor([label for _, label in data])
-    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **KWARGS)
+    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **model_kwargs)
     model.load_state_dict(load_file(str(folder / "weights.safetensors")))
     optimizer = make(kind, model, **changes)
     ema = ModelEmaV3(model, decay=EMA_DECAY)

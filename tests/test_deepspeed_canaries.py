@@ -217,3 +217,20 @@ def test_a_file_that_says_muon_marks_parameters(ranks):
     """engine.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name."""
     assert ranks.run(1, muon_marks_on_a_rank, "Muon") == [True]
     assert ranks.run(1, muon_marks_on_a_rank, "SGD") == [None]
+
+
+def adagrad_on_a_rank(stage):
+    """Parameter groups, and weight decays, that ZeRO leaves of a torch Adagrad with two groups."""
+    import deepspeed
+
+    model = torch.nn.Linear(4, 4)
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.Adagrad(groups), config=config)
+    return [group["weight_decay"] for group in engine.optimizer.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_makes_an_adagrad_of_its_own(ranks, stage):
+    """optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay."""
+    assert ranks.run(1, adagrad_on_a_rank, stage) == [[0]]

@@ -1,7 +1,8 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's; LAMB, LARS and
-Muon are this package's, told by `attach` which parameter lies where; the others are refused by name.
+ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's, but for Adagrad,
+whose constructor does (see there); LAMB, LARS and Muon are this package's, told by `attach` which parameter lies where;
+the others are refused by name.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import torch
 from torch import nn
 
 from ds_vit.fragments import Fragments
+from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 
-_TORCH = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
-_OURS: dict[str, type[PerParameterOptimizer]] = {"Lamb": Lamb, "Lars": Lars, "Muon": Muon}
+_TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lars": Lars, "Muon": Muon}
+OFFERED = (*_TORCH, "Lion", *_OURS)
+"""Every name that an `optimizer` block may have, in any case."""
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
@@ -67,7 +71,7 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    known = {n.lower(): n for n in (*_TORCH, "Lion", *_OURS)}
+    known = {n.lower(): n for n in OFFERED}
     if lowered == "lion":
         from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
     elif lowered in known and known[lowered] in _OURS:

@@ -1,0 +1,81 @@
+"""Adagrad (Duchi, Hazan, Singer; JMLR 12, 2011) under ZeRO: torch's arithmetic, with states made at the first step.
+
+`torch.optim.Adagrad` makes its states in its constructor, with the shapes of the model's parameters. ZeRO then puts its
+flat partitions in their place, which the states do not fit, and so DeepSpeed 0.19.8 makes an Adagrad of its own in
+ZeRO-1 to 3: one parameter group for all partitions, with torch's default weight decay of zero. The decay of every group
+is lost, and parameters of all groups but the first are never mapped (`_hp_mapping`). It does so for torch's class and
+those that inherit from it; hence this one, which does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.adagrad import adagrad
+
+
+class Adagrad(torch.optim.Optimizer):
+    """As `torch.optim.Adagrad`; other tensors may be put into `param_groups` before the first step.
+
+    State of a parameter: `sum`, of its shape, begun at `initial_accumulator_value`; `step`, a scalar tensor on the CPU.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        lr_decay: the rate at step t is lr / (1 + (t - 1) · lr_decay).
+        weight_decay: added to the gradient, times the weight.
+        initial_accumulator_value: what the sum of squares begins with.
+        eps: added to the root of the sum.
+        maximize: go uphill.
+        foreach: as torch's.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        numbers = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        for name, number in numbers.items():
+            if not number >= 0.0:
+                raise ValueError(f"Adagrad's {name} {number} must not be negative")
+        super().__init__(params, {**numbers, "maximize": maximize, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of whatever lies in `param_groups` now."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["step"] = torch.tensor(0.0)
+                    self.state[p]["sum"] = torch.full_like(p, group["initial_accumulator_value"])
+            adagrad(
+                parameters,
+                [p.grad for p in parameters],
+                [self.state[p]["sum"] for p in parameters],
+                [self.state[p]["step"] for p in parameters],
+                foreach=group["foreach"],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                lr_decay=group["lr_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )

@@ -1,0 +1,150 @@
+"""Every optimizer that the JSON may name: its curve in every kind of layout, and after a change of layout half-way."""
+
+import json
+from typing import Any
+
+import oracle
+import per_parameter as timm_side
+import pytest
+import torch
+from curves import assert_same_curve, train_in
+from project import ROOT
+from timm.optim import Lion, param_groups_weight_decay
+
+from ds_vit.optim.build import OFFERED
+
+LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
+NUM_IMAGES, STEPS, CHANGE = 32, timm_side.STEPS, 4
+KWARGS = timm_side.KWARGS | {"depth": 3}
+
+# The arguments are those with which an optimizer keeps all the states that it can keep. Learning rates differ because
+# the methods do: each moves the loss by several per cent in ten steps. eps as in docs/numerics.md.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", "params": {"lr": 2e-3, "eps": 1e-6}},
+    "AdamW-amsgrad": {"type": "AdamW", "params": {"lr": 2e-3, "eps": 1e-6, "amsgrad": True}},
+    "Adam": {"type": "Adam", "params": {"lr": 2e-3, "eps": 1e-6, "adam_w_mode": False}},
+    "SGD": {"type": "SGD", "params": {"lr": 0.3}},
+    "SGD-nesterov": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+    "SGD-dampening": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "dampening": 0.5}},
+    "Adagrad": {"type": "Adagrad", "params": {"lr": 0.01, "eps": 1e-6}},
+    "Adagrad-accumulator": {
+        "type": "Adagrad",
+        "params": {"lr": 0.02, "lr_decay": 0.1, "initial_accumulator_value": 1e-4},
+    },
+    "Adadelta": {"type": "Adadelta", "params": {"lr": 1.0, "eps": 1e-5}},
+    "Adamax": {"type": "Adamax", "params": {"lr": 4e-3, "eps": 1e-6}},
+    "NAdam": {"type": "NAdam", "params": {"lr": 2e-3, "eps": 1e-6, "decoupled_weight_decay": True}},
+    "RAdam": {"type": "RAdam", "params": {"lr": 5e-3, "eps": 1e-6, "betas": [0.9, 0.9]}},
+    "RMSprop": {"type": "RMSprop", "params": {"lr": 5e-4, "eps": 1e-5}},
+    "RMSprop-centered": {"type": "RMSprop", "params": {"lr": 2e-4, "eps": 1e-5, "centered": True, "momentum": 0.9}},
+    "ASGD": {"type": "ASGD", "params": {"lr": 0.3, "lambd": 0.01, "t0": 3.0}},
+    "Rprop": {"type": "Rprop", "params": {"lr": 1e-3}},
+    "Lion": {"type": "Lion", "params": {"lr": 5e-4}},
+    "Lamb": timm_side.BLOCKS["lamb"],
+    "Lars": timm_side.BLOCKS["lars"],
+    "Muon": timm_side.BLOCKS["muon"],
+}
+NO_DECAY = ("Rprop",)  # torch's has no such argument
+for _kind, _block in BLOCKS.items():
+    if _kind not in NO_DECAY:
+        _block["params"]["weight_decay"] = timm_side.DECAY
+
+# name → ranks, --pp, --tp, ZeRO stage
+LAYOUTS = {
+    "dp2-zero0": (2, 1, 1, 0),
+    "dp2-zero1": (2, 1, 1, 1),
+    "pp2-zero1": (2, 2, 1, 1),
+    "dp2-zero3": (2, 1, 1, 3),
+    "tp2-zero1": (2, 1, 2, 1),
+    "pp2-zero0": (2, 2, 1, 0),
+    "dp2-zero2": (2, 1, 1, 2),
+    "tp2-zero3": (2, 1, 2, 3),
+}
+
+
+def plain_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What a plain loop uses: torch's or timm's own class over the model's own parameters."""
+    block = BLOCKS[kind]
+    if block["type"] in ("Lamb", "Lars", "Muon"):
+        return timm_side.timm_optimizer(kind.lower(), model)
+    params = {k: v for k, v in block["params"].items() if k not in ("weight_decay", "adam_w_mode")}
+    decay = block["params"].get("weight_decay", 0.0)
+    groups = param_groups_weight_decay(model, decay, no_weight_decay_list=model.no_weight_decay())
+    cls = Lion if block["type"] == "Lion" else getattr(torch.optim, block["type"])
+    return cls(groups, **params)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """32 CIFAR-10 images and random initial weights."""
+    folder = tmp_path_factory.mktemp("every-optimizer")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, NUM_IMAGES, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **KWARGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(cifar):
+    """The plain loop's curve of an optimizer."""
+    made: dict[str, list[dict[str, Any]]] = {}
+
+    def get(kind: str) -> list[dict[str, Any]]:
+        if kind not in made:
+            made[kind] = timm_side.train_plainly(cifar, kind, plain_optimizer, model_kwargs=KWARGS)[0]
+        return made[kind]
+
+    return get
+
+
+def train(ranks, folder, kind, layout, output, *words):
+    """Our run in a layout: its rows."""
+    world, pp, tp, stage = LAYOUTS[layout]
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    data |= {"optimizer": BLOCKS[kind], "gradient_clipping": timm_side.CLIP}
+    config = output.parent / f"{output.name}.json"
+    config.write_text(json.dumps(data))
+    dp = world // pp // tp
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE]
+    argv += ["--no-aug", "--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""]
+    argv += ["--sched", "constant", "--warmup-epochs", 0, "--max-steps", STEPS, "--log-interval", 1]
+    argv += ["--workers", 0, "--data-dir", folder, "--deepspeed_config", config, "--pp", pp, "--tp", tp]
+    argv += ["-b", NUM_IMAGES // dp // 2, "--grad-accum-steps", 2, "--output", output, *words]
+    return train_in(ranks, world, argv)
+
+
+def test_none_is_left_out():
+    """An optimizer that is offered and never tested, or offered and not in the docs."""
+    assert {block["type"] for block in BLOCKS.values()} == set(OFFERED)
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    assert [name for name in OFFERED if name not in text and name.upper() not in text] == []
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_reference_moves(plain, kind):
+    """A reference that stands still, or whose clipping does nothing, proves nothing."""
+    rows = plain(kind)
+    assert min(row["grad_norm"] for row in rows) > 3 * timm_side.CLIP
+    assert 0.02 < abs(rows[-1]["loss"] / rows[0]["loss"] - 1) < 0.9
+
+
+def cases():
+    """Each optimizer in a layout and on to another, the layouts in turn; a third are quick, all others exhaustive."""
+    names = [*LAYOUTS]
+    for number, kind in enumerate(BLOCKS):
+        for place in range(len(names)):
+            first, other = (names[(number + place + further) % len(names)] for further in (0, 3))
+            marks = pytest.mark.exhaustive if place else pytest.mark.slow if number % 3 else ()
+            yield pytest.param(kind, first, other, id=f"{kind}-{first}-{other}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "layout", "other"), list(cases()))
+def test_equals_one_process_and_goes_on_elsewhere(ranks, cifar, plain, kind, layout, other, tmp_path):
+    """States of the wrong shape, groups that are lost under ZeRO, a state or count that a checkpoint leaves behind."""
+    start = ["--initial-checkpoint", cifar / "weights.safetensors", "--checkpoint-interval", CHANGE]
+    rows = train(ranks, cifar, kind, layout, tmp_path / "run", *start, "--keep-checkpoints", 0)
+    assert_same_curve(plain(kind), rows, rtol=LOSS_RTOL, keys=("loss",))
+    assert_same_curve(plain(kind), rows, rtol=NORM_RTOL, keys=("grad_norm",))
+    path = tmp_path / "run" / "checkpoints" / f"step-{CHANGE:08}"
+    rows = train(ranks, cifar, kind, other, tmp_path / "other", "--resume", path)
+    assert_same_curve(plain(kind)[CHANGE:], rows, rtol=LOSS_RTOL, keys=("loss",))
+    assert_same_curve(plain(kind)[CHANGE:], rows, rtol=NORM_RTOL, keys=("grad_norm",))
