@@ -30,7 +30,7 @@ from ds_vit.models import (
     image_size,
     names_and_shapes,
 )
-from ds_vit.optim.build import check_layer_decay, optimizer_class
+from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class
 from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 from ds_vit.placement import check_tp_inside_hosts
@@ -190,8 +190,10 @@ def prepare(
             "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
             "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
         )
+    if optimizer is torch.optim.Rprop:
+        notes.append("Rprop begins with step sizes of the first learning rate and never reads it again: no schedule")
     if config.layer_decay not in (None, 1.0):
-        check_layer_decay(optimizer)
+        check_layer_decay(optimizer, arguments)
     lr = learning_rate(config, optimizer, arguments, path)
     lr, scaling = scaled_by_batch(config, lr, batch.global_batch)
     notes += scaling
@@ -207,6 +209,7 @@ def prepare(
         path,
         "optimizer.params.weight_decay",
     )
+    check_weight_decay(optimizer, decay)
 
     train_source, val_source = _open_sources(config)
     for split, source in ((config.train_split, train_source), (config.val_split, val_source)):

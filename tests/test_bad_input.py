@@ -155,6 +155,17 @@ def test_layer_decay_with_an_optimizer_whose_update_is_not_proportional(capsys, 
     assert "--layer-decay does not work with Rprop" in line
 
 
+def test_settings_that_an_optimizer_would_not_take(capsys, tmp_path, folder):
+    """A decay that nothing applies; a decay by the square of the rate, which a factor on the update does not give."""
+    config = json_file(tmp_path, optimizer={"type": "Rprop"}, gradient_clipping=1.0)
+    line = refused(capsys, tmp_path, "--data-dir", folder, "--lr", 1e-3, "--weight-decay", 0.05, config=config)
+    assert "--weight-decay 0.05 has no effect: Rprop has no weight decay" in line
+    lion = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
+    config = json_file(tmp_path, optimizer=lion, gradient_clipping=1.0)
+    line = refused(capsys, tmp_path, "--data-dir", folder, "--layer-decay", 0.7, config=config)
+    assert "--layer-decay does not work with corrected_weight_decay of Lion" in line
+
+
 def test_num_classes_smaller_than_the_datas(capsys, tmp_path, folder):
     """A label outside the head would crash the loss."""
     line = refused(capsys, tmp_path, "--data-dir", folder, "--num-classes", 1)

@@ -82,6 +82,14 @@ def test_lion_is_elementwise():
         ({"type": "OneBitAdam"}, "there is no optimizer 'OneBitAdam' here; the nearest is"),
         ({"type": "AdamW", "params": {"beta": 1}}, "AdamW has no such argument; the nearest is 'betas'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1}}, '"gradient_clipping"'),
+        (
+            {"type": "Lion", "params": {"caution": True}},
+            "caution of Lion: it divides by the mean of a mask over a whole",
+        ),
+        ({"type": "AdamW", "params": {"differentiable": True}}, "differentiable of AdamW: it is for gradients through"),
+        ({"type": "ASGD", "params": {"capturable": True}}, "capturable of ASGD: it is for CUDA graphs"),
+        ({"type": "Adagrad", "params": {"lr_decay": -1}}, "Adagrad's lr_decay -1 must not be negative"),
+        ({"type": "Rprop", "params": {"weight_decay": 0.1}}, "weight_decay: Rprop has no such argument"),
         ({}, 'no "type"'),
     ],
 )

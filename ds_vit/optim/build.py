@@ -29,6 +29,13 @@ OFFERED = (*_TORCH, "Lion", *_OURS)
 """Every name that an `optimizer` block may have, in any case."""
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
+# What these arguments are for is not to be had here, under ZeRO or in any layout.
+_REFUSED_ARGUMENTS = {
+    "capturable": "it is for CUDA graphs of a whole step, which are not made here",
+    "differentiable": "it is for gradients through an optimizer step, which are not taken here",
+    "caution": "it divides by the mean of a mask over a whole parameter, and under ZeRO an optimizer sees one flat "
+    "tensor, so it would be something else in every layout",
+}
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
 _NO_LAYER_DECAY = ("ASGD", "Rprop")
 _DEEPSPEEDS_MUON = {
@@ -92,6 +99,8 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
+        if key in _REFUSED_ARGUMENTS and key in accepted and params[key]:
+            raise ValueError(f"{path}: optimizer.params.{key} of {cls.__name__}: {_REFUSED_ARGUMENTS[key]}; delete it")
         if cls is Muon and key in _DEEPSPEEDS_MUON:
             raise ValueError(f"{path}: optimizer.params.{key}: Muon here is timm's; {_DEEPSPEEDS_MUON[key]}")
         if key not in accepted:
@@ -159,7 +168,7 @@ def build_optimizer(
     return cls(groups, **arguments)
 
 
-def check_layer_decay(cls: type[torch.optim.Optimizer]) -> None:
+def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
     """Refuse layer-wise decay for an optimizer whose update is not proportional to its learning rate.
 
     Raises:
@@ -167,6 +176,21 @@ def check_layer_decay(cls: type[torch.optim.Optimizer]) -> None:
     """
     if cls.__name__ in _NO_LAYER_DECAY:
         raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
+    if arguments.get("corrected_weight_decay"):
+        raise ValueError(
+            f"--layer-decay does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
+            "the learning rate; delete it from optimizer.params"
+        )
+
+
+def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None) -> None:
+    """Refuse a weight decay that the optimizer would not take.
+
+    Raises:
+        ValueError: names the optimizer.
+    """
+    if weight_decay and "weight_decay" not in inspect.signature(cls.__init__).parameters:
+        raise ValueError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
 
 
 def attach(optimizer: torch.optim.Optimizer, fragments: Fragments, model: nn.Module, layer_decay: float | None) -> None:
