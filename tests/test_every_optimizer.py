@@ -1,6 +1,8 @@
 """Every optimizer that the JSON may name: its curve in every kind of layout, and after a change of layout half-way."""
 
+import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -11,7 +13,8 @@ from curves import assert_same_curve, train_in
 from project import ROOT
 from timm.optim import Lion, param_groups_weight_decay
 
-from ds_vit.optim.build import OFFERED
+from ds_vit.checkpoint.load import _is_scalar, _set_scalars
+from ds_vit.optim.build import OFFERED, build_optimizer, optimizer_class
 
 LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
 NUM_IMAGES, STEPS, CHANGE = 32, timm_side.STEPS, 4
@@ -125,6 +128,34 @@ def test_the_reference_moves(plain, kind):
     rows = plain(kind)
     assert min(row["grad_norm"] for row in rows) > 3 * timm_side.CLIP
     assert 0.02 < abs(rows[-1]["loss"] / rows[0]["loss"] - 1) < 0.9
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind, block in BLOCKS.items() if block["type"] not in ("Lamb", "Lars", "Muon")]
+)
+def test_counts_come_back_where_the_optimizer_keeps_them(kind):
+    """A count or rate on the CPU beside states on a GPU, which the next step would refuse."""
+
+    def optimizer():
+        parameter = torch.nn.Parameter(torch.empty(4, device="meta"))  # it stands for another device than the CPU
+        cls, arguments = optimizer_class({**BLOCKS[kind], "params": {**BLOCKS[kind]["params"]}}, "c")
+        return parameter, build_optimizer(cls, [{"params": [parameter]}], arguments, parameter.device)
+
+    def fragments():
+        return SimpleNamespace(base=base, shards=[SimpleNamespace(parameter=parameter)])
+
+    def scalars():
+        return {k: (v.device.type, v.dtype) for k, v in base.state[parameter].items() if _is_scalar(v)}
+
+    parameter, base = optimizer()
+    parameter.grad = torch.empty_like(parameter)
+    with contextlib.suppress(RuntimeError):  # ASGD then reads a number, which no meta tensor has; its states are made
+        base.step()
+    made = scalars()
+    saved = {key: {"value": 2.0, "tensor": True} for key in made}
+    parameter, base = optimizer()
+    _set_scalars(fragments(), saved)
+    assert scalars() == made
 
 
 def cases():

@@ -127,8 +127,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _set_scalars(fragments: Fragments, scalars: Mapping[str, Any]) -> None:
-    defaults = fragments.base.defaults
-    on_device = bool(defaults.get("fused") or defaults.get("capturable"))
+    # torch keeps counts on the CPU, unless its fused kernels read them; ASGD keeps its on the device whatever happens.
+    on_device = bool(fragments.base.defaults.get("fused")) or isinstance(fragments.base, torch.optim.ASGD)
     for shard in fragments.shards:
         state = fragments.base.state[shard.parameter]
         for key, entry in scalars.items():
