@@ -65,8 +65,15 @@ class StagedViT(PipelineModule):
                 del layers[: len(blocks)]
             else:
                 inputs = layers.pop(0)(inputs)
+        if not isinstance(inputs, tuple):
+            return inputs
         # Point-to-point transfers take contiguous tensors alone; a model without class token has others.
-        return tuple(tensor.contiguous() for tensor in inputs) if isinstance(inputs, tuple) else inputs
+        outputs = tuple(tensor.contiguous() for tensor in inputs)
+        if outputs[0].requires_grad:
+            # DeepSpeed receives the gradient of every micro-batch in one buffer. With one image in a micro-batch, the
+            # gradient of the position table is a view of it, which autograd keeps and the next micro-batch overwrites.
+            outputs[0].register_hook(torch.clone)
+        return outputs
 
 
 class PipeEngine(Engine):

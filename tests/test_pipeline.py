@@ -174,6 +174,15 @@ def test_model_kinds(ranks, kind):
     assert_same_curve(reference, rows, rtol=RTOL)
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+def test_embedding_alone_on_a_stage(ranks, micro):
+    """With one image a micro-batch the gradient of position table and class token is a view of what was received."""
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", ""]
+    reference = train_in(ranks, 1, [*argv, "-b", 8])
+    staged = ["--pp", 2, "--pp-partition", f"0,1,{TINY['depth'] + 2}", "-b", micro, "--grad-accum-steps", 8 // micro]
+    assert_same_curve(reference, train_in(ranks, 2, [*argv, *staged]), rtol=RTOL)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_bf16_pipeline_stays_with_bf16_alone(ranks, tmp_path, precision):
     """The deviation of a 16-bit pipeline from one 16-bit rank is rounding: below 0.2 %."""
