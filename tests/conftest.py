@@ -37,6 +37,11 @@ def real_images() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the full products too (hours)")
+    fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
+    fuzz.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="draw other combinations")
+    fuzz.addoption("--fuzz-first", type=int, default=0, metavar="N", help="begin with this one")
+    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (12; 300 with --exhaustive)")
+    fuzz.addoption("--fuzz-report", metavar="FILE", help="append a JSON line for each")
 
 
 # The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.

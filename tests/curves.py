@@ -100,6 +100,12 @@ def assert_same_curve(
     raise AssertionError("\n".join([*lines, *largest]))
 
 
+def largest_deviation(a: Sequence[Row], b: Sequence[Row], key: str) -> float:
+    """The largest relative deviation of a column over the steps of two runs; infinite where two cannot be compared."""
+    rows = zip(train_rows(a), train_rows(b), strict=True)
+    return max(_deviation(row_a[key], row_b[key]) for row_a, row_b in rows)
+
+
 def _deviation(x: float | None, y: float | None) -> float:
     """`|x - y|` in units of the larger magnitude; infinite where the two cannot be compared."""
     if x is None or y is None:

@@ -1,0 +1,263 @@
+"""Fuzz: combinations of everything that can be asked for, each in several layouts and interrupted, give one curve.
+
+Others than the fixed twelve:  pytest tests/test_fuzz.py --fuzz-seed 7 --fuzz-count 100
+One of them again:             pytest tests/test_fuzz.py -k combination --fuzz-seed 7 --fuzz-first 42 --fuzz-count 1
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections import Counter
+from unittest import mock
+
+import fuzz
+import pytest
+from ranks import RankFailure
+
+
+def pytest_generate_tests(metafunc):
+    """One test a combination; the first two are quick."""
+    if "index" not in metafunc.fixturenames:
+        return
+    option = metafunc.config.getoption
+    count = option("--fuzz-count") or (300 if option("--exhaustive") else 12)
+    first = option("--fuzz-first")
+    indices = range(first, first + count)
+    metafunc.parametrize("index", [pytest.param(i, marks=[pytest.mark.slow] if i - first > 1 else []) for i in indices])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, real_images):
+    """The small data sets."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    fuzz.make_data(folder, real_images / "cifar10")
+    return folder
+
+
+def test_combination(ranks, data, tmp_path, request, index):
+    """Anything that makes a layout, or an interruption, a hyper-parameter, in whatever combination it takes."""
+    seed = request.config.getoption("--fuzz-seed")
+    began = time.monotonic()
+    row = {"seed": seed, "index": index}
+    try:
+        outcome = fuzz.run_one(fuzz.Runner(ranks, data, tmp_path / "runs"), seed, index)
+        row |= {"deviations": outcome.deviations, "refusals": outcome.refusals}
+        row |= {"precision": outcome.combination.precision, "what": str(outcome.combination)}
+    except (AssertionError, RankFailure) as error:
+        row["error"] = str(error)
+        raise
+    finally:
+        report = request.config.getoption("--fuzz-report")
+        if report:
+            with open(report, "a") as file:
+                file.write(json.dumps({**row, "seconds": time.monotonic() - began}) + "\n")
+
+
+def test_most_draws_are_legal(data, tmp_path, capsys):
+    """A fuzz that passes because everything is refused, or whose layouts are refused where one process is not."""
+    number, refusals, wrong = 20, {}, []
+    for index in range(number):
+        combination = fuzz.draw(0, index)
+        runner = fuzz.Runner(None, data, tmp_path)
+        for place, layout in enumerate(combination.layouts):
+            argv = runner.argv(combination, layout, f"layout{place}", weights=False)
+            said = fuzz.refusal(combination, place, argv, on_cpu=combination.precision != "fp16")
+            if said is not None and (place == 0 or fuzz.is_layout_rule(said)):
+                refusals[index] = said
+                break
+            if said is not None:
+                wrong.append(f"{said}\n{combination}")
+    with capsys.disabled():
+        print(f"\n{len(refusals)} of {number} draws are refused")
+        for reason, count in Counter(refusals.values()).most_common():
+            print(f"{count:4} {reason}")
+    assert not wrong, "\n\n".join(wrong)
+    assert len(refusals) < 0.15 * number
+
+
+_FIRST = ("vit_tiny_patch16_224", "664")
+# Values that no probability brings to zero; each must occur among these draws.
+_ALWAYS_SOMEWHERE = """
+    --aug-repeats --no-aug --aa --color-jitter --color-jitter-prob --hflip --vflip --grayscale-prob
+    --gaussian-blur-prob --train-crop-mode --scale --reprob --mixup --cutmix --cutmix-minmax --mixup-prob
+    --mixup-switch-prob --mixup-off-epoch --bce-loss --bce-sum --bce-target-thresh --layer-decay --model-ema
+    --model-ema-warmup --clip-grad --drop --drop-path --linear-probe --freeze --norm-dtype --spike-factor
+    --grad-stats-interval --sched --min-lr --pp-partition --sequence-parallel --class-parallel --grad-checkpointing
+    --check-replicas
+"""
+
+
+def test_everything_is_drawn_and_drawn_again():
+    """A choice that is never made, and a draw that is the same for each index or another one in each process."""
+    drawn = [fuzz.draw(0, index) for index in range(300)]
+    assert [str(combination) for combination in drawn[:20]] == [str(fuzz.draw(0, index)) for index in range(20)]
+    assert (drawn[0].model, drawn[0].words[5]) == _FIRST, "--fuzz-seed 0 no longer draws what it did, or not everywhere"
+    words = {word for c in drawn for word in (*c.words, *(w for layout in c.layouts for w in layout.words))}
+    assert set(_ALWAYS_SOMEWHERE.split()) <= words
+    # Adagrad is in fuzz.KNOWN.
+    assert {c.optimizer for c in drawn} >= set(fuzz.OPTIMIZERS) - {"Adagrad"}
+    assert {c.precision for c in drawn} == set(fuzz.TOLERANCES)
+    assert {c.interruption.kind for c in drawn} == {"killed", "told", "signal"}
+    layouts = [layout for c in drawn for layout in c.layouts[1:]]
+    stages = {(layout.json["zero_optimization"]["stage"], layout.world) for layout in layouts}
+    assert stages >= {(stage, world) for stage in range(4) for world in (2, 3, 4)}
+    assert len({c.model for c in drawn}) > 20
+
+
+# ---- the fuzz itself can fail ----------------------------------------------------------------------------------------
+
+
+def _plain(**zero):
+    return {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": zero}
+
+
+# Small and ordinary: what is broken on purpose must show here already.
+ORDINARY = fuzz.Combination(
+    seed=0,
+    index=-1,
+    model="vit_tiny_patch16_224",
+    kwargs={"patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2},
+    img_size=16,
+    num_classes=11,
+    data="cifar19",
+    words=("--epochs", "2", "--drop-path", "0.2", "--mixup", "0.8", "--sched", "constant", "--eval-interval", "1"),
+    json={
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "gradient_clipping": 0.1,
+    },
+    precision="fp32",
+    steps=4,
+    shaken=True,
+    layouts=(
+        fuzz.Layout(1, ("--workers", "0"), {**_plain(stage=1), "train_micro_batch_size_per_gpu": 8}),
+        fuzz.Layout(2, ("--workers", "0"), _plain(stage=1)),
+        fuzz.Layout(2, ("--tp", "2", "--workers", "0"), {**_plain(stage=0), "gradient_accumulation_steps": 2}),
+        fuzz.Layout(2, ("--pp", "2", "--workers", "0"), {**_plain(stage=1), "gradient_accumulation_steps": 2}),
+        fuzz.Layout(2, ("--workers", "0"), _plain(stage=2)),
+    ),
+    interruption=fuzz.Interruption(kind="killed", step=2, rank=0, layout=1, in_place=False),
+)
+
+
+@contextlib.contextmanager
+def loss_factor():
+    """The loss is larger by a ten-thousandth."""
+    from ds_vit import build
+
+    made = build._loss
+    with mock.patch.object(build, "_loss", lambda *args: lambda *batch: made(*args)(*batch) * 1.0001):
+        yield
+
+
+@contextlib.contextmanager
+def rows_by_rank():
+    """The last rank trains on its neighbour's samples."""
+    import torch.distributed as dist
+
+    from ds_vit.data.order import SampleOrder
+
+    rows = SampleOrder.rows
+
+    def shifted(self, step, asked):
+        return rows(self, step, [(row + dist.get_rank()) % self.global_batch for row in asked])
+
+    with mock.patch.object(SampleOrder, "rows", shifted):
+        yield
+
+
+@contextlib.contextmanager
+def draws_by_rank():
+    """Drop-path depends on the rank."""
+    import torch.distributed as dist
+
+    from ds_vit import keyed
+
+    uniform = keyed.uniform
+    with mock.patch.object(keyed, "uniform", lambda keys, *args: uniform(keys + dist.get_rank(), *args)):
+        yield
+
+
+@contextlib.contextmanager
+def norm_without_a_shard():
+    """The gradient norm does not see the second half of a matrix that tensor parallelism cuts."""
+    from ds_vit.tensor_parallel import cut
+
+    shard = cut._shard
+
+    def untagged(owner, name, *args):
+        shard(owner, name, *args)
+        getattr(owner, name).tensor_model_parallel = False
+
+    with mock.patch.object(cut, "_shard", untagged):
+        yield
+
+
+@contextlib.contextmanager
+def momentum_lost():
+    """A run that goes on begins with a momentum of zero."""
+    import torch
+
+    from ds_vit.checkpoint import load
+
+    with mock.patch.object(load, "_state", lambda fragments, shard, key: torch.zeros_like(shard.parameter)):
+        yield
+
+
+@contextlib.contextmanager
+def step_lost():
+    """A run that goes on leaves a step out."""
+    from ds_vit import keeper
+
+    first_step = keeper.first_step
+    with mock.patch.object(keeper, "first_step", lambda *args: first_step(*args) + 1):
+        yield
+
+
+@contextlib.contextmanager
+def image_counted_twice():
+    """Evaluation counts an image too many."""
+    from ds_vit import session
+
+    evaluate = session.evaluate
+
+    def one_more(*args, **kwargs):
+        accuracy = evaluate(*args, **kwargs)
+        return dataclasses.replace(accuracy, images=accuracy.images + 1)
+
+    with mock.patch.object(session, "evaluate", one_more):
+        yield
+
+
+# What is broken → where it shows, and as what.
+BREAKAGES = {
+    loss_factor: "layout 1: the curves part .*\n.*\n.*loss",
+    rows_by_rank: "layout 1: the curves part",
+    draws_by_rank: "layout 1: the curves part",
+    norm_without_a_shard: "layout 2: the curves part .*\n.*\n.*grad_norm",
+    momentum_lost: "gone on after step 2 in layout 4: the curves part",
+    step_lost: "gone on after step 2 in layout 4: the curves have different steps",
+    image_counted_twice: "layout 1: evaluation at step 2: images 23 and 24",
+}
+
+
+@pytest.mark.parametrize("breakage", [None, *BREAKAGES], ids=lambda b: b.__name__ if b else "nothing")
+def test_what_is_broken_is_seen(ranks, data, tmp_path, breakage):
+    """A comparison that compares nothing; unbroken, the same combination passes."""
+    runner = fuzz.Runner(ranks, data, tmp_path / "runs", breakage)
+    if breakage is None:
+        assert runner.check(ORDINARY)["grad_norm"] > 0
+        return
+    with pytest.raises(AssertionError, match=BREAKAGES[breakage]) as seen:
+        runner.check(ORDINARY)
+    assert "again: pytest tests/test_fuzz.py -k combination --fuzz-seed 0 --fuzz-first -1" in str(seen.value)
+
+
+def test_a_refusal_in_one_layout_alone_is_seen(ranks, data, tmp_path):
+    """A layout that the trainer refuses, though no documented rule excludes it, must not pass in silence."""
+    layouts = list(ORDINARY.layouts)
+    layouts[2] = dataclasses.replace(layouts[2], words=("--tp", "2", "--stall-seconds", "-1"))
+    refused = dataclasses.replace(ORDINARY, layouts=tuple(layouts))
+    with pytest.raises(AssertionError, match="--stall-seconds must be a number >= 0"):
+        fuzz.Runner(ranks, data, tmp_path / "runs").check(refused)
+    assert not fuzz.is_layout_rule("--stall-seconds must be a number >= 0, not -1.0")
