@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_vit import config as flags
-from ds_vit import layout
+from ds_vit.launching.process import discover
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def train(**settings: Any) -> dict[str, Any]:
     from ds_vit.train import run
 
     config, explicit = flags.from_values(settings)
-    return run(config, explicit, layout.discover())
+    return run(config, explicit, discover())
 
 
 def evaluate(source: str, **settings: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def evaluate(source: str, **settings: Any) -> dict[str, Any]:
     Raises:
         ValueError: anything that the command line would refuse.
     """
-    from ds_vit.evaluation import evaluate_weights
+    from ds_vit.tools.evaluate import evaluate_weights
 
     return evaluate_weights(source, **settings)
 
@@ -63,6 +63,6 @@ def export(source: str, to: str, **settings: Any) -> Any:
     Raises:
         ValueError: anything that the command line would refuse.
     """
-    from ds_vit.exchange import export as write
+    from ds_vit.interop import export as write
 
     return write(source, to, **settings)

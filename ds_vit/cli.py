@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_vit.doctor.command import add_arguments as add_doctor_arguments
-from ds_vit.doctor.command import doctor as run_doctor
+from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
+from ds_vit.tools.doctor.command import doctor as run_doctor
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,14 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["eval"]:
-        from ds_vit import evaluation
+        from ds_vit.tools import evaluate
 
-        return evaluation.main(argv[1:], "ds-vit eval")
+        return evaluate.main(argv[1:], "ds-vit eval")
     try:
         if argv[:1] in (["export"], ["import"]):
-            from ds_vit import exchange
+            from ds_vit import interop
 
-            return exchange.main(argv)
+            return interop.main(argv)
         arguments = build_parser().parse_args(argv)
         return arguments.run(arguments)
     except ValueError as error:
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench_step(arguments: argparse.Namespace) -> int:
-    from ds_vit.bench import bench_step, to_json
-    from ds_vit.metrics import make_console, print_table
+    from ds_vit.monitoring.metrics import make_console, print_table
+    from ds_vit.tools.bench import bench_step, to_json
 
     result = bench_step(
         model=arguments.model,
@@ -116,7 +116,7 @@ def _bench_step(arguments: argparse.Namespace) -> int:
 
 
 def _hosts(arguments: argparse.Namespace) -> int:
-    from ds_vit.hosts import read_hosts, to_hostfile
+    from ds_vit.launching.hosts import read_hosts, to_hostfile
 
     text = to_hostfile(read_hosts(arguments.source, os.environ, arguments.slots))
     if arguments.output is None:
@@ -130,8 +130,8 @@ def _hosts(arguments: argparse.Namespace) -> int:
 
 
 def _gradients(arguments: argparse.Namespace) -> int:
-    from ds_vit import gradient_picture
-    from ds_vit.metrics import make_console, print_columns
+    from ds_vit.monitoring import gradient_picture
+    from ds_vit.monitoring.metrics import make_console, print_columns
 
     run = Path(arguments.folder)
     row = gradient_picture.read_row(run, arguments.step)

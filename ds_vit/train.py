@@ -15,21 +15,22 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit import exit_codes, layout
-from ds_vit.durations import parse_seconds
-from ds_vit.engine import init_distributed, quiet_deepspeed, share_cores
-from ds_vit.exit_codes import Diverged
-from ds_vit.interrupt import Signals
+from ds_vit.config.durations import parse_seconds
+from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.exit_codes import Diverged
+from ds_vit.fault_tolerance.signals import Signals
+from ds_vit.launching.process import Process, discover, job_end, rendezvous
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch/train.py` with these arguments.
 
     Returns:
-        One of `ds_vit.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
+        One of `fault_tolerance.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
     """
 
-    def body(process: layout.Process) -> int:
+    def body(process: Process) -> int:
         config, explicit = flags.parse(argv)
         with Signals().installed(speaks=process.local_rank == 0) as signals:
             summary = run(config, explicit, process, signals)
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded("train.py", body, "what came after the last checkpoint is not saved")
 
 
-def guarded(program: str, body: Callable[[layout.Process], int], interrupted: str) -> int:
+def guarded(program: str, body: Callable[[Process], int], interrupted: str) -> int:
     """Run the body of a program that a launcher starts once a rank; what is wrong with its input becomes one line.
 
     Args:
@@ -51,7 +52,7 @@ def guarded(program: str, body: Callable[[layout.Process], int], interrupted: st
     """
     rank, speaks = 0, True
     try:
-        process = layout.discover()
+        process = discover()
         rank, speaks = process.rank, process.local_rank == 0
         return body(process)
     except ValueError as error:
@@ -78,7 +79,7 @@ def guarded(program: str, body: Callable[[layout.Process], int], interrupted: st
 
 
 def run(
-    config: flags.RunConfig, explicit: frozenset[str], process: layout.Process, signals: Signals | None = None
+    config: flags.RunConfig, explicit: frozenset[str], process: Process, signals: Signals | None = None
 ) -> dict[str, Any]:
     """Carry out one run: prepare, start the ranks, train, evaluate, save.
 
@@ -99,14 +100,14 @@ def run(
     quiet_deepspeed(config.verbose)
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
-    from ds_vit.prepare import prepare
-    from ds_vit.resume import goes_on_in
-    from ds_vit.session import Session
-    from ds_vit.watchdog import Watchdog
+    from ds_vit.fault_tolerance.watchdog import Watchdog
+    from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
+    from ds_vit.training.plan import prepare
+    from ds_vit.training.resume import goes_on_in
+    from ds_vit.training.trainer import Session
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else layout.job_end()
+    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
     plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
     if config.output and process.rank == 0:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
@@ -114,7 +115,7 @@ def run(
 
     if on_cpu:
         share_cores(process.local_world_size)
-    made_group = init_distributed(layout.rendezvous(process))
+    made_group = init_distributed(rendezvous(process))
     if signals is not None:
         signals.ranks_have_met = True
     finished = False

@@ -12,7 +12,7 @@ from pathlib import Path
 # This clone's package, installed or not, and not another clone's.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_vit.evaluation import main
+from ds_vit.tools.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

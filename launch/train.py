@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if __name__ == "__main__":
-    from ds_vit.interrupt import end_at_signals
+    from ds_vit.fault_tolerance.signals import end_at_signals
 
     end_at_signals("train.py")
     from ds_vit.train import main

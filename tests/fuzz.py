@@ -34,9 +34,9 @@ from oracle import cifar_folder
 from ranks import RankPool
 from safetensors.torch import save_file
 
-from ds_vit import exit_codes
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.models import ModelSpec, create_model
-from ds_vit.tensor_parallel import legal_degrees
+from ds_vit.parallel.tensor import legal_degrees
 
 MAX_ATTEMPTS = 12
 """Draws of a combination or a layout, refused ones included, before the fuzz itself is taken to be wrong."""
@@ -619,7 +619,7 @@ def train_on_rank(
     said = io.StringIO()
     with contextlib.ExitStack() as stack:
         if not first:
-            stack.enter_context(mock.patch("ds_vit.session.forward_flops", return_value=1.0))
+            stack.enter_context(mock.patch("ds_vit.training.trainer.forward_flops", return_value=1.0))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(said))
         if fp16:
@@ -637,7 +637,7 @@ def _signalled(rank: int, step: int) -> Iterator[None]:
     """A rank that is told to stop in the given step of this process."""
     import torch.distributed as dist
 
-    from ds_vit.session import Session
+    from ds_vit.training.trainer import Session
 
     taken = 0
     account = Session._account
@@ -807,8 +807,8 @@ def assert_same_evaluation(a: dict[int, Row], b: dict[int, Row], tolerance: Tole
 def refusal(combination: Combination, number: int, argv: list[str], on_cpu: bool) -> str | None:
     """What the trainer would refuse a combination with in a layout, found out without any ranks; None where it runs."""
     from ds_vit import config as flags
-    from ds_vit import layout as layouts
-    from ds_vit.prepare import prepare
+    from ds_vit.parallel import layout as layouts
+    from ds_vit.training.plan import prepare
 
     world = combination.layouts[number].world
     try:

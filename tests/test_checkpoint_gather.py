@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ds_vit.checkpoint import TensorSpec
 from ds_vit.checkpoint.gather import Exchange, Piece
-from ds_vit.tensor_parallel import TensorSlice
+from ds_vit.parallel.tensor import TensorSlice
 
 SHAPES = {"a": (6, 4), "qkv": (12, 4), "proj": (4, 8), "bias": (7,), "big": (40, 40), "empty": (0, 3)}
 # Which dimension of a tensor is cut, and its sections; the classes (7 over 2 ranks) do not divide.

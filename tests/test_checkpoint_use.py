@@ -18,7 +18,7 @@ from project import ROOT
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint import TensorFiles, checkpoints
-from ds_vit.exchange import export
+from ds_vit.interop import export
 
 KWARGS = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 NEVER = {"step": 10**9, "delay": 0.0}
@@ -41,7 +41,7 @@ def run(ranks, tmp_path_factory):
 
 def eval_on_rank(argv: list[str]) -> int:
     """On a rank: the exit code of launch/eval.py."""
-    from ds_vit.evaluation import main
+    from ds_vit.tools.evaluate import main
 
     return main(argv)
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_evaluated_and_exported(ranks, run, tmp_path, kind):
 def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
     """On a rank: train with files of at most 30 kB; the code, what this rank wrote, its largest round in bytes."""
     from ds_vit.checkpoint import gather, snapshot
-    from ds_vit.engine import Engine
+    from ds_vit.engine.base import Engine
     from ds_vit.train import main
 
     snapshot.WEIGHT_BYTES = snapshot.STATE_BYTES = 30_000

@@ -62,7 +62,7 @@ def test_a_healthy_cluster(hosts, tmp_path, paths):
     assert {row["name"] for row in network["measured"]["collectives"]} == {"all_reduce", "all_gather", "reduce_scatter"}
     assert list(paths[1].iterdir()) == []
     deadline = time.monotonic() + 60
-    while any("ds_vit.doctor" in line for host in hosts for line in host.processes()):
+    while any("ds_vit.tools.doctor" in line for host in hosts for line in host.processes()):
         assert time.monotonic() < deadline, [host.processes() for host in hosts]
         time.sleep(0.2)
 

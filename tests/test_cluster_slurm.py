@@ -122,8 +122,8 @@ def test_the_doctor_in_a_job(here, tmp_path):
 
 def test_what_a_process_sees(here, tmp_path):
     # Catches: a plain python in a job's script that takes itself for a task and waits for others; wrong local ranks.
-    look = "from ds_vit.layout import discover as d; p = d(); print(p.launcher, p.rank, p.world_size, p.local_rank, "
-    look += "p.local_world_size)"
+    look = "from ds_vit.launching.process import discover as d; p = d(); print(p.launcher, p.rank, p.world_size, "
+    look += "p.local_rank, p.local_world_size)"
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\nexport PYTHONPATH={ROOT}\npython -c '{look}'\nsrun -n3 python -c '{look}'\n")
     job = here.sbatch("--nodes=2", "--ntasks=3", "--output=out", str(script), cwd=tmp_path)

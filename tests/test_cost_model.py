@@ -25,11 +25,11 @@ def flops_of_last_step(argv):
     """On a rank: train, and give the floating-point operations of the last step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from ds_vit import engine, pipe_engine
+    from ds_vit.engine import base, pipeline
     from ds_vit.train import main
 
     counted = []
-    for kind in (engine.PlainEngine, pipe_engine.PipeEngine):
+    for kind in (base.PlainEngine, pipeline.PipeEngine):
         step = kind.train_step
 
         def counting(self, inputs, step=step):
@@ -77,11 +77,11 @@ def bytes_sent(argv):
     """On a rank of a pipeline: train, and give the bytes sent point to point in the last step, by type."""
     import torch.distributed as dist
 
-    from ds_vit import pipe_engine
+    from ds_vit.engine import pipeline
     from ds_vit.train import main
 
     sent: dict[str, int] = {}
-    send, step = dist.send, pipe_engine.PipeEngine.train_step
+    send, step = dist.send, pipeline.PipeEngine.train_step
 
     def counting_send(tensor, *args, **kwargs):
         name = str(tensor.dtype)
@@ -93,7 +93,7 @@ def bytes_sent(argv):
         return step(self, inputs)
 
     dist.send = torch.distributed.send = counting_send
-    pipe_engine.PipeEngine.train_step = fresh_step
+    pipeline.PipeEngine.train_step = fresh_step
     assert main(argv) == 0
     return dict(sent)
 

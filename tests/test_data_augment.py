@@ -28,12 +28,12 @@ from timm.data.auto_augment import (
 from timm.data.transforms import CenterCropOrPad, RandomCropOrPad, RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torchvision import transforms
 
-from ds_vit import keyed
+from ds_vit import randomness
 from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, finish_images
-from ds_vit.data.augment import eval_transform, train_transform
-from ds_vit.data.draws import seeded, shielded, uniform
-from ds_vit.data.policies import AugMix, Policy
-from ds_vit.data.steps import ColorJitter, GaussianBlur, Maybe, RandomResizedCrop, ResizeAndCrop
+from ds_vit.data.augment.draws import seeded, shielded, uniform
+from ds_vit.data.augment.policies import AugMix, Policy
+from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, RandomResizedCrop, ResizeAndCrop
+from ds_vit.data.augment.transforms import eval_transform, train_transform
 
 
 def _photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Image:
@@ -91,7 +91,7 @@ def test_a_step_makes_timms_pixels_from_the_same_stream(case):
     step, original = adapt(make()), make()
     changed = 0
     for number in range(60):
-        image, key = _photo(seed=number % 7), keyed.mix(number)
+        image, key = _photo(seed=number % 7), randomness.mix(number)
         drawn = step.draw(key, (image.height, image.width))
         with seeded(key, name):
             try:
@@ -116,7 +116,7 @@ def test_resize_and_crop_makes_timms_pixels_from_the_same_stream(crop):
     cut = crop(24, padding_mode="reflect")
     step = ResizeAndCrop(resize, cut)
     for number in range(60):
-        image, key = _photo(seed=number % 7), keyed.mix(number)
+        image, key = _photo(seed=number % 7), randomness.mix(number)
         drawn = step.draw(key, (image.height, image.width))
         with seeded(key, "crop"):
             expected = cut(resize(image))
@@ -136,7 +136,7 @@ def test_posterising_to_no_bits_is_black():
 def test_applying_an_operation_draws_nothing(name):
     """Would catch an operation of timm, present or future, whose application reads a process's generator."""
     step = Policy(AutoAugment([[AugmentOp(name, prob=1.0, magnitude=7)]]))
-    drawn = [step.draw(keyed.mix(number), (40, 52)) for number in range(20)]
+    drawn = [step.draw(randomness.mix(number), (40, 52)) for number in range(20)]
     before = _generator_states()
     first = [np.asarray(step.apply(_photo(), operations)).tobytes() for operations in drawn]
     random.seed(5)
@@ -152,7 +152,7 @@ def test_random_interpolation_of_a_policy_is_drawn_evenly():
     """Would catch geometric operations that always use one of timm's two interpolations."""
     hparams = {k: v for k, v in HPARAMS.items() if k != "interpolation"}
     step = Policy(rand_augment_transform("rand-p1-n1", hparams))
-    resamples = [step.draw(keyed.mix(number), (40, 52))[0].keywords["resample"] for number in range(1000)]
+    resamples = [step.draw(randomness.mix(number), (40, 52))[0].keywords["resample"] for number in range(1000)]
     assert set(resamples) == {Image.Resampling.BILINEAR, Image.Resampling.BICUBIC}
     assert stats.binomtest(resamples.count(Image.Resampling.BICUBIC), 1000, 0.5).pvalue > 1e-3
 
@@ -211,7 +211,7 @@ def test_the_training_transform_has_timms_distribution(name):
         (3, 24, 32), is_training=True, use_prefetcher=True, **({"interpolation": "random"} | renamed)
     )
     image, draws = _map_photo(), 400
-    mine = np.array([_features(ours(image, keyed.mix(number))) for number in range(draws)])
+    mine = np.array([_features(ours(image, randomness.mix(number))) for number in range(draws)])
     theirs = []
     with seeded(0, "the test's stream"):
         while len(theirs) < draws:
@@ -237,7 +237,7 @@ def test_the_comparison_of_distributions_can_fail(right, wrong):
     image = _map_photo()
     transforms_ = (train_transform(IMAGE, AugmentConfig(**flags)) for flags in (right, wrong))
     mine, theirs = (
-        np.array([_features(transform(image, keyed.mix(number, stream))) for number in range(400)])
+        np.array([_features(transform(image, randomness.mix(number, stream))) for number in range(400)])
         for stream, transform in enumerate(transforms_)
     )
     assert min(stats.ks_2samp(mine[:, f], theirs[:, f]).pvalue for f in range(mine.shape[1])) < 1e-5
@@ -248,14 +248,16 @@ def test_the_comparison_of_distributions_can_fail(right, wrong):
 def test_the_interpolation_of_crops(mode, flag, kinds):
     """Would catch --train-interpolation that does not reach the crop."""
     crop = train_transform(IMAGE, AugmentConfig(train_crop_mode=mode, train_interpolation=flag)).steps[0]
-    assert {crop.draw(keyed.mix(number), (40, 52))[1].value for number in range(30)} == kinds
+    assert {crop.draw(randomness.mix(number), (40, 52))[1].value for number in range(30)} == kinds
 
 
 def test_what_a_geometric_operation_uncovers_is_the_mean_colour():
     """Would catch --mean that does not reach the policy's fill colour."""
     image = ImageConfig(img_size=(24, 24), mean=(0.2, 0.4, 0.8))
     rotate = train_transform(image, AugmentConfig(aa="rand-m9", hflip=0.0)).steps[-1]
-    fills = {o.keywords["fillcolor"] for number in range(50) for o in rotate.draw(keyed.mix(number), (24, 24)) or ()}
+    fills = {
+        o.keywords["fillcolor"] for number in range(50) for o in rotate.draw(randomness.mix(number), (24, 24)) or ()
+    }
     assert fills == {(51, 102, 204)}
 
 
@@ -263,7 +265,7 @@ def test_what_a_geometric_operation_uncovers_is_the_mean_colour():
 def test_coins_fall_with_their_probability(probability):
     """Would catch p and 1 - p exchanged, or a coin that is never or always thrown at the ends."""
     coin = Maybe("hflip", probability, lambda image: image)
-    heads = sum(coin.draw(key, (1, 1)) is not None for key in keyed.sample_keys(0, 0, np.arange(2000)).tolist())
+    heads = sum(coin.draw(key, (1, 1)) is not None for key in randomness.sample_keys(0, 0, np.arange(2000)).tolist())
     if probability in (0.0, 1.0):
         assert heads == 2000 * probability
     else:
@@ -281,7 +283,7 @@ EVERYTHING = AugmentConfig(
 def test_pixels_are_a_function_of_the_key(augment):
     """Would catch a draw from the process, state that outlives a sample, or a key that is ignored."""
     transform = train_transform(IMAGE, augment)
-    keys = [keyed.mix(number) for number in range(20)]
+    keys = [randomness.mix(number) for number in range(20)]
     first = [transform(_photo(), key).numpy().tobytes() for key in keys]
     before = _generator_states()
     again = {key: transform(_photo(), key).numpy().tobytes() for key in reversed(keys)}
@@ -297,7 +299,7 @@ def test_a_step_draws_the_same_whatever_stands_beside_it():
     plain = train_transform(IMAGE, AugmentConfig(hflip=0.0, color_jitter=0.0))
     full = train_transform(IMAGE, AugmentConfig(vflip=0.5, aa="rand-m9"))
     for number in range(10):
-        assert plain.draw(keyed.mix(number), (40, 52))[0] == full.draw(keyed.mix(number), (40, 52))[0]
+        assert plain.draw(randomness.mix(number), (40, 52))[0] == full.draw(randomness.mix(number), (40, 52))[0]
 
 
 def test_a_transform_with_nothing_to_draw_has_no_steps():
@@ -371,7 +373,7 @@ def test_seeded_reaches_all_three_generators_and_leaves_them():
 
 def test_scalar_coins_are_uniform():
     """Would catch a biased coin, or one that two names share."""
-    keys = keyed.sample_keys(0, 0, np.arange(5000)).tolist()
+    keys = randomness.sample_keys(0, 0, np.arange(5000)).tolist()
     first, second = (np.array([uniform(key, name) for key in keys]) for name in ("a", "b"))
     assert stats.kstest(first, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.06

@@ -8,17 +8,17 @@ import torch
 from scipy import stats
 from timm.data.random_erasing import RandomErasing
 
-from ds_vit import keyed
+from ds_vit import randomness
 from ds_vit.data import AugmentConfig
-from ds_vit.data.draws import seeded
-from ds_vit.data.erasing import ErasingBoxes, erase
+from ds_vit.data.augment.draws import seeded
+from ds_vit.data.augment.erasing import ErasingBoxes, erase
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_erased_boxes_are_timms_from_the_same_stream(count):
     """Would catch boxes of another size, place, number or probability than timm's RandomErasing draws."""
     boxes = ErasingBoxes(AugmentConfig(reprob=0.6, recount=count))
-    keys = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(200)))
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(200)))
     drawn = torch.from_numpy(np.stack([boxes.draw(key, (24, 32)) for key in keys.tolist()]))
     assert drawn.shape == (200, count, 4)
     ours = erase(torch.ones(200, 3, 24, 32), drawn, keys, "const")
@@ -31,7 +31,7 @@ def test_erased_boxes_are_timms_from_the_same_stream(count):
 
 def test_erasing_noise_is_standard_normal_and_keyed():
     """Would catch noise of another scale than timm's, shared between samples, or drawn from the process."""
-    keys = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(8)))
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(8)))
     boxes = torch.tensor([[[4, 6, 20, 30]]]).expand(8, 1, 4).to(torch.int32)
     torch.manual_seed(0)
     noise = erase(torch.full((8, 3, 24, 32), 9.0), boxes, keys, "pixel")
@@ -46,7 +46,7 @@ def test_erasing_noise_is_standard_normal_and_keyed():
 
 def test_erasing_colours_are_one_for_each_box_and_channel():
     """Would catch mode rand filling with noise, or two boxes of an image with one colour."""
-    keys = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(300)))
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(300)))
     boxes = torch.tensor([[[0, 0, 8, 8], [10, 10, 20, 20]]]).expand(300, 2, 4).to(torch.int32)
     result = erase(torch.full((300, 3, 24, 32), 9.0), boxes, keys, "rand")
     first, second = result[:, :, :8, :8], result[:, :, 10:20, 10:20]
@@ -60,7 +60,7 @@ def test_erasing_colours_are_one_for_each_box_and_channel():
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_erasing_a_row_does_not_depend_on_the_batch(mode):
     """Would catch noise that changes with the micro-batch."""
-    keys = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(9)))
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(9)))
     boxes = torch.from_numpy(
         np.stack([ErasingBoxes(AugmentConfig(reprob=0.7)).draw(k, (24, 32)) for k in keys.tolist()])
     )

@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from timm.data.mixup import Mixup, mixup_target
 
-from ds_vit import keyed
+from ds_vit import randomness
 from ds_vit.data import MixConfig
-from ds_vit.data.draws import seeded
-from ds_vit.data.mixing import PairDraws, PairMix, mix_images, mix_targets
+from ds_vit.data.augment.draws import seeded
+from ds_vit.data.augment.mixing import PairDraws, PairMix, mix_images, mix_targets
 
 SIZE = (12, 16)
 CASES = {
@@ -26,7 +26,7 @@ CASES = {
 def _pairs(mix: MixConfig, num_pairs: int) -> tuple[PairMix, list[int]]:
     """Pairs side by side, as in a micro-batch of 2 * num_pairs rows, and the key of each pair's first row."""
     draws = PairDraws(mix)
-    keys = keyed.sample_keys(0, 0, np.arange(0, 2 * num_pairs, 2)).tolist()
+    keys = randomness.sample_keys(0, 0, np.arange(0, 2 * num_pairs, 2)).tolist()
     drawn = [draws.draw(key, SIZE) for key in keys for _ in range(2)]
     partner = torch.arange(2 * num_pairs) ^ 1
     lam = torch.tensor([lam for lam, _ in drawn])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_vit import keyed
+from ds_vit import randomness
 from ds_vit.data import SampleOrder, Share, evaluation_rows, num_evaluation_batches
 
 ORDERS = st.builds(
@@ -38,7 +38,7 @@ def test_an_epoch_uses_each_sample_at_most_once(order, epoch):
 def test_keys_are_those_of_seed_epoch_and_sample(order, step):
     """Would catch keys that miss the epoch (the same augmentation in each) or the seed."""
     indices, keys = _step(order, step)
-    assert keys == [keyed.mix(order.seed, order.epoch_of(step), index, 0) for index in indices]
+    assert keys == [randomness.mix(order.seed, order.epoch_of(step), index, 0) for index in indices]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -105,7 +105,7 @@ def test_repeats_stand_in_one_step_with_keys_of_their_own(repeats, batch, extra,
     plain = SampleOrder(order.num_samples, 1, seed=1)
     first = [_step(plain, epoch * order.num_samples + number)[0][0] for number in range(math.ceil(len(rows) / repeats))]
     # The epoch's first samples in the order without repeats, each `repeats` times, the last as often as there is room.
-    expected = sorted((index, keyed.mix(1, epoch, index, copy)) for index in first for copy in range(repeats))
+    expected = sorted((index, randomness.mix(1, epoch, index, copy)) for index in first for copy in range(repeats))
     assert set(rows) <= set(expected)
     assert len(expected) - len(rows) < repeats
 

@@ -31,19 +31,19 @@ def engine_on_a_rank(config, steps=0):
 
 
 def test_zero0_throws_its_gradient_norm_away(ranks):
-    """engine.py computes the norm itself at stage 0, and clips by it."""
+    """engine/base.py computes the norm itself at stage 0, and clips by it."""
     [facts] = ranks.run(1, engine_on_a_rank, {"gradient_clipping": 1.0}, steps=1)
     assert facts["norm"] is None
 
 
 def test_silent_gradient_clipping_is_one(ranks):
-    """prepare.py writes the clipping down, because a silent file clips at 1.0."""
+    """plan.py writes the clipping down, because a silent file clips at 1.0."""
     [facts] = ranks.run(1, engine_on_a_rank, {})
     assert facts["clipping"] == 1.0
 
 
 def test_bf16_at_stage_0_gets_the_unfused_optimizer(ranks):
-    """ds_json.py refuses bf16.enabled at stage 0: this wrapper steps the optimizer before training."""
+    """deepspeed_json.py refuses bf16.enabled at stage 0: this wrapper steps the optimizer before training."""
     [facts] = ranks.run(1, engine_on_a_rank, {"bf16": {"enabled": True}})
     assert facts["wrapper"] == "FP16_UnfusedOptimizer"
 
@@ -57,7 +57,7 @@ def unknown_key_on_a_rank():
 
 
 def test_unknown_top_level_keys_pass_in_silence(ranks):
-    """ds_json.py refuses them by name."""
+    """deepspeed_json.py refuses them by name."""
     assert ranks.run(1, unknown_key_on_a_rank) == [True]
 
 
@@ -73,7 +73,7 @@ def batch_on_a_rank():
 
 
 def test_batch_is_checked_after_a_floor_division(ranks):
-    """ds_json.py checks before: DeepSpeed's complaint names 3, a number that nobody wrote."""
+    """deepspeed_json.py checks before: DeepSpeed's complaint names 3, a number that nobody wrote."""
     assert all("7 != 3 * 1 * 2" in said for said in ranks.run(2, batch_on_a_rank))
 
 
@@ -109,7 +109,7 @@ def test_zero3_does_not_cast_a_partitioned_model(ranks):
 
 
 def test_shared_memory_collective_is_a_jit_build():
-    """engine.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
+    """engine/base.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
     assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
@@ -153,7 +153,7 @@ def pipeline_norm_on_a_rank():
 
 
 def test_pipeline_without_zero_clips_by_a_wrong_norm(ranks):
-    """engine.py computes the norm over stages and slices itself at stage 0: DeepSpeed's counts one stage."""
+    """engine/base.py computes the norm over stages and slices itself at stage 0: DeepSpeed's counts one stage."""
     first, last = ranks.run(2, pipeline_norm_on_a_rank)
     assert first["true"] == pytest.approx(last["true"])
     assert first["DeepSpeed's"] != pytest.approx(first["true"], rel=1e-3)
@@ -171,7 +171,7 @@ def fp16_wrapper_on_a_rank(stage):
 
 
 def test_fp16_at_stage_0_gets_the_unfused_optimizer(ranks):
-    """ds_json.py refuses fp16 at stage 0: this wrapper steps before training, and loses slices from its norm."""
+    """deepspeed_json.py refuses fp16 at stage 0: this wrapper steps before training, and loses slices from its norm."""
     assert ranks.run(1, fp16_wrapper_on_a_rank, 0) == ["FP16_UnfusedOptimizer"]
     assert ranks.run(1, fp16_wrapper_on_a_rank, 1) == ["DeepSpeedZeroOptimizer"]
 
@@ -197,7 +197,7 @@ def norm_collectives_on_a_rank():
 
 
 def test_the_norm_is_a_collective_for_each_group(ranks):
-    """engine.py has a pipeline stage with fewer groups than another take part in what it would miss."""
+    """engine/base.py has a pipeline stage with fewer groups than another take part in what it would miss."""
     [counts] = ranks.run(1, norm_collectives_on_a_rank)
     assert counts == {1: 1, 2: 2}
 
@@ -214,7 +214,7 @@ def muon_marks_on_a_rank(kind):
 
 
 def test_a_file_that_says_muon_marks_parameters(ranks):
-    """engine.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name."""
+    """engine/base.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name."""
     assert ranks.run(1, muon_marks_on_a_rank, "Muon") == [True]
     assert ranks.run(1, muon_marks_on_a_rank, "SGD") == [None]
 

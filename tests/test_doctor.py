@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from ds_vit import cli
-from ds_vit.doctor.checks import CHECKS, Finding, Run, examine, link_of
-from ds_vit.doctor.facts import Ask, Facts, Interface, Port, gather
-from ds_vit.doctor.measure import bus_factor, host_pairs, tcp_segments
-from ds_vit.doctor.network import Figures, judge, slowest
-from ds_vit.doctor.remote import ROOT, Answer, Way, ask_all, explain
-from ds_vit.hosts import Host
+from ds_vit.launching.hosts import Host
+from ds_vit.tools.doctor.checks import CHECKS, Finding, Run, examine, link_of
+from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
+from ds_vit.tools.doctor.measure import bus_factor, host_pairs, tcp_segments
+from ds_vit.tools.doctor.network import Figures, judge, slowest
+from ds_vit.tools.doctor.remote import ROOT, Answer, Way, ask_all, explain
 
 RUN = Run(
     environ={"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
@@ -452,7 +452,7 @@ def test_facts_travel():
 
 def test_ports_are_read_as_the_kernel_writes_them(tmp_path):
     # Catches: a state or a rate misread; expected as /sys/class/infiniband has them.
-    from ds_vit.doctor.facts import _ports
+    from ds_vit.tools.doctor.facts import _ports
 
     folder = tmp_path / "mlx5_0" / "ports" / "1"
     folder.mkdir(parents=True)

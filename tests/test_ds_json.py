@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vit import ds_json
+from ds_vit.config import deepspeed_json
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -17,11 +17,11 @@ CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 @pytest.mark.parametrize("dp", [1, 3, 1024])
 def test_shipped_files_are_legal_for_any_number_of_ranks(path, dp):
     """A shipped file that our own rules, or some number of ranks, would refuse."""
-    data = ds_json.load_json(path)
-    ds_json.check_keys(data, path.name)
-    assert ds_json.idle_keys(data) == []
-    ds_json.precision(data, path.name, on_cpu=False)
-    sizes = ds_json.batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+    data = deepspeed_json.load_json(path)
+    deepspeed_json.check_keys(data, path.name)
+    assert deepspeed_json.idle_keys(data) == []
+    deepspeed_json.precision(data, path.name, on_cpu=False)
+    sizes = deepspeed_json.batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
     assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
     assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
 
@@ -31,10 +31,12 @@ def test_resolved_files_are_accepted_by_deepspeed_itself(path):
     """A resolved file that DeepSpeed's own parser refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    data = ds_json.load_json(path)
-    sizes = ds_json.batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
+    data = deepspeed_json.load_json(path)
+    sizes = deepspeed_json.batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
     auto = {"optimizer.params.lr": 1e-3, "optimizer.params.weight_decay": 0.05}
-    parsed = DeepSpeedConfig(ds_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name))
+    parsed = DeepSpeedConfig(
+        deepspeed_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name)
+    )
     assert (parsed.train_batch_size, parsed.gradient_clipping) == (16, 1.0)
     assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"]
 
@@ -67,24 +69,24 @@ def test_top_level_keys_are_deepspeeds_own():
 
     seen: set[str] = set()
     DeepSpeedConfig(_Spy({"train_batch_size": 1}, seen))
-    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(ds_json._REMOVED)
+    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(deepspeed_json._REMOVED)
     # These are read outside DeepSpeedConfig.
     elsewhere = {"scheduler", "sequence_parallel_size", "data_parallel_size", "log_level"}
-    assert read - ds_json.TOP_LEVEL == set()
-    assert ds_json.TOP_LEVEL - read - elsewhere == set()
+    assert read - deepspeed_json.TOP_LEVEL == set()
+    assert deepspeed_json.TOP_LEVEL - read - elsewhere == set()
 
 
 def test_removed_keys_are_deepspeeds_own():
     """Canary: DeepSpeed's list of removed keys moves."""
     from deepspeed.runtime import config
 
-    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(ds_json._REMOVED)
-    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(ds_json._REMOVED_ZERO)
+    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(deepspeed_json._REMOVED)
+    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(deepspeed_json._REMOVED_ZERO)
 
 
 def test_stage3_keys_exist():
     """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
-    assert set(ds_json._STAGE3_ONLY) <= ds_json._block_keys("zero_optimization")
+    assert set(deepspeed_json._STAGE3_ONLY) <= deepspeed_json._block_keys("zero_optimization")
 
 
 REFUSED = [
@@ -110,12 +112,12 @@ REFUSED = [
 def test_refused(data, message):
     """A key that DeepSpeed would swallow in silence or crash on."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        ds_json.check_keys(data, "c.json")
+        deepspeed_json.check_keys(data, "c.json")
 
 
 def test_idle_keys_are_named():
     """Nothing is silently ignored: each idle key gets a line with its reason."""
-    lines = ds_json.idle_keys(
+    lines = deepspeed_json.idle_keys(
         {
             "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1},
             "checkpoint": {},
@@ -132,25 +134,25 @@ def test_malformed_json_names_the_place(tmp_path):
     path = tmp_path / "c.json"
     path.write_text('{\n  "zero_optimization": {"stage": 1},\n  "bf16": {"enabled": true\n}\n')
     with pytest.raises(ValueError, match=re.escape(f"{path}, line 5, column 1: malformed JSON")):
-        ds_json.load_json(path)
+        deepspeed_json.load_json(path)
     path.write_text('{\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}')
     with pytest.raises(ValueError, match="line 2, column 25: malformed JSON"):
-        ds_json.load_json(path)
+        deepspeed_json.load_json(path)
     path.write_text('{"bf16": {"enabled": true}, "bf16": {}}')
     with pytest.raises(ValueError, match='"bf16" stands twice'):
-        ds_json.load_json(path)
+        deepspeed_json.load_json(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="one JSON object"):
-        ds_json.load_json(path)
+        deepspeed_json.load_json(path)
     with pytest.raises(ValueError, match="No such file"):
-        ds_json.load_json(tmp_path / "absent.json")
+        deepspeed_json.load_json(tmp_path / "absent.json")
 
 
 def test_comments_are_legal_as_in_deepspeed(tmp_path):
     """DeepSpeed reads Hjson: a file with comments works there, so it works here."""
     path = tmp_path / "c.json"
     path.write_text('{\n  // the stage\n  "zero_optimization": {"stage": 2},\n}\n')
-    assert ds_json.load_json(path) == {"zero_optimization": {"stage": 2}}
+    assert deepspeed_json.load_json(path) == {"zero_optimization": {"stage": 2}}
 
 
 def _sizes(total, micro, accumulation, dp, b=None, a=None):
@@ -160,7 +162,7 @@ def _sizes(total, micro, accumulation, dp, b=None, a=None):
         "gradient_accumulation_steps": accumulation,
     }
     data = {key: value for key, value in data.items() if value is not None}
-    sizes = ds_json.batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
+    sizes = deepspeed_json.batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
     assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
     return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 
@@ -212,7 +214,7 @@ def test_batch_arithmetic_refused(numbers, flags, message):
 )
 def test_precision(data, on_cpu, expected):
     """The name in summary.json is not what runs."""
-    assert ds_json.precision(data, "c.json", on_cpu=on_cpu).name == expected
+    assert deepspeed_json.precision(data, "c.json", on_cpu=on_cpu).name == expected
 
 
 @pytest.mark.parametrize(
@@ -227,14 +229,14 @@ def test_precision(data, on_cpu, expected):
 def test_precision_refused(data, message):
     """fp16 on a CPU and the wrappers that DeepSpeed 0.19.8 gets wrong."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        ds_json.precision(data, "c.json", on_cpu=True)
+        deepspeed_json.precision(data, "c.json", on_cpu=True)
 
 
 def test_activation_checkpointing():
     """The three ways to ask for it, and contradictions."""
 
     def get(data, flag=False):
-        found = ds_json.activation_checkpointing(data, "c.json", flag=flag)
+        found = deepspeed_json.activation_checkpointing(data, "c.json", flag=flag)
         return found.interval, found.cpu
 
     assert get({}) == (0, False)
@@ -252,8 +254,8 @@ def test_resolve_replaces_every_auto_and_nothing_else():
     """An "auto" that reaches DeepSpeed crashes it or means "off"; what is not auto must not change."""
     data = {"optimizer": {"params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
     before = copy.deepcopy(data)
-    sizes = ds_json.BatchSizes(8, 4, 1, 2)
-    out = ds_json.resolve(
+    sizes = deepspeed_json.BatchSizes(8, 4, 1, 2)
+    out = deepspeed_json.resolve(
         data,
         batch=sizes,
         gradient_clipping=0.0,
@@ -266,4 +268,4 @@ def test_resolve_replaces_every_auto_and_nothing_else():
     assert out["gradient_clipping"] == 0.0
     assert "auto" not in json.dumps(out)
     with pytest.raises(ValueError, match=re.escape('"optimizer.params.lr" cannot be "auto"')):
-        ds_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto={}, path="c")
+        deepspeed_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto={}, path="c")

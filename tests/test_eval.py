@@ -13,7 +13,7 @@ import torch
 import torchvision
 from safetensors.torch import load_file, save_file
 
-from ds_vit.weights import find_weights
+from ds_vit.interop.stored_weights import find_weights
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
@@ -23,7 +23,7 @@ KWARGS = {**oracle.KWARGS, "num_heads": 4}
 
 def eval_on_rank(argv):
     """On a rank: its exit code."""
-    from ds_vit.evaluation import main
+    from ds_vit.tools.evaluate import main
 
     return main(argv)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from vits import KINDS, images, shake, small_image_size, small_spec, timm_model
 
 from ds_vit import cli
-from ds_vit.exchange import export, hf, import_weights
+from ds_vit.interop import export, hf, import_weights
 from ds_vit.models import InitialCheckpoint, create_model
 
 SPEC = small_spec("vit_tiny_patch16_224", img_size=64)

@@ -40,16 +40,16 @@ CASES = {
 def start(argv):
     """An engine as a run builds it."""
     from ds_vit import config as flags
-    from ds_vit import layout
-    from ds_vit.build import build_engine
-    from ds_vit.engine import init_distributed, quiet_deepspeed
-    from ds_vit.prepare import prepare
+    from ds_vit.engine.base import init_distributed, quiet_deepspeed
+    from ds_vit.launching.process import discover, rendezvous
+    from ds_vit.training.build import build_engine
+    from ds_vit.training.plan import prepare
 
     quiet_deepspeed(False)
-    process = layout.discover()
+    process = discover()
     config, explicit = flags.parse([str(word) for word in argv])
     plan = prepare(config, explicit, process, on_cpu=True)
-    init_distributed(layout.rendezvous(process))
+    init_distributed(rendezvous(process))
     return build_engine(plan, torch.device("cpu"))
 
 
@@ -145,7 +145,7 @@ def test_a_segment_off_by_one_is_seen(ranks, cifar, tmp_path):
     """The comparison must be able to fail."""
     import dataclasses
 
-    from ds_vit.fragments import Shard
+    from ds_vit.parallel.zero_map import Shard
 
     argv = words(cifar, 1, {}, tmp_path / "config.json")
     (found,) = ranks.run(1, shifted, argv, str(cifar / "weights.safetensors"))
@@ -199,7 +199,7 @@ def missing_attributes(argv, attributes):
 
 @pytest.mark.parametrize("wrapper", ATTRIBUTES)
 def test_canary_of_zeros_internals(ranks, cifar, wrapper, tmp_path):
-    """DeepSpeed renamed what fragments.py reads."""
+    """DeepSpeed renamed what zero_map.py reads."""
     stage, changes, attributes = ATTRIBUTES[wrapper]
     argv = words(cifar, stage, changes, tmp_path / "config.json")
     for missing, name in ranks.run(1, missing_attributes, argv, attributes):

@@ -143,7 +143,7 @@ ORDINARY = fuzz.Combination(
 @contextlib.contextmanager
 def loss_factor():
     """The loss is larger by a ten-thousandth."""
-    from ds_vit import build
+    from ds_vit.training import build
 
     made = build._loss
     with mock.patch.object(build, "_loss", lambda *args: lambda *batch: made(*args)(*batch) * 1.0001):
@@ -155,7 +155,7 @@ def rows_by_rank():
     """The last rank trains on its neighbour's samples."""
     import torch.distributed as dist
 
-    from ds_vit.data.order import SampleOrder
+    from ds_vit.data.sampler import SampleOrder
 
     rows = SampleOrder.rows
 
@@ -171,17 +171,17 @@ def draws_by_rank():
     """Drop-path depends on the rank."""
     import torch.distributed as dist
 
-    from ds_vit import keyed
+    from ds_vit import randomness
 
-    uniform = keyed.uniform
-    with mock.patch.object(keyed, "uniform", lambda keys, *args: uniform(keys + dist.get_rank(), *args)):
+    uniform = randomness.uniform
+    with mock.patch.object(randomness, "uniform", lambda keys, *args: uniform(keys + dist.get_rank(), *args)):
         yield
 
 
 @contextlib.contextmanager
 def norm_without_a_shard():
     """The gradient norm does not see the second half of a matrix that tensor parallelism cuts."""
-    from ds_vit.tensor_parallel import cut
+    from ds_vit.parallel.tensor import cut
 
     shard = cut._shard
 
@@ -207,25 +207,25 @@ def momentum_lost():
 @contextlib.contextmanager
 def step_lost():
     """A run that goes on leaves a step out."""
-    from ds_vit import keeper
+    from ds_vit.training import checkpoint_manager
 
-    first_step = keeper.first_step
-    with mock.patch.object(keeper, "first_step", lambda *args: first_step(*args) + 1):
+    first_step = checkpoint_manager.first_step
+    with mock.patch.object(checkpoint_manager, "first_step", lambda *args: first_step(*args) + 1):
         yield
 
 
 @contextlib.contextmanager
 def image_counted_twice():
     """Evaluation counts an image too many."""
-    from ds_vit import session
+    from ds_vit.training import trainer
 
-    evaluate = session.evaluate
+    evaluate = trainer.evaluate
 
     def one_more(*args, **kwargs):
         accuracy = evaluate(*args, **kwargs)
         return dataclasses.replace(accuracy, images=accuracy.images + 1)
 
-    with mock.patch.object(session, "evaluate", one_more):
+    with mock.patch.object(trainer, "evaluate", one_more):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from curves import assert_same_curve, read_rows, train_rows
 from safetensors.torch import load_file
 
-from ds_vit import keyed
+from ds_vit import randomness
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -83,11 +83,11 @@ def test_16_bits_stay_near_fp32(cifar, tmp_path, base):
 
 def test_draws_are_those_of_the_cpu():
     """Randomness that depends on the device would make a GPU's curve another experiment."""
-    keys = torch.from_numpy(keyed.sample_keys(3, 1, range(1000)))
-    on_gpu = keyed.uniform(keys.cuda(), "blocks.0.drop_path1", (7,)).cpu()
-    assert torch.equal(on_gpu, keyed.uniform(keys, "blocks.0.drop_path1", (7,)))
-    normal = keyed.normal(keys.cuda(), "erase", (7,)).cpu()
-    torch.testing.assert_close(normal, keyed.normal(keys, "erase", (7,)), rtol=1e-5, atol=1e-6)
+    keys = torch.from_numpy(randomness.sample_keys(3, 1, range(1000)))
+    on_gpu = randomness.uniform(keys.cuda(), "blocks.0.drop_path1", (7,)).cpu()
+    assert torch.equal(on_gpu, randomness.uniform(keys, "blocks.0.drop_path1", (7,)))
+    normal = randomness.normal(keys.cuda(), "erase", (7,)).cpu()
+    torch.testing.assert_close(normal, randomness.normal(keys, "erase", (7,)), rtol=1e-5, atol=1e-6)
 
 
 def test_everything_random_is_the_cpus(cifar, tmp_path):

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from ds_vit import cli, gradient_picture
-from ds_vit.optim.health import HIGHEST, LOWEST
+from ds_vit import cli
+from ds_vit.monitoring import gradient_picture
+from ds_vit.monitoring.gradients import HIGHEST, LOWEST
 
 
 def counts(**by_power):

@@ -11,7 +11,7 @@ from curves import assert_same_curve, read_rows
 from ranks import RankPool
 from test_fragments import BF16, WRAPPER, words
 
-from ds_vit.optim.guard import Recent
+from ds_vit.engine.step_guard import Recent
 
 BAD_STEP, STEPS = 13, 16
 
@@ -35,9 +35,9 @@ def train_with_accident(argv, what, step):
     import contextlib
     import io
 
-    from ds_vit import build
-    from ds_vit.feed import Feed
     from ds_vit.train import main
+    from ds_vit.training import build
+    from ds_vit.training.inputs import Feed
 
     if what == "nan":
         training = Feed.training

@@ -13,7 +13,7 @@ from curves import train_in
 from safetensors.torch import load_file
 from test_fragments import WRAPPER, words
 
-from ds_vit.optim.health import HIGHEST, LOWEST, layers_of
+from ds_vit.monitoring.gradients import HIGHEST, LOWEST, layers_of
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vit import cli
-from ds_vit.hosts import (
+from ds_vit.launching.hosts import (
     Host,
     expand_counts,
     expand_nodelist,

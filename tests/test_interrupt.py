@@ -16,9 +16,9 @@ from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ROOT
 
-from ds_vit import exit_codes
 from ds_vit.checkpoint import checkpoints, marked, newest
-from ds_vit.interrupt import Deadline
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.launching.rank import free_port
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
@@ -71,17 +71,17 @@ def stop_in_evaluation(argv: list[str], rank: int) -> tuple[int, str]:
 
     import torch.distributed as dist
 
-    from ds_vit import session
     from ds_vit.train import main
+    from ds_vit.training import trainer
 
-    plain = session.evaluate
+    plain = trainer.evaluate
 
     def evaluate(*args, **kwargs):
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*args, **kwargs)
 
-    session.evaluate = evaluate
+    trainer.evaluate = evaluate
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(argv)

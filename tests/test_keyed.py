@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ds_vit import keyed
+from ds_vit import randomness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
-MANY = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(20_000)))
+MANY = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(20_000)))
 
 
 # The same arithmetic three times
@@ -31,7 +31,7 @@ MANY = torch.from_numpy(keyed.sample_keys(0, 0, np.arange(20_000)))
 def test_mix_is_the_published_splitmix64(seed, outputs):
     """Would catch a wrong constant or shift: SplitMix64's known outputs for these seeds (Steele et al. 2014)."""
     golden = 0x9E3779B97F4A7C15
-    assert [keyed.mix(seed + i * golden) % 2**64 for i in range(len(outputs))] == outputs
+    assert [randomness.mix(seed + i * golden) % 2**64 for i in range(len(outputs))] == outputs
 
 
 @given(
@@ -39,42 +39,43 @@ def test_mix_is_the_published_splitmix64(seed, outputs):
 )
 def test_numpy_keys_equal_python_keys(seed, epoch, indices, repeat):
     """Would catch a difference between the scalar and the vectorised keys."""
-    keys = keyed.sample_keys(seed, epoch, indices, repeat)
-    assert keys.tolist() == [keyed.mix(seed, epoch, index, repeat) for index in indices]
+    keys = randomness.sample_keys(seed, epoch, indices, repeat)
+    assert keys.tolist() == [randomness.mix(seed, epoch, index, repeat) for index in indices]
 
 
 def test_sample_keys_take_a_repeat_for_each_sample():
     """Would catch the repeats of repeated augmentation being dropped or broadcast the wrong way."""
-    keys = keyed.sample_keys(1, 2, [5, 5, 6], np.array([0, 1, 1]))
-    assert keys.tolist() == [keyed.mix(1, 2, 5, 0), keyed.mix(1, 2, 5, 1), keyed.mix(1, 2, 6, 1)]
+    keys = randomness.sample_keys(1, 2, [5, 5, 6], np.array([0, 1, 1]))
+    assert keys.tolist() == [randomness.mix(1, 2, 5, 0), randomness.mix(1, 2, 5, 1), randomness.mix(1, 2, 6, 1)]
 
 
 @given(values=st.lists(INT64, min_size=1, max_size=4), last=INT64)
 def test_torch_mixing_equals_python_mixing(values, last):
     """Would catch an arithmetic shift (torch's) in place of a logical one, or a lost sign."""
-    key = torch.tensor([keyed.mix(*values)])
-    expected = keyed.mix(*values, last)
-    assert keyed.mix_tensor(key, last).item() == expected
-    assert keyed.mix_tensor(key, torch.tensor([last])).item() == expected
+    key = torch.tensor([randomness.mix(*values)])
+    expected = randomness.mix(*values, last)
+    assert randomness.mix_tensor(key, last).item() == expected
+    assert randomness.mix_tensor(key, torch.tensor([last])).item() == expected
 
 
 @given(key=INT64, place=st.integers(0, 5))
 def test_uniform_is_the_top_24_bits(key, place):
     """Would catch a draw that is not the documented function of (key, name, position)."""
-    bits = keyed.mix_tensor(torch.tensor([key]), keyed.name_key("u"))
-    assert keyed.uniform(torch.tensor([key]), "u").item() == ((bits.item() >> 40) & 0xFFFFFF) * 2.0**-24
-    bits = keyed.mix_tensor(bits, place).item()
+    bits = randomness.mix_tensor(torch.tensor([key]), randomness.name_key("u"))
+    assert randomness.uniform(torch.tensor([key]), "u").item() == ((bits.item() >> 40) & 0xFFFFFF) * 2.0**-24
+    bits = randomness.mix_tensor(bits, place).item()
     assert (
-        keyed.uniform(torch.tensor([key]), "u", (2, 3)).flatten()[place].item() == ((bits >> 40) & 0xFFFFFF) * 2.0**-24
+        randomness.uniform(torch.tensor([key]), "u", (2, 3)).flatten()[place].item()
+        == ((bits >> 40) & 0xFFFFFF) * 2.0**-24
     )
 
 
 def test_keys_stay_the_same_across_releases():
     """Would catch any change of the arithmetic: a run resumed under another release must go on with the same draws."""
-    assert keyed.mix(1, 2, 3) == -3426316478316322125
-    assert keyed.name_key("drop") == 7508919393090751231
-    assert keyed.permute(range(10), 10, key=7).tolist() == [1, 6, 4, 0, 9, 8, 2, 3, 5, 7]
-    assert keyed.generator(5, "x").integers(1000) == 990
+    assert randomness.mix(1, 2, 3) == -3426316478316322125
+    assert randomness.name_key("drop") == 7508919393090751231
+    assert randomness.permute(range(10), 10, key=7).tolist() == [1, 6, 4, 0, 9, 8, 2, 3, 5, 7]
+    assert randomness.generator(5, "x").integers(1000) == 990
 
 
 # Distributions. All of these are fixed draws: they pass always or never.
@@ -82,11 +83,11 @@ def test_keys_stay_the_same_across_releases():
 
 def test_uniform_draws_are_uniform_and_independent():
     """Would catch a bias, and a correlation between neighbouring keys, places or names."""
-    draws = keyed.uniform(MANY, "a", (4,)).double().numpy()
+    draws = randomness.uniform(MANY, "a", (4,)).double().numpy()
     assert draws.min() >= 0.0
     assert draws.max() < 1.0
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
-    other = keyed.uniform(MANY, "b", (4,)).double().numpy()
+    other = randomness.uniform(MANY, "b", (4,)).double().numpy()
     bound = 4.5 / math.sqrt(draws.size)  # 4.5 standard deviations of a correlation of independent draws
     for first, second in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1]), (draws, other)):
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < bound * 1.2
@@ -94,13 +95,13 @@ def test_uniform_draws_are_uniform_and_independent():
 
 def test_normal_draws_are_normal():
     """Would catch a wrong Box-Muller (scale, lost tail, infinite values)."""
-    draws = keyed.normal(MANY, "n", (5,)).double().numpy()
+    draws = randomness.normal(MANY, "n", (5,)).double().numpy()
     assert np.isfinite(draws).all()
     assert stats.kstest(draws.ravel(), "norm").pvalue > 1e-3
     assert 4.0 < np.abs(draws).max() < 6.0  # of 100,000
 
 
-@pytest.mark.parametrize("draw", [keyed.uniform, keyed.normal])
+@pytest.mark.parametrize("draw", [randomness.uniform, randomness.normal])
 def test_a_draw_does_not_depend_on_the_rest_of_the_batch(draw):
     """Would catch a draw that changes with the micro-batch, down to the last bit."""
     keys = MANY[:13]
@@ -111,16 +112,16 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(draw):
 
 def test_scalar_draws_have_no_extra_dimension():
     """Would catch a change of shape for one draw a sample."""
-    assert keyed.uniform(MANY[:3], "x").shape == (3,)
-    assert keyed.normal(MANY[:3], "x", (2, 2)).shape == (3, 2, 2)
+    assert randomness.uniform(MANY[:3], "x").shape == (3,)
+    assert randomness.normal(MANY[:3], "x", (2, 2)).shape == (3, 2, 2)
 
 
 def test_generators_are_functions_of_their_values():
     """Would catch a generator that depends on anything else, or ignores one of its values."""
-    first = keyed.generator(1, "a").random(4)
-    assert np.array_equal(first, keyed.generator(1, "a").random(4))
-    assert not np.array_equal(first, keyed.generator(1, "b").random(4))
-    assert not np.array_equal(first, keyed.generator(2, "a").random(4))
+    first = randomness.generator(1, "a").random(4)
+    assert np.array_equal(first, randomness.generator(1, "a").random(4))
+    assert not np.array_equal(first, randomness.generator(1, "b").random(4))
+    assert not np.array_equal(first, randomness.generator(2, "a").random(4))
 
 
 # Lending keys to libraries that read the global generators
@@ -130,7 +131,7 @@ def test_keyed_global_rng_is_a_function_of_key_and_name():
     """Would catch draws that depend on the process, and a process's generators that are moved by a keyed draw."""
 
     def draw(key: int, name: str) -> tuple[float, float]:
-        with keyed.keyed_global_rng(key, name):
+        with randomness.keyed_global_rng(key, name):
             return random.random(), np.random.rand()
 
     random.seed(1)
@@ -150,14 +151,14 @@ def test_keyed_global_rng_restores_after_an_error_and_when_nested():
     random.seed(2)
     expected = random.random()
     random.seed(2)
-    with pytest.raises(RuntimeError, match="inside"), keyed.keyed_global_rng(1, "a"):
+    with pytest.raises(RuntimeError, match="inside"), randomness.keyed_global_rng(1, "a"):
         raise RuntimeError("inside")
     assert random.random() == expected
-    with keyed.keyed_global_rng(1, "a"):
+    with randomness.keyed_global_rng(1, "a"):
         plain = [random.random(), random.random()]
-    with keyed.keyed_global_rng(1, "a"):
+    with randomness.keyed_global_rng(1, "a"):
         first = random.random()
-        with keyed.keyed_global_rng(2, "b"):
+        with randomness.keyed_global_rng(2, "b"):
             random.random()
         assert [first, random.random()] == plain
 
@@ -169,7 +170,7 @@ def test_keyed_global_rng_restores_after_an_error_and_when_nested():
 @given(size=st.integers(1, 3000), key=INT64)
 def test_permute_is_a_permutation(size, key):
     """Would catch an index that is used twice or never in an epoch."""
-    assert sorted(keyed.permute(range(size), size, key).tolist()) == list(range(size))
+    assert sorted(randomness.permute(range(size), size, key).tolist()) == list(range(size))
 
 
 @settings(deadline=None)
@@ -177,16 +178,16 @@ def test_permute_is_a_permutation(size, key):
 def test_permute_evaluates_single_positions(size, key, data):
     """Would catch a permutation that depends on which positions are asked together, at any size."""
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=6))
-    together = keyed.permute(positions, size, key)
+    together = randomness.permute(positions, size, key)
     assert together.dtype == np.int64
     assert 0 <= together.min() <= together.max() < size
-    assert [keyed.permute([position], size, key)[0] for position in positions] == together.tolist()
+    assert [randomness.permute([position], size, key)[0] for position in positions] == together.tolist()
 
 
 def test_permutations_are_uniform_and_independent_over_keys():
     """Would catch a biased shuffle: where an index lands, and what follows it, must be uniform over epochs."""
     size, epochs = 50, 2000
-    orders = np.stack([keyed.permute(range(size), size, keyed.mix(3, epoch)) for epoch in range(epochs)])
+    orders = np.stack([randomness.permute(range(size), size, randomness.mix(3, epoch)) for epoch in range(epochs)])
     for position in (0, 17, 49):
         assert stats.chisquare(np.bincount(orders[:, position], minlength=size)).pvalue > 1e-3
     steps = (orders[:, 1:] - orders[:, :-1]) % size
@@ -196,7 +197,7 @@ def test_permutations_are_uniform_and_independent_over_keys():
 def test_permute_of_a_real_data_set_mixes_neighbours():
     """Would catch a permutation that keeps runs of neighbours (classes are stored together) at ImageNet's size."""
     size = 1_281_167
-    order = keyed.permute(range(100_000), size, keyed.mix(0, 0))
+    order = randomness.permute(range(100_000), size, randomness.mix(0, 0))
     assert abs(np.corrcoef(np.arange(100_000), order)[0, 1]) < 4.5 / math.sqrt(100_000)
     assert (np.abs(np.diff(order)) < 1300).mean() < 0.01  # by chance 0.002: the same class
 
@@ -205,4 +206,4 @@ def test_permute_of_a_real_data_set_mixes_neighbours():
 def test_permute_refuses_positions_outside(positions):
     """Would catch cycle walking from outside the range, which repeats indices in silence."""
     with pytest.raises(ValueError, match=r"must lie in \[0, 5\)"):
-        keyed.permute(positions, 5, 1)
+        randomness.permute(positions, 5, 1)

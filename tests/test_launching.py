@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from project import ROOT
 
-from ds_vit.hosts import Host
 from ds_vit.launching import environment, run
 from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
+from ds_vit.launching.hosts import Host
 from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family, refuse_unfit
 from ds_vit.launching.rank import MARK, Job, free_port, signal_ranks
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure

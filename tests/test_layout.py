@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from ds_vit.layout import AXES, Layout, Process, discover, rendezvous
-from ds_vit.output import check_folder, check_shared
-from ds_vit.placement import Placement, check_tp_inside_hosts
+from ds_vit.launching.process import Process, discover, rendezvous
+from ds_vit.parallel.layout import AXES, Layout
+from ds_vit.parallel.placement import Placement, check_tp_inside_hosts
+from ds_vit.training.output import check_folder, check_shared
 
 
 def test_dp_rank_follows_deepspeeds_topology():

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_vit.fragments import Segment, Shard
 from ds_vit.optim import matrices
 from ds_vit.optim.matrices import WholeMatrices
-from ds_vit.tensor_parallel import TensorSlice
+from ds_vit.parallel.tensor import TensorSlice
+from ds_vit.parallel.zero_map import Segment, Shard
 
 SHAPES = {"qkv": (12, 4), "proj": (4, 4), "fc1": (8, 4), "kernel": (4, 3, 2, 2)}
 CUT = {"qkv": (0, (4, 4, 4)), "fc1": (0, (8,)), "proj": (1, (4,))}  # dimension and sections; the kernel is replicated

@@ -15,9 +15,9 @@ import torch
 from project import ROOT
 from safetensors.torch import save_file
 
-from ds_vit.parity import Row, deviation, matrix
-from ds_vit.parity.request import default_layouts, parse, parse_cut, parse_layouts
-from ds_vit.parity.runs import worst_weight
+from ds_vit.tools.parity import Row, deviation, matrix
+from ds_vit.tools.parity.request import default_layouts, parse, parse_cut, parse_layouts
+from ds_vit.tools.parity.runs import worst_weight
 
 TOOL = ROOT / "launch" / "parity.py"
 TRAINING = [
@@ -30,8 +30,8 @@ TRAINING = [
 BROKEN = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from ds_vit.parity import main, runs
-from ds_vit.tensor_parallel import cut
+from ds_vit.tools.parity import main, runs
+from ds_vit.parallel.tensor import cut
 
 cut.sum_over_group = lambda x, tp: x
 run_steps = runs.run_steps

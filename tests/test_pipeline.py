@@ -9,8 +9,8 @@ import oracle
 import pytest
 from curves import assert_same_curve, read_rows, train_in
 
-from ds_vit.layout import Layout
 from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
+from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def cifar(tmp_path_factory, real_images):
 
 def count_decodes(argv):
     """On a rank: train, and give (stage's images decoded, targets read)."""
-    from ds_vit.data import folders
+    from ds_vit.data.sources import folders
     from ds_vit.train import main
 
     counts = {"images": 0, "targets": 0}
@@ -282,10 +282,10 @@ def drift(argv, rank_that_drifts):
 
     import torch
 
-    from ds_vit import engine
+    from ds_vit.engine import base
     from ds_vit.train import main
 
-    original = engine.Engine._result
+    original = base.Engine._result
     steps = 0
 
     def drifting(self, loss):
@@ -296,13 +296,13 @@ def drift(argv, rank_that_drifts):
             weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
         return original(self, loss)
 
-    engine.Engine._result = drifting
+    base.Engine._result = drifting
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             return main(argv), said.getvalue()
     finally:
-        engine.Engine._result = original
+        base.Engine._result = original
 
 
 @pytest.mark.parametrize("stage", [0, 2])

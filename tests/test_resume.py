@@ -15,7 +15,7 @@ from project import ROOT
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint.load import read_range
-from ds_vit.tensor_parallel import TensorSlice
+from ds_vit.parallel.tensor import TensorSlice
 
 RTOL = 1e-5
 # name → ranks, --pp, --tp, ZeRO stage

@@ -20,11 +20,11 @@ from project import ROOT
 
 from ds_vit.checkpoint import newest
 from ds_vit.checkpoint.folder import Checkpoint
+from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.data import SampleOrder
-from ds_vit.ds_json import BatchSizes
-from ds_vit.durations import Interval, parse_seconds
 from ds_vit.optim.schedules import Schedule
-from ds_vit.resume import (
+from ds_vit.training.resume import (
     _IDENTITY,
     Resume,
     check_same_run,
@@ -310,8 +310,9 @@ def images_run(ranks, tmp_path_factory):
 @pytest.mark.parametrize("what", OTHER_DATA)
 def test_the_data_must_be_the_same(images_run, tmp_path, capsys, what, monkeypatch):
     # Catches: another data set of as many images that is gone on with, and the same one that is refused elsewhere.
-    from ds_vit import config, layout
-    from ds_vit.prepare import prepare
+    from ds_vit import config
+    from ds_vit.launching.process import discover
+    from ds_vit.training.plan import prepare
 
     data, run, argv = images_run
     shutil.copytree(data, tmp_path / "moved")
@@ -322,9 +323,9 @@ def test_the_data_must_be_the_same(images_run, tmp_path, capsys, what, monkeypat
     parsed = config.parse(argv)
     if message is not None:
         with pytest.raises(ValueError, match=message):
-            prepare(*parsed, layout.discover(), on_cpu=True)
+            prepare(*parsed, discover(), on_cpu=True)
         return
-    plan = prepare(*parsed, layout.discover(), on_cpu=True)
+    plan = prepare(*parsed, discover(), on_cpu=True)
     assert plan.resume is not None
     assert not [note for note in plan.notes if "sample" in note or "class" in note or "differ" in note]
 
@@ -478,17 +479,17 @@ def test_a_finished_run_is_left_as_it_is(ranks, run, tmp_path):
 
 def lose_the_moments(argv: list[str]) -> int:
     """On a rank: resume with optimizer states that are zero."""
-    from ds_vit import keeper
     from ds_vit.train import main
+    from ds_vit.training import checkpoint_manager
 
-    plain = keeper.load_tensors
+    plain = checkpoint_manager.load_tensors
 
     def load(checkpoint, fragments, ema, scalars):
         plain(checkpoint, fragments, ema, scalars)
         for shard in fragments.shards:
             fragments.state(shard, "exp_avg").zero_()
 
-    keeper.load_tensors = load
+    checkpoint_manager.load_tensors = load
     return main(argv)
 
 

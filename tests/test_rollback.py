@@ -26,8 +26,8 @@ def train_with_bad_batches(argv, bad=(), jump=None):
     import contextlib
     import io
 
-    from ds_vit.feed import Feed
     from ds_vit.train import main
+    from ds_vit.training.inputs import Feed
 
     training = Feed.training
 

@@ -401,16 +401,16 @@ def pretend_fp16():
 
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit import ds_json
+    from ds_vit.config import deepspeed_json
 
-    precision = functools.partial(ds_json.precision)
+    precision = functools.partial(deepspeed_json.precision)
 
     def on_gpu(data, path, *, on_cpu):
         return precision(data, path, on_cpu=False)
 
     with (
         mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
-        mock.patch.object(ds_json, "precision", on_gpu),
+        mock.patch.object(deepspeed_json, "precision", on_gpu),
     ):
         yield
 

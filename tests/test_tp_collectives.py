@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tp_models import tensor_parallel
 
-from ds_vit.tensor_parallel import TensorSlice, assemble
-from ds_vit.tensor_parallel.collectives import (
+from ds_vit.parallel.tensor import TensorSlice, assemble
+from ds_vit.parallel.tensor.collectives import (
     copy_to_region,
     gather_to_region,
     join_tokens,

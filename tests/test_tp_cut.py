@@ -13,7 +13,7 @@ from test_tp_blocks import compare_block
 from tp_models import HEADS, KINDS, cut_copies, from_all_ranks, own_tokens, run, spec_of, tensor_parallel, whole_layers
 
 from ds_vit.models import BlockLayer, SequentialViT, timm_names
-from ds_vit.tensor_parallel import TensorParallel, assemble, cut, cut_layer, region
+from ds_vit.parallel.tensor import TensorParallel, assemble, cut, cut_layer, region
 
 # Whole on every rank, of all that is two-dimensional in a block or a pooling head.
 WHOLE_MATRICES = ("latent",)

@@ -7,7 +7,7 @@ import torch
 from tp_models import cut_copies, tensor_parallel, whole_layers
 
 from ds_vit.models import ModelSpec, SequentialViT, create_model, supported_names
-from ds_vit.tensor_parallel import check_cut, gather_logits, legal_degrees
+from ds_vit.parallel.tensor import check_cut, gather_logits, legal_degrees
 
 NUM_CLASSES = 10
 CHUNK = 32

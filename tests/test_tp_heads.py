@@ -20,9 +20,9 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.losses import build_loss
 from ds_vit.models import SequentialViT
-from ds_vit.tensor_parallel import class_parallel_loss, gather_logits
+from ds_vit.parallel.tensor import class_parallel_loss, gather_logits
+from ds_vit.tasks.losses import build_loss
 
 SAMPLES = 2
 LABELS = torch.tensor([1, 9])

@@ -107,7 +107,7 @@ def count_bytes(argv):
     """On a rank: train, and give the bytes handed to each kind of collective in the last step."""
     import torch.distributed as dist
 
-    from ds_vit import engine
+    from ds_vit.engine import base
 
     moved: dict[str, int] = {}
     originals = {}
@@ -124,7 +124,7 @@ def count_bytes(argv):
 
         return call
 
-    step = engine.PlainEngine.train_step
+    step = base.PlainEngine.train_step
     per_step = []
 
     def counted_step(self, inputs):
@@ -140,11 +140,11 @@ def count_bytes(argv):
     for kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
         originals[kind] = getattr(dist, kind)
         setattr(dist, kind, counting(kind, originals[kind]))
-    engine.PlainEngine.train_step = counted_step
+    base.PlainEngine.train_step = counted_step
     try:
         assert main(argv) == 0
     finally:
-        engine.PlainEngine.train_step = step
+        base.PlainEngine.train_step = step
         for kind, original in originals.items():
             setattr(dist, kind, original)
     return per_step[-1]

@@ -14,9 +14,9 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from ranks import RankFailure
 from tp_models import KINDS, NUM_CLASSES, spec_of, whole_layers
 
-from ds_vit.losses import build_loss
 from ds_vit.models import Layer, SequentialViT
-from ds_vit.tensor_parallel import TensorParallel, assemble, class_parallel_loss, cut_layer
+from ds_vit.parallel.tensor import TensorParallel, assemble, class_parallel_loss, cut_layer
+from ds_vit.tasks.losses import build_loss
 
 STEPS, ACCUMULATION, MICRO = 3, 2, 2
 LOSS = {"soft_targets": False, "smoothing": 0.1, "bce": False}

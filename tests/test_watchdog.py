@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankFailure
 
-from ds_vit import exit_codes
-from ds_vit.watchdog import (
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.watchdog import (
     Place,
     Roll,
     Sign,

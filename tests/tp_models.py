@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from vits import shake
 
 from ds_vit.models import Layer, ModelSpec, create_model, initialise, take_apart
-from ds_vit.tensor_parallel import TensorParallel, assemble, cut_layer
+from ds_vit.parallel.tensor import TensorParallel, assemble, cut_layer
 
 WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
 

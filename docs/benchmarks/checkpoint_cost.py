@@ -63,23 +63,23 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from ds_vit import config as flags
-    from ds_vit import layout
-    from ds_vit.build import build_engine
     from ds_vit.checkpoint.snapshot import Holding, share_bytes
-    from ds_vit.engine import device_of, quiet_deepspeed
-    from ds_vit.feed import Feed
-    from ds_vit.keeper import Keeper
-    from ds_vit.metrics import Throughput
+    from ds_vit.engine.base import device_of, quiet_deepspeed
+    from ds_vit.launching.process import discover
     from ds_vit.models import names_and_shapes
+    from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
-    from ds_vit.prepare import prepare
+    from ds_vit.training.build import build_engine
+    from ds_vit.training.checkpoint_manager import Keeper
+    from ds_vit.training.inputs import Feed
+    from ds_vit.training.plan import prepare
 
     quiet_deepspeed(False)
     argv = ["--model", model, "--dataset", "digits", "--no-aug", "--workers", "0", "-b", "1", "--warmup-steps", "0"]
     argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--max-steps", "2"]
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
     config, explicit = flags.parse([*argv, "--output", folder])
-    plan = prepare(config, explicit, layout.discover(), on_cpu=True)
+    plan = prepare(config, explicit, discover(), on_cpu=True)
     engine = build_engine(plan, device_of(0))
     average, throughput = Ema(engine.fragments, 0.999), Throughput()
     inputs = Feed(plan, engine, throughput).training()

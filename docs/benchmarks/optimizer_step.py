@@ -21,10 +21,10 @@ import torch
 from timm.optim import Lamb, muon, param_groups_weight_decay
 
 from ds_vit import config as flags
-from ds_vit import layout
-from ds_vit.build import build_engine
-from ds_vit.engine import Engine, device_of, init_distributed, quiet_deepspeed
-from ds_vit.prepare import prepare
+from ds_vit.engine.base import Engine, device_of, init_distributed, quiet_deepspeed
+from ds_vit.launching.process import discover, rendezvous
+from ds_vit.training.build import build_engine
+from ds_vit.training.plan import prepare
 
 DECAY = 0.05
 
@@ -42,9 +42,9 @@ def start(model: str, optimizer: str, on_cpu: bool) -> Engine:
         path.write_text(json.dumps(data))
         words = ["--model", model, "--dataset", "digits", "--deepspeed_config", str(path), "--max-steps", "1"]
         config, explicit = flags.parse(words)
-        process = layout.discover()
+        process = discover()
         plan = prepare(config, explicit, process, on_cpu=on_cpu)
-    init_distributed(layout.rendezvous(process))
+    init_distributed(rendezvous(process))
     return build_engine(plan, device_of(0))
 
 

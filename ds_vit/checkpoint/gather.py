@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
-from ds_vit.tensor_parallel import TensorSlice, assemble_flat
+from ds_vit.parallel.tensor import TensorSlice, assemble_flat
 
 BUCKET_BYTES = 32 * 2**20
 """Small parameters travel together up to this size, or up to that of the largest one where it is smaller."""

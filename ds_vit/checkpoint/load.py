@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
-from ds_vit.fragments import Fragments, Segment, Shard
-from ds_vit.tensor_parallel import TensorSlice
+from ds_vit.parallel.tensor import TensorSlice
+from ds_vit.parallel.zero_map import Fragments, Segment, Shard
 
 _CHUNK = 2**24  # elements that are copied at a time
 

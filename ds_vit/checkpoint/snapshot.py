@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Exchange, Piece
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
-from ds_vit.fragments import Fragments, Shard
+from ds_vit.parallel.zero_map import Fragments, Shard
 
 WEIGHT_BYTES = 5 * 10**9
 """Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""

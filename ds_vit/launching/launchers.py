@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_vit.hosts import Host, expand_nodelist, read_hosts
 from ds_vit.launching.environment import forwarded, render
+from ds_vit.launching.hosts import Host, expand_nodelist, read_hosts
 from ds_vit.launching.rank import PROBED, Job, free_port, signal_ranks
 
 RANK_PY = Path(__file__).resolve().parents[2] / "launch" / "rank.py"

@@ -27,13 +27,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ds_vit import machine
-from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
+from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
+from ds_vit.launching import host_identity
 from ds_vit.launching.errors import ErrorFinder
-from ds_vit.layout import Process, discover
+from ds_vit.launching.process import Process, discover
 
 MARK = "ds-vit-rank "
-"""Beginning of the line by which a failed rank reports to the launching machine, on stderr; JSON follows."""
+"""Beginning of the line by which a failed rank reports to the launching host_identity, on stderr; JSON follows."""
 
 PROBED = "ds-vit-host "
 """Beginning of the line by which a host answers; JSON follows."""
@@ -231,13 +231,17 @@ def probe(port: int = 0) -> dict[str, Any]:
     """What the launching machine must know of this host.
 
     Returns:
-        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/machine.py.
+        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/host_identity.py.
 
     Raises:
         ValueError: `port` is in use.
     """
-    found = {"machine": machine.identity(), "code": machine.code_checksum(), "versions": machine.versions()}
-    return {"port": free_port(port), **found, "gpus": machine.count_gpus()}
+    found = {
+        "machine": host_identity.identity(),
+        "code": host_identity.code_checksum(),
+        "versions": host_identity.versions(),
+    }
+    return {"port": free_port(port), **found, "gpus": host_identity.count_gpus()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

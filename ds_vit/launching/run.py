@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_vit.exit_codes import BAD_INPUT, INTERRUPTED
-from ds_vit.hosts import Host
+from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.environment import collected
+from ds_vit.launching.hosts import Host
 from ds_vit.launching.launchers import Hostfile, Launcher, Local, Mpi, Slurm
 from ds_vit.launching.rank import Job
 from ds_vit.launching.supervise import Supervisor

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ds_vit.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK, UNSAVED
+from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK, UNSAVED
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
@@ -35,7 +35,7 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        code: as in `ds_vit.exit_codes`, or another code of the first rank that failed.
+        code: as in `ds_vit.fault_tolerance.exit_codes`, or another code of the first rank that failed.
         reports: what failed ranks told, in the order of arrival; see `rank.run_rank`.
         lost: hosts to which the connection broke.
         stopping: the ranks were asked to save and end, and have not been killed since.

@@ -17,7 +17,7 @@ from timm.layers import DropPath, PatchDropout
 from timm.layers.patch_dropout import PatchDropoutWithIndices
 from torch import nn
 
-from ds_vit import keyed
+from ds_vit import randomness
 
 
 class KeyedDrop(nn.Module):
@@ -32,7 +32,7 @@ class KeyedDrop(nn.Module):
         """Draws in [0, 1) of shape [B, *shape] under this module's name."""
         if self.keys is None:
             raise ValueError(f"{self.name!r} is random in training: give the model the samples' keys")
-        return keyed.uniform(self.keys, self.name, shape)
+        return randomness.uniform(self.keys, self.name, shape)
 
 
 class KeyedDropPath(KeyedDrop):

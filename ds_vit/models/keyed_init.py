@@ -2,8 +2,8 @@
 
 timm's `init_weights` runs as it is, on one layer at a time; under it, the in-place random operations on a parameter
 are replaced by counter-based draws keyed by the seed, the parameter's timm name, how often it was drawn before, and the
-element's position (`ds_vit.keyed`). So the initial model does not depend on which layers a rank holds, on their order,
-on the device's own generator, or on anything else in the process; and no generator is consumed.
+element's position (`ds_vit.randomness`). So the initial model does not depend on which layers a rank holds, on their
+order, on the device's own generator, or on anything else in the process; and no generator is consumed.
 
 For ZeRO-3, `on_layer` partitions a layer as soon as it is filled: at most one layer is ever whole.
 """
@@ -22,7 +22,7 @@ from timm.models import named_apply, vitamin
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vit import keyed
+from ds_vit import randomness
 from ds_vit.models.layers import BlockLayer, Layer, RopeFrequencies
 from ds_vit.models.zoo import TimmViT
 
@@ -43,7 +43,7 @@ def _open_uniform(key: int, start: int, count: int, device: torch.device) -> tor
     generators of half-open intervals give once in 2^24 draws, would become an outlier at the truncation bound.
     """
     counter = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    bits = keyed.mix_tensor(torch.tensor(key, dtype=torch.int64, device=device), counter)
+    bits = randomness.mix_tensor(torch.tensor(key, dtype=torch.int64, device=device), counter)
     return (((bits >> 41) & ((1 << 23) - 1)).to(torch.float32) + 0.5) * 2.0**-23
 
 
@@ -53,8 +53,8 @@ def _uniform(key: int, start: int, count: int, device: torch.device, low: float,
 
 def _normal(key: int, start: int, count: int, device: torch.device, mean: float, std: float) -> torch.Tensor:
     """By Box and Muller (1958), each from two uniform draws."""
-    radius = torch.sqrt(-2.0 * torch.log(_open_uniform(keyed.mix(key, 0), start, count, device)))
-    angle = (2.0 * math.pi) * _open_uniform(keyed.mix(key, 1), start, count, device)
+    radius = torch.sqrt(-2.0 * torch.log(_open_uniform(randomness.mix(key, 0), start, count, device)))
+    angle = (2.0 * math.pi) * _open_uniform(randomness.mix(key, 1), start, count, device)
     return mean + std * (radius * torch.cos(angle))
 
 
@@ -81,7 +81,7 @@ class _KeyedDraws(TorchDispatchMode):
     def _fill(self, tensor: torch.Tensor, draw: Callable[..., torch.Tensor], *arguments: float) -> torch.Tensor:
         name = self.names.get(tensor.untyped_storage().data_ptr(), self.default_name)
         assert name is not None, "an initialiser drew random numbers for a tensor that is no parameter of the layer"
-        key = keyed.mix(self.seed, keyed.name_key(name), self.times_drawn[name])
+        key = randomness.mix(self.seed, randomness.name_key(name), self.times_drawn[name])
         self.times_drawn[name] += 1
         flat = tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), device=tensor.device)
         chunk = _CPU_CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK

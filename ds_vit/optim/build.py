@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vit.fragments import Fragments
 from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.parallel.zero_map import Fragments
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lars": Lars, "Muon": Muon}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ds_vit.fragments import Fragments
+from ds_vit.parallel.zero_map import Fragments
 
 
 class Ema:

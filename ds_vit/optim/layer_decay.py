@@ -14,8 +14,8 @@ import torch
 from timm.models import group_parameters
 from torch import nn
 
-from ds_vit.fragments import Fragments
 from ds_vit.optim.segmented import SegmentedTensors
+from ds_vit.parallel.zero_map import Fragments
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:

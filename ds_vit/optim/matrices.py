@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_vit.fragments import Fragments, Segment
-from ds_vit.tensor_parallel import assemble_flat
+from ds_vit.parallel.tensor import assemble_flat
+from ds_vit.parallel.zero_map import Fragments, Segment
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from timm.optim.adamw import adamw
 from timm.optim.nadamw import nadamw
 from torch import nn
 
-from ds_vit.fragments import Fragments
 from ds_vit.optim.layer_decay import LayerDecay
 from ds_vit.optim.matrices import WholeMatrices
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.parallel.zero_map import Fragments
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ADJUSTMENTS = ("match_rms_adamw", "original", "rms_to_rms", None)

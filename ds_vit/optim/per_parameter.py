@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_vit.fragments import Fragments
 from ds_vit.optim.segmented import SegmentedTensors
+from ds_vit.parallel.zero_map import Fragments
 
 
 class PerParameterOptimizer(torch.optim.Optimizer):

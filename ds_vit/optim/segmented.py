@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from ds_vit.fragments import Fragments, Shard
+from ds_vit.parallel.zero_map import Fragments, Shard
 
 
 class SegmentedTensors:

@@ -1,0 +1,238 @@
+"""The run's configuration: flags, a YAML recipe and the DeepSpeed JSON come together here, and only here.
+
+The command line and the recipe are generated from the table `RunConfig`. What cannot stand together is refused
+(`rules.py`), in plain words, before any process group exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config.rules import check
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with an unknown flag answered by the nearest known one, and errors as ValueError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def build_parser(
+    program: str = "train.py",
+    description: str = "Train a Vision Transformer through DeepSpeed: "
+    "deepspeed launch/train.py --deepspeed_config FILE …",
+    only: Collection[str] | None = None,
+    show_defaults: bool = True,
+) -> argparse.ArgumentParser:
+    """A command line, generated from RunConfig; a value left out is absent from the namespace.
+
+    Args:
+        program: its name in messages.
+        description: what it does, for --help.
+        only: the flags that it takes, by their recipe names; None for all.
+        show_defaults: whether --help shows training's defaults.
+    """
+    parser = _Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
+    parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    groups = {}
+    for name, f in FIELDS.items():
+        if only is not None and name not in only:
+            continue
+        meta = f.metadata
+        group = groups.setdefault(meta["section"], parser.add_argument_group(meta["section"]))
+        names = [*meta["short"], spelling(name)]
+        dashed = "--" + name.replace("_", "-")
+        if dashed not in names:
+            names.append(dashed)
+        options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
+        if f.type == "bool":
+            group.add_argument(*names, action="store_true", **options)
+            continue
+        for key in ("type", "nargs", "choices", "metavar"):
+            if meta[key] is not None:
+                options[key] = meta[key]
+        group.add_argument(*names, **options)
+    return parser
+
+
+def _help(name: str, show_default: bool) -> str:
+    default = default_of(name) if show_default else None
+    shown = "" if default in (None, "", (), {}, False) else f" [{default}]"
+    if isinstance(default, tuple) and default:
+        shown = f" [{' '.join(f'{value:g}' for value in default)}]"
+    return (FIELDS[name].metadata["help"] + shown).replace("%", "%%")
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """`["patch_size=4", "act_layer=gelu"]` → `{"patch_size": 4, "act_layer": "gelu"}`, as timm's --model-kwargs.
+
+    Raises:
+        ValueError: a piece without `=`.
+    """
+    if isinstance(pairs, Mapping):
+        return dict(pairs)
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--model-kwargs takes key=value pieces, not {pair!r}")
+        out[key.replace("-", "_")] = _literal(value)
+    return out
+
+
+def load_recipe(path: str) -> dict[str, Any]:
+    """Read a YAML file of flags (dashes or underscores) into recipe names and values of the flags' types.
+
+    A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is looked for beside the recipe first.
+
+    Raises:
+        ValueError: the file is missing, malformed, or has an unknown key or a value of another type.
+    """
+    file = Path(path)
+    try:
+        data = yaml.safe_load(file.read_text()) or {}
+    except OSError as error:
+        raise ValueError(f"--recipe {path}: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: a recipe is a table of flags, not a {type(data).__name__}")
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in FIELDS:
+            raise ValueError(f'{path}: there is no flag "{key}"{_nearest_flag(name)}')
+        if name in out:
+            raise ValueError(f'{path}: "{key}" stands twice')
+        out[name] = _from_yaml(name, value, path)
+    for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
+        if out.get(name) and not Path(out[name]).is_absolute() and (file.parent / out[name]).exists():
+            out[name] = str(file.parent / out[name])
+    return out
+
+
+def _from_yaml(name: str, value: Any, path: str) -> Any:
+    """Give a YAML value the type that the command line would have given it."""
+    f = FIELDS[name]
+    meta = f.metadata
+    if value is None:
+        return default_of(name)
+    if name == "model_kwargs":
+        return parse_kwargs(value)
+    wrong = ValueError(f"{path}: {name}: {value!r} is not what {spelling(name)} takes")
+    if f.type == "bool":
+        if not isinstance(value, bool):
+            raise wrong
+        return value
+    convert = meta["type"] or str
+
+    def one(item: Any) -> Any:
+        if isinstance(item, (bool, list, dict)) or (convert is int and isinstance(item, float) and item != int(item)):
+            raise wrong
+        try:
+            return convert(item)
+        except (TypeError, ValueError):
+            raise wrong from None
+
+    if meta["nargs"] is not None:
+        items = value if isinstance(value, list) else [value]
+        if isinstance(meta["nargs"], int) and len(items) != meta["nargs"]:
+            raise wrong
+        return [one(item) for item in items]
+    out = one(value)
+    if meta["choices"] and out not in meta["choices"] and out != f.default:
+        raise ValueError(f"{path}: {name}: {out!r} is not one of {', '.join(meta['choices'])}")
+    return out
+
+
+def _nearest_flag(name: str) -> str:
+    close = difflib.get_close_matches(name, list(FIELDS), n=1, cutoff=0.6)
+    return f"; the nearest is {spelling(close[0])}" if close else ""
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]:
+    """Read the command line and its recipe into one frozen table.
+
+    Returns:
+        The table, and the names that somebody wrote down (on the command line or in the recipe).
+
+    Raises:
+        ValueError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
+            together or would have no effect.
+    """
+    return from_values(read_words(build_parser(), argv))
+
+
+def read_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """What stands on a command line of `build_parser`, over what stands in its --recipe; nothing is checked together.
+
+    Args:
+        parser: from `build_parser`, with further arguments or without.
+        argv: the words; None for this process's.
+
+    Raises:
+        ValueError: an unknown flag (the nearest is named), or a value of the wrong kind.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        hint = _nearest_flag(word.lstrip("-").replace("-", "_")) if word.startswith("-") else ""
+        raise ValueError(f"there is no flag {word}{hint}" if word.startswith("-") else f"{word!r} follows no flag")
+    given = vars(namespace)
+    for name in ("local_rank", "deepspeed"):
+        given.pop(name, None)
+    recipe = given.pop("recipe", None)
+    if "model_kwargs" in given:
+        given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
+    return {**(load_recipe(recipe) if recipe else {}), **given}
+
+
+def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
+    """The table from the values that somebody wrote down, by their recipe names; see `parse`.
+
+    Raises:
+        ValueError: an unknown name (the nearest flag is named), or flags that cannot stand together.
+    """
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name in values:
+        if name not in FIELDS:
+            raise ValueError(f'there is no setting "{name}"{_nearest_flag(name)}')
+    if values.get("aa") == "none":
+        values["aa"] = ""
+    config = RunConfig(**values)
+    explicit = frozenset(values)
+    check(config, explicit)
+    return config, explicit
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """A recipe that says the same again."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [plain(item) for item in value]
+        return dict(value) if isinstance(value, Mapping) else value
+
+    return yaml.safe_dump({name: plain(value) for name, value in values.items()}, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,87 @@
+"""From a micro-batch to the model's inputs, on its device: normalise, erase, mix.
+
+Everything random was drawn when the micro-batch was read or is keyed by its samples, so that a CPU and a GPU make the
+same inputs up to rounding. The order is that of timm's Mixup: images are normalised, then erased, then mixed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+from ds_vit.data.augment.erasing import erase
+from ds_vit.data.augment.mixing import mix_images, mix_targets
+from ds_vit.data.loader import MicroBatch
+from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
+
+
+@cache
+def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[None, :, None, None]
+
+
+def finish_images(
+    batch: MicroBatch,
+    image: ImageConfig,
+    augment: AugmentConfig | None = None,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The normalised, erased and mixed images of a micro-batch's own rows, computed in float32.
+
+    Args:
+        batch: with images.
+        image: for mean and std.
+        augment: for the mode of erasing; needed when the batch has boxes to erase.
+        device: where to compute and return them.
+        dtype: what to return them in.
+
+    Returns:
+        [B, 3, H, W].
+    """
+    assert batch.images is not None, "the micro-batch was loaded without images"
+    device = torch.device(device)
+    images = batch.images.to(device, non_blocking=True).to(torch.float32).div_(255.0)
+    images.sub_(_channels(image.mean, device)).div_(_channels(image.std, device))
+    if batch.erase is not None:
+        assert augment is not None, "the micro-batch has boxes to erase"
+        images = erase(images, batch.erase, batch.keys, augment.remode)
+    images = images[: batch.num_rows] if batch.mix is None else mix_images(images, batch.num_rows, batch.mix)
+    return images.to(dtype)
+
+
+def finish_targets(
+    batch: MicroBatch, num_classes: int, mix: MixConfig | None = None, *, device: torch.device | str
+) -> torch.Tensor:
+    """The targets of a micro-batch's own rows.
+
+    Args:
+        batch: with targets.
+        num_classes: C of the model, at least the source's.
+        mix: the mixing that the batch was loaded with; None in evaluation.
+        device: where to compute and return them.
+
+    Returns:
+        Without mixing class numbers int64 [B], or multi-hot float32 [B, C]: smoothing is then the loss's to do. With
+        mixing, in every epoch, soft float32 [B, C] with the smoothing in them.
+    """
+    assert batch.targets is not None, "the micro-batch was loaded without targets"
+    targets = batch.targets.to(device, non_blocking=True)
+    if targets.ndim == 2 and targets.shape[1] < num_classes:
+        targets = F.pad(targets, (0, num_classes - targets.shape[1]))
+    if mix is None or batch.mix is None:
+        return targets[: batch.num_rows]
+    return mix_targets(targets, batch.num_rows, batch.mix, num_classes, mix.smoothing)
+
+
+def finish_keys(batch: MicroBatch, *, device: torch.device | str) -> torch.Tensor:
+    """The sample keys of a micro-batch's own rows, int64 [B]."""
+    return batch.keys[: batch.num_rows].to(device, non_blocking=True)
+
+
+def finish_valid(batch: MicroBatch, *, device: torch.device | str) -> torch.Tensor:
+    """Which of a micro-batch's own rows count, bool [B]."""
+    return batch.valid[: batch.num_rows].to(device, non_blocking=True)

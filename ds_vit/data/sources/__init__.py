@@ -1,0 +1,1 @@
+"""Where images come from: folders, tar files, torchvision's data sets and the embedded digits."""

@@ -1,0 +1,332 @@
+"""Sources in folders and tar files.
+
+Samples and classes are numbered as timm's readers number them (natural order of the paths, a class is the name of the
+innermost folder), with ties broken by the plain name, so that the numbering never depends on the file system. Names
+and offsets are held in NumPy arrays: a list of a million strings would be copied into every worker, page by page, by
+its reference counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import posixpath
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from PIL import Image
+from timm.utils.misc import natural_key
+
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode
+
+# timm.data.dataset_factory's own synonyms.
+TRAIN_NAMES = ("train", "training")
+VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
+
+LABELS_FILE = "labels.csv"
+
+
+def open_folder(data_dir: str, split: str, classes: Sequence[str] | None = None) -> Source:
+    """Open `data_dir/<split>` or `data_dir/<split>.tar`; see `open_source`."""
+    location = find_split(data_dir, split)
+    if os.path.isfile(location):
+        return TarSource(location, [location])
+    if os.path.isfile(os.path.join(location, LABELS_FILE)):
+        return MultiLabelSource(location, classes)
+    entries = sorted(os.listdir(location))
+    tars = [os.path.join(location, name) for name in entries if name.lower().endswith(".tar")]
+    folders = any(os.path.isdir(os.path.join(location, name)) for name in entries)
+    if tars and folders:
+        raise ValueError(
+            f"{location} holds class folders and {len(tars)} tar files, so that it is unclear which are the data; "
+            "move one kind elsewhere"
+        )
+    return TarSource(location, tars) if tars else FolderSource(location)
+
+
+def find_split(data_dir: str, split: str) -> str:
+    """The folder or tar file of a split; a name and its synonyms stand for each other, the name itself goes first.
+
+    Raises:
+        ValueError: no such folder, no such split in it.
+    """
+    if not os.path.isdir(data_dir):
+        if os.path.isfile(data_dir):
+            raise ValueError(
+                f"--data-dir {data_dir} is a file; pass the folder that holds <split>/ or <split>.tar for both splits"
+            )
+        raise ValueError(f"--data-dir {data_dir} does not exist")
+    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
+    names = [split, *(name for name in synonyms if name != split)]
+    for name in names:
+        if os.path.isdir(folder := os.path.join(data_dir, name)):
+            return folder
+        if os.path.isfile(tar := os.path.join(data_dir, f"{name}.tar")):
+            return tar
+    found = sorted(name for name in os.listdir(data_dir) if not name.startswith("."))
+    raise ValueError(
+        f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
+        + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
+    )
+
+
+class _Listing(NamedTuple):
+    """The images among the files of a split: which files (numbers into the list given), and their labels."""
+
+    files: list[int]
+    labels: list[str]
+    left_out: Counter[str]
+
+
+def _list_images(paths: list[str], labels: list[str], where: str) -> _Listing:
+    """Pick the images that lie in a class folder, in timm's order; count the rest by suffix."""
+    kept, in_no_class, left_out = [], 0, Counter()
+    for number, (path, label) in enumerate(zip(paths, labels, strict=True)):
+        suffix = posixpath.splitext(path)[1].lower()
+        is_image = suffix in IMAGE_EXTENSIONS
+        if is_image and label:
+            kept.append(number)
+        else:
+            left_out[suffix] += 1
+            in_no_class += is_image
+    if not kept:
+        others = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in left_out.most_common(5))
+        if in_no_class:
+            raise ValueError(
+                f"{where} holds {in_no_class} images but no class folders; put each image into a folder named as its "
+                f"class, or add {LABELS_FILE} for multi-label data"
+            )
+        raise ValueError(
+            f"{where} holds no images in class folders (files found: {others or 'none'}; read are "
+            f"{' '.join(sorted(IMAGE_EXTENSIONS))})"
+        )
+    kept.sort(key=lambda number: (natural_key(paths[number]), paths[number]))
+    return _Listing(kept, [labels[number] for number in kept], left_out)
+
+
+def _number_classes(labels: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    names = sorted(set(labels), key=lambda name: (natural_key(name), name))
+    numbers = {name: number for number, name in enumerate(names)}
+    return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
+
+
+def _walk(root: str) -> list[str]:
+    """All files under `root`, as paths relative to it with forward slashes."""
+    paths = []
+    for folder, _, files in os.walk(root, followlinks=True):
+        relative = os.path.relpath(folder, root).replace(os.sep, "/")
+        paths += files if relative == "." else [f"{relative}/{name}" for name in files]
+    return paths
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+class _FileSource(Source):
+    """Images in files of their own, below one folder."""
+
+    def __init__(self, root: str, paths: list[str]) -> None:
+        self._root = root
+        self._paths = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def image(self, index: int) -> Image.Image:
+        path = self.describe(index)
+        return decode(_read(path), path)
+
+    def describe(self, index: int) -> str:
+        return os.path.join(self._root, os.fsdecode(self._paths[index]))
+
+
+class FolderSource(_FileSource):
+    """An ImageFolder: `root/<class>/**/<image>`.
+
+    Raises:
+        ValueError: no images, or none in a class folder.
+    """
+
+    def __init__(self, root: str) -> None:
+        paths = _walk(root)
+        labels = [posixpath.basename(posixpath.dirname(path)) for path in paths]
+        listing = _list_images(paths, labels, root)
+        super().__init__(root, [paths[number] for number in listing.files])
+        self.left_out = dict(listing.left_out)
+        self.class_names, self._targets = _number_classes(listing.labels)
+
+    def target(self, index: int) -> int:
+        return int(self._targets[index])
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._targets
+
+
+class MultiLabelSource(_FileSource):
+    """Images with any number of labels each: `root/labels.csv` of `file,labels` with labels joined by `;`.
+
+        file,labels
+        images/0001.jpg,dog;grass
+        images/0002.jpg,
+
+    Targets are multi-hot float32 vectors over the classes given, else over the labels found, in natural order.
+
+    Raises:
+        ValueError: a malformed line, a file that is missing or listed twice, a label that is not in `classes`.
+    """
+
+    multi_label = True
+
+    def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
+        rows = dict(self._rows(os.path.join(root, LABELS_FILE)))
+        files = set(_walk(root)) - {LABELS_FILE}
+        missing = sorted(set(rows) - files)
+        if missing:
+            raise ValueError(
+                f"{os.path.join(root, LABELS_FILE)} lists {len(missing)} files that are not below {root}, "
+                f"the first is {missing[0]}"
+            )
+        if not rows:
+            raise ValueError(f"{os.path.join(root, LABELS_FILE)} lists no images")
+        self.left_out = dict(Counter(posixpath.splitext(path)[1].lower() for path in files - set(rows)))
+        paths = sorted(rows, key=lambda path: (natural_key(path), path))
+        super().__init__(root, paths)
+        if classes is None:
+            names, _ = _number_classes([label for labels in rows.values() for label in labels])
+        else:
+            names = tuple(classes)
+        numbers = {name: number for number, name in enumerate(names)}
+        unknown = sorted({label for labels in rows.values() for label in labels} - set(names))
+        if unknown:
+            raise ValueError(
+                f"{os.path.join(root, LABELS_FILE)} has {len(unknown)} labels that the training split lacks: "
+                + ", ".join(unknown[:5])
+            )
+        self.class_names = names
+        # Row i's labels are labels[bounds[i]:bounds[i + 1]].
+        self._labels = np.array(
+            [number for path in paths for number in sorted(numbers[label] for label in rows[path])], dtype=np.int64
+        )
+        self._bounds = np.cumsum([0, *(len(rows[path]) for path in paths)])
+
+    @staticmethod
+    def _rows(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        seen: set[str] = set()
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            if (header := next(reader, [])) != ["file", "labels"]:
+                raise ValueError(f"{path}, line 1: the header must be 'file,labels', not {','.join(header)!r}")
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) != 2 or not row[0]:
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(row)} columns in place of 2 (file,labels joined by ';')"
+                    )
+                name = posixpath.normpath(row[0])
+                if name in seen:
+                    raise ValueError(f"{path}, line {reader.line_num}: {name} is listed twice")
+                seen.add(name)
+                yield name, tuple(dict.fromkeys(label.strip() for label in row[1].split(";") if label.strip()))
+
+    def target(self, index: int) -> np.ndarray:
+        target = np.zeros(self.num_classes, dtype=np.float32)
+        target[self._labels[self._bounds[index] : self._bounds[index + 1]]] = 1.0
+        return target
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._labels, self._bounds
+
+
+class _Member(NamedTuple):
+    """A file in a tar: its path, its class, and the bytes of the outermost tar that it occupies."""
+
+    path: str
+    label: str
+    offset: int
+    size: int
+
+
+def _members(file: BinaryIO, base: int, prefix: str, where: str) -> Iterator[_Member]:
+    """The regular files of a tar, and of tars in it, whose first byte lies at `base` of the outermost file.
+
+    A class is the innermost folder's name, a tar in a tar (or a tar of a folder of tars) counting as a folder: the
+    labels of timm's ReaderImageInTar.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for info in tar:
+                if not info.isreg():
+                    continue
+                path = posixpath.normpath(info.name)
+                if path.lower().endswith(".tar"):
+                    child = posixpath.join(prefix, posixpath.splitext(posixpath.basename(path))[0])
+                    yield from _members(tar.extractfile(info), base + info.offset_data, child, f"{where}:{path}")
+                else:
+                    label = posixpath.basename(posixpath.join(prefix, posixpath.dirname(path)).rstrip("/"))
+                    yield _Member(posixpath.join(prefix, path), label, base + info.offset_data, info.size)
+    except tarfile.TarError as error:
+        raise ValueError(f"{where} cannot be read as an uncompressed tar ({error})") from error
+
+
+class TarSource(Source):
+    """A tar of class folders, or a folder of tars (one a class, or each with class folders).
+
+    The archive's index is read once; an image is then one positioned read, which leaves no state behind in the open
+    file, so that forked workers may share it. Files are opened at the first read.
+
+    Args:
+        root: what to call the source in messages.
+        tars: the tar files. With `root` itself alone, its name is no part of a class.
+
+    Raises:
+        ValueError: not an uncompressed tar, no images, or none in a class folder.
+    """
+
+    def __init__(self, root: str, tars: list[str]) -> None:
+        members: list[_Member] = []
+        tar_of: list[int] = []
+        for number, path in enumerate(tars):
+            prefix = "" if path == root else os.path.splitext(os.path.basename(path))[0]
+            with open(path, "rb") as file:
+                members += _members(file, 0, prefix, path)
+            tar_of += [number] * (len(members) - len(tar_of))
+        listing = _list_images([m.path for m in members], [m.label for m in members], root)
+        kept = [members[number] for number in listing.files]
+        self._tars = tuple(tars)
+        self._tar_of = np.array([tar_of[number] for number in listing.files], dtype=np.int32)
+        self._paths = np.array([os.fsencode(member.path) for member in kept], dtype=np.bytes_)
+        self._offsets = np.array([member.offset for member in kept], dtype=np.int64)
+        self._sizes = np.array([member.size for member in kept], dtype=np.int64)
+        self.left_out = dict(listing.left_out)
+        self.class_names, self._targets = _number_classes(listing.labels)
+        self._open: dict[int, BinaryIO] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": {}}
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def image(self, index: int) -> Image.Image:
+        return decode(self._bytes(index), self.describe(index))
+
+    def _bytes(self, index: int) -> bytes:
+        number = int(self._tar_of[index])
+        if number not in self._open:
+            self._open[number] = open(self._tars[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run
+        return os.pread(self._open[number].fileno(), int(self._sizes[index]), int(self._offsets[index]))
+
+    def target(self, index: int) -> int:
+        return int(self._targets[index])
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return below_common_folder(self._paths), self._targets
+
+    def describe(self, index: int) -> str:
+        return f"{self._tars[self._tar_of[index]]}:{os.fsdecode(self._paths[index])}"

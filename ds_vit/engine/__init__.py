@@ -1,0 +1,1 @@
+"""DeepSpeed's engines behind one face, and the guard of a step."""

@@ -1,0 +1,472 @@
+"""One face over DeepSpeed's engines: initialise, train a step, run the model, hand out its weights.
+
+Every workaround of DeepSpeed that is not about ZeRO's flat memory lives in this file, with a canary test each in
+tests/test_deepspeed_canaries.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import math
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_vit.engine.step_guard import Rejection, StepGuard
+from ds_vit.models import timm_names
+from ds_vit.parallel.tensor import TensorSlice, assemble
+from ds_vit.parallel.zero_map import build_fragments
+
+# Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
+# In a pipeline the first stage alone has pixels and the last alone has targets: None elsewhere.
+Inputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+# The same for evaluation, and which rows count: bool [B].
+EvalInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
+# Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
+# two such chunks a run can be stopped.
+EVAL_CHUNK = 32
+# What DeepSpeed's DynamicLossScaler counts.
+_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def quiet_deepspeed(verbose: bool) -> None:
+    """Keep DeepSpeed's chatter to warnings; must run before `import deepspeed` to catch what it says on import."""
+    if verbose:
+        return
+    logger = logging.getLogger("DeepSpeed")
+    if not any(isinstance(f, _WarningsOnly) for f in logger.filters):
+        logger.addFilter(_WarningsOnly())
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine
+    warnings.filterwarnings("ignore", message=".*c10d::.*autograd kernel was not registered.*")
+
+
+class _WarningsOnly(logging.Filter):
+    """A filter instead of a level, because DeepSpeed sets its logger's level itself, more than once."""
+
+    _EXPECTED = (
+        "Setting accelerator to CPU",
+        "untested optimizer",  # every optimizer that optim/build.py lets through is tested with ZeRO
+        "unable to import 'fp_quantizer'",
+    )
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return record.levelno >= logging.WARNING and not any(piece in text for piece in self._EXPECTED)
+
+
+def init_distributed(arguments: Mapping[str, Any]) -> bool:
+    """Meet the other ranks, unless somebody has brought us together already.
+
+    Returns:
+        Whether the process group was made here (and is to be destroyed by whoever called).
+    """
+    import deepspeed
+
+    # On a CPU DeepSpeed would compile a shared-memory collective first: 50 s, and an error where ninja is missing.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    mine = not dist.is_initialized()
+    deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
+    return mine
+
+
+def device_of(local_rank: int) -> torch.device:
+    """This rank's accelerator (made current), or the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    accelerator.set_device(local_rank)
+    return torch.device(accelerator.device_name(local_rank))
+
+
+def share_cores(local_world_size: int | None) -> None:
+    """On a CPU, give each rank its share of the cores; two ranks with all cores each run several times slower."""
+    if "OMP_NUM_THREADS" not in os.environ and local_world_size:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step leaves on this rank; nothing here waits for the device.
+
+    Attributes:
+        loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
+        grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
+        applied: False where the step was skipped, because fp16 overflowed or the guard turned it down.
+        rejection: why the step was skipped, where anything is known about it.
+    """
+
+    loss: torch.Tensor
+    grad_norm: float | torch.Tensor | None
+    applied: bool
+    rejection: Rejection | None = None
+
+
+class Engine(ABC):
+    """What is common to the plain and the pipeline engine.
+
+    Args:
+        model: what DeepSpeed shall train.
+        optimizer: over the model's trained parameters; None for evaluation alone.
+        config: the DeepSpeed JSON with every "auto" resolved.
+        grid: DeepSpeed's PipelineParallelGrid of the layout; None where the layout is data-parallel alone.
+        whole_logits: puts logits together that are cut over classes (a collective of the tensor-parallel group).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Mapping[str, Any],
+        grid: Any | None = None,
+        whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    ) -> None:
+        import deepspeed
+
+        config = copy.deepcopy(dict(config))
+        self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
+        self.accumulation = int(config["gradient_accumulation_steps"])
+        self.grid = grid
+        self._whole_logits = whole_logits
+        self._clip = float(config["gradient_clipping"])
+        self._norm: torch.Tensor | None = None
+        if self.stage == 0:
+            # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
+            config["gradient_clipping"] = 0.0
+        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
+            del config["optimizer"]  # DeepSpeed would orthogonalize gradients itself, before our Muon does
+        config["zero_allow_untested_optimizer"] = True
+        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
+        config.setdefault("steps_per_print", 2**63 - 1)
+        arguments = {"model": model, "optimizer": optimizer, "config": config, **self._initialize_arguments()}
+        # BF16_Optimizer prints its memory line by line, past every log level.
+        quiet = any(isinstance(f, _WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
+        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+            self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+        if self.stage == 0:
+            take_step = self.engine._take_model_step
+
+            def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
+                self._norm = self._clip_gradients()
+                take_step(*args, **kwargs)
+
+            self.engine._take_model_step = clip_and_take_step
+        if optimizer is not None:
+            if grid is not None and grid.get_pipe_parallel_world_size() > 1:
+                self._count_groups_of_other_stages()
+            self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
+            self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
+
+    def _initialize_arguments(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def module(self) -> nn.Module:
+        """The part of the model that DeepSpeed trains on this rank."""
+        return self.engine.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs have to be."""
+        return self.engine.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model takes its pixels in."""
+        if self.engine.bfloat16_enabled():
+            return torch.bfloat16
+        return torch.float16 if self.engine.fp16_enabled() else torch.float32
+
+    def set_lr(self, lr: float) -> None:
+        """Set the base learning rate of the next step (not to be called where the JSON has a scheduler)."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    def lr(self) -> float:
+        """The base learning rate of the next step."""
+        return float(self.engine.optimizer.param_groups[0]["lr"])
+
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 where there is none."""
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        if scaler is not None:
+            return float(scaler.get_scale())
+        if not self.engine.fp16_enabled():
+            return 1.0
+        return float(self.engine.optimizer.cur_scale)
+
+    def progress(self) -> dict[str, Any]:
+        """What the engine knows beside tensors and must not forget: plain numbers, the same on every rank."""
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        scheduler = self.engine.lr_scheduler
+        out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
+        if scaler is not None:
+            out["loss_scaler"] = {key: value for key, value in scaler.state_dict().items() if value is not None}
+        elif self.engine.fp16_enabled():
+            own = vars(self.engine.optimizer.loss_scaler)
+            out["loss_scaler"] = {key: own[key] for key in _LOSS_SCALER if key in own}
+        if scheduler is not None:
+            out["lr_scheduler"] = int(scheduler.last_batch_iteration)
+        return out
+
+    def restore_progress(self, progress: Mapping[str, Any], step: int) -> None:
+        """Take up what `progress` gave; a loss scale is taken up where both runs have one of the same kind.
+
+        Args:
+            progress: from a checkpoint.
+            step: optimizer steps that are done.
+        """
+        engine = self.engine
+        engine.global_steps = step
+        engine.global_samples = step * engine.train_batch_size()
+        engine.skipped_steps = int(progress["skipped_steps"])
+        saved = progress.get("loss_scaler") or {}
+        scaler = engine.torch_autocast_z0_gradscaler
+        if scaler is not None:
+            if "scale" in saved:
+                scaler.load_state_dict({**scaler.state_dict(), **saved})
+        elif engine.fp16_enabled() and engine.optimizer.loss_scaler.dynamic:
+            for key in _LOSS_SCALER:
+                if key in saved:
+                    setattr(engine.optimizer.loss_scaler, key, saved[key])
+        # The JSON's scheduler gives the rate itself: where the checkpoint's had other settings or was the flags', the
+        # saved rate is not this run's.
+        if engine.lr_scheduler is not None and (counted := progress.get("lr_scheduler", step - 1)) >= 0:
+            engine.lr_scheduler.step(counted)
+        else:
+            self.set_lr(progress["lr"])
+
+    @abstractmethod
+    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
+        """One optimizer step: `accumulation` micro-batches are taken from `inputs`."""
+
+    @abstractmethod
+    def forward_batches(
+        self, batches: Iterator[EvalInputs], num_batches: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Run the model without gradients or anything random (a collective; to be iterated to its end).
+
+        Args:
+            batches: this rank's evaluation batches, all of one shape.
+            num_batches: how many; the same on every rank.
+
+        Yields:
+            (logits fp32 [B, C], targets, valid) of each batch, on the ranks whose rows count: those of the last
+            pipeline stage, one of each tensor-parallel group.
+        """
+
+    def _result(self, loss: torch.Tensor) -> StepResult:
+        rejection = self.guard.rejection
+        applied = self.engine.was_step_applied() and rejection is None
+        if self.stage > 0:
+            return StepResult(loss, self.engine.get_global_grad_norm(), applied, rejection)
+        if self.engine.torch_autocast_z0_gradscaler is not None:  # it skips a step without telling the engine
+            applied = applied and math.isfinite(float(self._norm))
+        return StepResult(loss, self._norm, applied, rejection)
+
+    def _current_norm(self) -> torch.Tensor | float | None:
+        """The global gradient norm before clipping, while the optimizer takes its step."""
+        return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
+
+    @abstractmethod
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        """Sum and number of this rank's losses, while the optimizer takes its step; (None, 0) where it has none."""
+
+    def clipped_by(self) -> float:
+        """What clipping multiplies the gradients of the step under way by."""
+        norm = self._current_norm()
+        if self._clip <= 0 or norm is None:
+            return 1.0
+        return min(1.0, self._clip / (float(norm) + 1e-6))
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Norm of the reduced gradients, and clipping by it, where ZeRO does neither for us.
+
+        A tensor slice counts on its own rank, what the ranks of a tensor-parallel group hold in common counts once.
+        """
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        if scaler is not None:
+            scaler.unscale_(self.engine.optimizer)
+        trained = [p for p in self.engine.module.parameters() if p.grad is not None]
+        once = self.grid is None or self.grid.get_slice_parallel_rank() == 0
+        counted = [p.grad for p in trained if once or getattr(p, "tensor_model_parallel", False)]
+        norm = nn.utils.get_total_norm(counted).to(self.device)
+        if self.grid is not None:
+            square = norm.square()
+            dist.all_reduce(square, group=self.grid.get_model_parallel_group())
+            norm = square.sqrt()
+        if self._clip > 0:
+            nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
+        return norm
+
+    def _count_groups_of_other_stages(self) -> None:
+        """Let pipeline stages differ in their number of parameter groups (a collective).
+
+        ZeRO sums the gradient norm over the stages group by group, and a stage that has fewer groups than another one
+        (nothing decayed that is trained; nothing that Muon leaves to AdamW) would be missing in a collective. It takes
+        part with zeros instead: the sum over all groups is the same, whichever groups meet.
+        """
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        optimizer = self.engine.optimizer
+        if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer, no ZeRO: one collective for all groups
+            return
+        shape = (1,) if optimizer.cpu_offload else ()  # as ZeRO's own
+        most = torch.tensor(len(optimizer.bit16_groups), device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        missing = int(most) - len(optimizer.bit16_groups)
+        own_norm = optimizer.scaled_global_norm
+
+        def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+            norms = [own_norm(*args, **kwargs)]
+            for _ in range(missing):
+                square = torch.zeros(shape, device=self.device)
+                optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+                norms.append(square.sqrt().view(()).to(norms[0].device))
+            return combine_grad_norm_groups(norms)
+
+        if missing:
+            optimizer.scaled_global_norm = scaled_global_norm
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of a scalar over all ranks (a collective)."""
+        return self.sum(value) / dist.get_world_size()
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all ranks (a collective); the argument stays as it is."""
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    def full_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """The whole model on rank 0's CPU, fp32 masters where there are any (a collective).
+
+        Args:
+            state: names in the file → this rank's parameters and buffers, as `timm_state_dict(…, keep_vars=True)`.
+
+        Returns:
+            Names in the file → tensors on rank 0, None on the others.
+        """
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in state.items():
+            if self.stage > 0 and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                value = safe_get_full_fp32_param(tensor)
+            elif hasattr(tensor, "ds_id"):
+                with deepspeed.zero.GatheredParameters([tensor]):
+                    value = tensor.detach().clone()
+            else:
+                value = tensor.detach()
+            value = self._whole(tensor, value)
+            if self._hands_out:
+                own[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+        return self._gather_state(own)
+
+    @property
+    def _hands_out(self) -> bool:
+        """Whether this rank's values are needed for the whole model: the first of its data and tensor groups."""
+        if self.grid is None:
+            return dist.get_rank() == 0
+        return self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0
+
+    def _whole(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Put the tensor-parallel slices of a parameter together (a collective of the tensor-parallel group)."""
+        description: TensorSlice | None = getattr(tensor, "tp_slice", None)
+        if self.grid is None or description is None or description.dim is None:
+            return value
+        value = value.contiguous()
+        slices = [torch.empty_like(value) for _ in range(description.size)]
+        dist.all_gather(slices, value, group=self.grid.get_slice_parallel_group())
+        return assemble(slices, description)
+
+    def _gather_state(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Bring the parts of the pipeline stages together on rank 0."""
+        first = dist.get_rank() == 0
+        if self.grid is None:
+            return own if first else None
+        parts: list[dict[str, torch.Tensor]] | None = [{} for _ in range(dist.get_world_size())] if first else None
+        dist.gather_object(own if self._hands_out else {}, parts)
+        if parts is None:
+            return None
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Give figures to the monitors that the JSON switches on (rank 0 alone has any)."""
+        if self.engine.monitor.enabled:
+            self.engine.monitor.write_events(list(events))
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's hooks and buffers."""
+        self.engine.destroy()
+
+
+class PlainEngine(Engine):
+    """DeepSpeed's engine around a sequential ViT: ZeRO 0 to 3, one pipeline stage.
+
+    Args:
+        model: `forward(images, keys) → logits [B, C]`.
+        optimizer: over the model's trained parameters.
+        loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
+        config: the DeepSpeed JSON with every "auto" resolved.
+        shared: `grid` and `whole_logits`, as for `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        loss: Loss,
+        config: Mapping[str, Any],
+        **shared: Any,
+    ) -> None:
+        self._loss = loss
+        self._total: torch.Tensor | None = None
+        super().__init__(model, optimizer, config, **shared)
+
+    def _initialize_arguments(self) -> dict[str, Any]:
+        return {} if self.grid is None else {"mpu": self.grid}
+
+    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
+        """As `Engine.train_step`; nothing waits for the device."""
+        self.engine.train()
+        self.guard.begin()
+        self._total = None
+        for _ in range(self.accumulation):
+            images, keys, targets = next(inputs)
+            loss = self._loss(self.engine(images, keys), targets)
+            self.engine.backward(loss)
+            self._total = loss.detach() if self._total is None else self._total + loss.detach()
+            self.engine.step()
+        assert self._total is not None
+        return self._result(self._total / self.accumulation)
+
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        return self._total, self.accumulation
+
+    @torch.no_grad()
+    def forward_batches(
+        self, batches: Iterator[EvalInputs], num_batches: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As `Engine.forward_batches`."""
+        self.engine.eval()
+        counts = self.grid is None or self.grid.get_slice_parallel_rank() == 0
+        for _ in range(num_batches):
+            images, keys, targets, valid = next(batches)
+            logits = self._whole_logits(self.engine(images, keys)).float()
+            if counts:
+                yield logits, targets, valid

@@ -1,0 +1,173 @@
+"""Steps that would do harm: a gradient that is not finite, a loss or a gradient norm far above its recent mean.
+
+The decision falls before the update, from numbers that are the same on every rank, so all ranks make the same one. A
+step that is turned down changes nothing: neither weights nor moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.monitoring.gradients import layer_norms
+from ds_vit.parallel.zero_map import Fragments
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a step was not applied.
+
+    Attributes:
+        reason: "nonfinite", or "spike" (of the loss or the norm).
+        loss: of the global batch; None where it was not looked at.
+        grad_norm: global, before clipping.
+        usual: the recent mean that a spike stands out from; None for what is not finite.
+        layer: where the gradient is largest (or not finite), and its norm there.
+    """
+
+    reason: str
+    loss: float | None
+    grad_norm: float
+    usual: float | None
+    layer: tuple[str, float]
+
+    def __str__(self) -> str:
+        where = f"largest in {self.layer[0]} ({self.layer[1]:.3g})"
+        if self.reason == "nonfinite":
+            return f"the gradient is not finite (norm {self.grad_norm:.3g}, {where})"
+        return f"a spike: loss {self.loss:.4g}, gradient norm {self.grad_norm:.3g}, usually {self.usual:.3g}; {where}"
+
+
+class Recent:
+    """The last values of a quantity, and whether a new one stands out.
+
+    Args:
+        factor: how many times the mean counts as standing out.
+        size: values that are remembered.
+        least: values without which nothing stands out.
+    """
+
+    def __init__(self, factor: float, size: int = 100, least: int = 10) -> None:
+        self._factor = factor
+        self._least = least
+        self.values: deque[float] = deque(maxlen=size)
+
+    @property
+    def mean(self) -> float:
+        """Of the remembered values."""
+        return sum(self.values) / len(self.values)
+
+    def stands_out(self, value: float) -> bool:
+        """Whether a value is more than `factor` times the recent mean."""
+        return len(self.values) >= self._least and value > self._factor * self.mean
+
+    def add(self, value: float) -> None:
+        """Remember a value that was accepted."""
+        self.values.append(value)
+
+
+class StepGuard:
+    """Stands in front of the optimizer that ZeRO calls.
+
+    Args:
+        fragments: the map of this rank.
+        norm: the global gradient norm of the step under way, before clipping.
+        loss: this rank's sum and number of losses of the step under way; looked at for spikes alone.
+        clipped_by: what clipping multiplied the gradients of the step under way by.
+    """
+
+    def __init__(
+        self,
+        fragments: Fragments,
+        norm: Callable[[], torch.Tensor | float | None],
+        loss: Callable[[], tuple[torch.Tensor | None, int]],
+        clipped_by: Callable[[], float],
+    ) -> None:
+        self._fragments = fragments
+        self._norm = norm
+        self._loss = loss
+        self._clipped_by = clipped_by
+        self._losses: Recent | None = None
+        self._norms: Recent | None = None
+        self._decided = False
+        self.rejection: Rejection | None = None
+        base = fragments.base
+        self._update = base.step
+        base.step = self._step
+        fragments.on_overflow(self._overflowed)
+
+    def watch_spikes(self, factor: float) -> None:
+        """Turn down steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
+        self._losses, self._norms = Recent(factor), Recent(factor)
+
+    def recent(self) -> list[list[float]]:
+        """The losses and norms that spikes are told by, for a checkpoint."""
+        return [list(recent.values) if recent is not None else [] for recent in (self._losses, self._norms)]
+
+    def remember(self, values: Sequence[Sequence[float]]) -> None:
+        """Take up what `recent` gave, where spikes are watched for."""
+        for recent, old in zip((self._losses, self._norms), values, strict=True):
+            if recent is not None:
+                recent.values.clear()
+                recent.values.extend(old)
+
+    def begin(self) -> None:
+        """A new step."""
+        self._decided = False
+        self.rejection = None
+
+    def _step(self, closure: None = None) -> None:
+        """What ZeRO calls in place of the optimizer's own `step`: once, or once for each group of parameters."""
+        if not self._decided:
+            self._decided = True
+            self.rejection = self._judge()
+        if self.rejection is None:
+            self._update()
+
+    def _judge(self) -> Rejection | None:
+        norm = self._norm()
+        if norm is None:
+            return None
+        loss, loss_sum, count = None, None, 0
+        if self._losses is not None and self._norms is not None:
+            loss_sum, count = self._loss()
+            # One answer for all ranks: the last digit of the norm may differ between pipeline stages.
+            device = self._fragments.device
+            figures = torch.zeros(3, dtype=torch.float64, device=device)
+            figures[0] = 0.0 if loss_sum is None else loss_sum.double()
+            figures[1] = count
+            figures[2] = torch.as_tensor(norm, dtype=torch.float64) / dist.get_world_size()
+            dist.all_reduce(figures)
+            total, number, norm = figures.tolist()
+            loss = total / number
+        norm = float(norm)
+        if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss)):
+            return Rejection("nonfinite", loss, norm, None, self._worst_layer(finite=False))
+        if self._losses is None or self._norms is None or loss is None:
+            return None
+        for value, recent in ((loss, self._losses), (norm, self._norms)):
+            if recent.stands_out(value):
+                return Rejection("spike", loss, norm, recent.mean, self._worst_layer(finite=True))
+        self._losses.add(loss)
+        self._norms.add(norm)
+        return None
+
+    def _worst_layer(self, finite: bool) -> tuple[str, float]:
+        grads = self._fragments.gradients(self._clipped_by() if finite else 1.0)
+        return _largest(layer_norms(self._fragments, grads))
+
+    def _overflowed(self, grads: list[torch.Tensor | None]) -> None:
+        """ZeRO skips the step itself."""
+        if not self._decided:
+            self._decided = True
+            worst = _largest(layer_norms(self._fragments, grads))
+            self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
+
+
+def _largest(norms: dict[str, float]) -> tuple[str, float]:
+    return max(norms.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)

@@ -1,0 +1,1 @@
+"""Being stopped, stalled or killed: signals, the watchdog and exit codes."""

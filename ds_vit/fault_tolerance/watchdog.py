@@ -1,0 +1,496 @@
+"""No silent hang: a rank that stands still, or is gone, ends the run on every rank, in bounded time and in plain words.
+
+Two daemon threads a rank. One tells the others, through the process group's store, that this process lives and where
+it stands, and reads whether somebody has given the run up. The other has the clocks: it decides when this rank's main
+thread has stood still for too long, and when the store has been silent for too long. Rank 0 alone reads what all ranks
+tell, so that a thousand ranks cost the store a few hundred requests a second.
+
+A stall makes every rank print where it stands, with the stacks of its threads, and end with code 71. A rank
+that died, or whose host or link is gone, is named in one line, and the others end with code 72.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ds_vit.fault_tolerance import exit_codes
+
+LOST_SECONDS = 60.0
+"""How long a rank may give no sign of life; half of `stall_seconds` where that is shorter.
+
+A frozen rank stalls the others too: the reason has to be found before its consequence.
+"""
+
+_CUT_OFF_SECONDS = 10.0  # the same, once some rank's connection to another has broken
+_RAISED_SECONDS = 5.0  # for ranks that meet the same error, each in its own time
+_GRACE_SECONDS = 10.0  # for everybody to read a verdict; for a store to come back
+_FALLBACK_SECONDS = 60.0  # a main thread that never lets go of the interpreter gets this much longer
+_COMMUNICATION = re.compile(
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket|remote peer",
+    re.IGNORECASE,
+)
+_run_number = itertools.count()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands. `micro_batch` counts from 1 within the step; 0 where this rank takes none."""
+
+    step: int = 0
+    micro_batch: int = 0
+    phase: str = "start"
+
+    def __str__(self) -> str:
+        micro = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        return f"step {self.step}{micro}, {self.phase}"
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank tells the others: that it lives, and where it stands.
+
+    Attributes:
+        number: one more each time.
+        state: "runs", "left" (its work is done), "raised" (it ends with `error`) or "cut off" (its connection to
+            another rank broke).
+        idle_seconds: since its last progress.
+    """
+
+    number: int = 0
+    state: str = "runs"
+    host: str = ""
+    place: Place = field(default_factory=Place)
+    idle_seconds: float = 0.0
+    error: str = ""
+
+    def pack(self) -> str:
+        """JSON for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Sign:
+        """The counterpart of `pack`."""
+        values = json.loads(text)
+        return cls(**{**values, "place": Place(**values["place"])})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The run is given up: `kind` "stall" or "lost", and the line that says why."""
+
+    kind: str
+    line: str
+
+
+class Roll:
+    """Rank 0's list of who was last heard of when (pure but for the times that it is given).
+
+    Args:
+        world_size: number of ranks.
+        lost_seconds: silence after which a rank counts as lost.
+        now: when the run began, in seconds of any clock.
+    """
+
+    def __init__(self, world_size: int, lost_seconds: float, now: float) -> None:
+        self.lost_seconds = lost_seconds
+        self.signs: dict[int, Sign] = {}
+        self._heard = dict.fromkeys(range(world_size), now)
+        self._trouble: float | None = None
+
+    def hear(self, rank: int, sign: Sign, now: float) -> None:
+        """Note what a rank says; a sign that was seen before is no sign of life."""
+        if rank not in self.signs or sign.number != self.signs[rank].number:
+            self._heard[rank] = now
+        self.signs[rank] = sign
+
+    def judge(self, now: float) -> Verdict | None:
+        """Whether somebody is lost, or ended with an error and left the others waiting."""
+        running = [r for r in self._heard if r not in self.signs or self.signs[r].state in ("runs", "cut off")]
+        raised = [r for r, sign in self.signs.items() if sign.state == "raised"]
+        cut_off = [r for r in running if r in self.signs and self.signs[r].state == "cut off"]
+        if self._trouble is None and (raised or cut_off):
+            self._trouble = now
+        waited = now - self._trouble if self._trouble is not None else 0.0
+        if raised and running and waited >= _RAISED_SECONDS:
+            first = raised[0]
+            return Verdict("lost", f"{self._name(first)} ended with an error: {self.signs[first].error}")
+        limit = min(self.lost_seconds, _CUT_OFF_SECONDS) if cut_off else self.lost_seconds
+        # After the first broken connection a rank gets the whole of the shorter limit, not what is left of it.
+        lost = [r for r in running if now - self._heard[r] >= limit and (not cut_off or waited >= limit)]
+        if lost:
+            silent = max(now - self._heard[r] for r in lost)
+            return Verdict(
+                "lost",
+                f"{self._names(lost)} {'is' if len(lost) == 1 else 'are'} lost: no sign of life for {silent:.0f} s "
+                f"(killed, out of memory, or the host or its network is gone); last seen at {self._place(lost[0])}",
+            )
+        if cut_off and waited >= limit + 2 * _GRACE_SECONDS:
+            return Verdict(
+                "lost",
+                f"{self._names(cut_off)} lost the connection to a peer, yet every rank lives: a fault of the network "
+                f"between hosts ({self.signs[cut_off[0]].error}); `ds-vit doctor` tests it",
+            )
+        return None
+
+    def present(self, since: float) -> int:
+        """How many ranks run, or try to, and were heard of after `since`."""
+        running = [r for r, sign in self.signs.items() if sign.state in ("runs", "cut off")]
+        return sum(self._heard[r] >= since for r in running)
+
+    def behind(self) -> str:
+        """Who stands furthest back, for the line about a stall."""
+        running = {r: s for r, s in self.signs.items() if s.state == "runs"}
+        if len(running) < 2:
+            return ""
+        spot = {r: (s.place.step, s.place.micro_batch) for r, s in running.items()}
+        last = [r for r in running if spot[r] == min(spot.values())]
+        if len(last) == len(running):
+            odd = {s.place.phase for s in running.values()}
+            last = [r for r in running if running[r].place.phase == "waiting for data"] if len(odd) > 1 else []
+        return f"; furthest back: {self._names(last)} at {self._place(last[0])}" if last else ""
+
+    def _name(self, rank: int) -> str:
+        host = self.signs[rank].host if rank in self.signs else ""
+        return f"rank {rank}" + (f" (host {host})" if host else "")
+
+    def _names(self, ranks: list[int]) -> str:
+        if len(ranks) == 1:
+            return self._name(ranks[0])
+        hosts = sorted({self.signs[r].host for r in ranks if r in self.signs})
+        listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+        where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts[:8])})" if hosts else ""
+        return f"ranks {listed}{where}"
+
+    def _place(self, rank: int) -> str:
+        return str(self.signs[rank].place) if rank in self.signs else "the start"
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception says that a peer or the way to it is gone, rather than what went wrong here."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+        return True
+    return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+
+
+class Watchdog:
+    """Watches one run; a context manager around everything from building the model to the last file.
+
+    Args:
+        stall_seconds: how long the main thread may go without `beat`; 0 for no watch at all.
+        rank, world_size, local_rank: of this process.
+        folder: where the flight recorder's dump goes (`stall/` in it).
+        store: where ranks meet (default: the process group's, on a connection of its own).
+        end: ends the process with a code (a test's way to see that it would).
+    """
+
+    def __init__(
+        self,
+        stall_seconds: float,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        folder: Path | None = None,
+        store: Any | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.stall_seconds = stall_seconds
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
+        self._folder = folder
+        self._store = store
+        self._end = end
+        self._host = socket.gethostname()
+        self._period = min(2.0, max(0.2, self.lost_seconds / 10))
+        self._main = threading.get_ident()
+        self._place = Place()
+        self._patience = 1.0
+        self._progress = time.monotonic()
+        self._state, self._error = "runs", ""
+        self._contact = self._progress
+        self._number = 0
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._roll: Roll | None = None
+
+    # ---- for the training loop ------------------------------------------------------------------------------------
+
+    def beat(self, step: int, phase: str, *, micro_batch: int = 0, patience: float = 1.0) -> None:
+        """Progress: the clock of this rank starts anew. Costs a fraction of a microsecond and waits for nothing.
+
+        Args:
+            step: counts from 1.
+            phase: what comes now, in words for people.
+            micro_batch: counts from 1 within the step.
+            patience: what comes now may take so many times `stall_seconds`.
+        """
+        self._place = Place(step, micro_batch, phase)
+        self._patience = patience
+        self._progress = time.monotonic()
+
+    def micro_batches(self, batches: Iterator[T]) -> Iterator[T]:
+        """Pass batches on, with a beat before (waiting for data) and after each is there; the phase stays."""
+        while True:
+            place = self._place
+            self.beat(place.step, "waiting for data", micro_batch=place.micro_batch)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.beat(place.step, place.phase, micro_batch=place.micro_batch + 1)
+            yield batch
+
+    def __enter__(self) -> Watchdog:
+        if self.stall_seconds <= 0:
+            return self
+        self._progress = self._contact = time.monotonic()
+        if self.world_size > 1:
+            number = next(_run_number)
+            store = self._store or dist.distributed_c10d._get_default_store().clone()
+            self._store = dist.PrefixStore(f"ds_vit/watchdog/{number}", store)
+            if self.rank == 0:
+                self._roll = Roll(self.world_size, self.lost_seconds, time.monotonic())
+            self._start(self._talk, "watchdog-talk")
+        self._start(self._watch, "watchdog-clock")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stall_seconds <= 0:
+            return
+        if error is not None and self.world_size > 1 and is_communication_error(error):
+            # Who is to blame is known when the others have been silent for long enough; the threads end this process.
+            self._error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            self._state = "cut off"
+            self._stopped.wait(self.lost_seconds + 4 * _GRACE_SECONDS)
+        elif error is not None:
+            first = (str(error).splitlines() or [""])[0]
+            self._error = f"{type(error).__name__}: {first}"[:300]
+            self._state = "raised"
+            self._leave(_RAISED_SECONDS + 5 * self._period)
+        else:
+            self._state = "left"
+            self.beat(self._place.step, "end")
+            self._leave(self.stall_seconds)
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(2 * self._period)
+        faulthandler.cancel_dump_traceback_later()
+
+    # ---- the store: signs of life out, verdicts in -----------------------------------------------------------------
+
+    def _start(self, function: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _talk(self) -> None:
+        """Until the run ends: say where this rank stands, and look for a verdict."""
+        broken: float | None = None
+        while not self._stopped.wait(self._period if self._number else 0.0):
+            try:
+                self._tell()
+                if self._state != "raised" and self._store.check(["verdict"]):
+                    self._carry_out(Verdict(**json.loads(self._store.get("verdict"))))
+                elif self._roll is not None and (verdict := self._call_roll(self._roll)) is not None:
+                    self._give_up(verdict)
+            except RuntimeError:  # the store's errors: rank 0 or the way to it is gone
+                if self._state in ("left", "raised"):
+                    return
+                broken = broken or time.monotonic()
+                if time.monotonic() - broken >= _GRACE_SECONDS:
+                    self._contact = -float("inf")
+                    return
+            else:
+                broken = None
+                self._contact = time.monotonic()
+
+    def _tell(self) -> None:
+        self._number += 1
+        idle = time.monotonic() - self._progress
+        sign = Sign(self._number, self._state, self._host, self._place, round(idle, 1), self._error)
+        self._store.set(f"rank/{self.rank}", sign.pack())
+
+    def _call_roll(self, roll: Roll) -> Verdict | None:
+        """Rank 0 reads what all tell."""
+        known = [r for r in range(self.world_size) if r in roll.signs or self._store.check([f"rank/{r}"])]
+        now = time.monotonic()
+        for rank, text in zip(known, self._store.multi_get([f"rank/{r}" for r in known]), strict=True):
+            roll.hear(rank, Sign.unpack(text), now)
+        return roll.judge(now)
+
+    def _leave(self, seconds: float) -> None:
+        """Say goodbye; rank 0, whose process may hold the store, waits until the others have said it."""
+        if self.world_size == 1:
+            return
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            self._tell()
+            while self._roll is not None and time.monotonic() < deadline and not self._stopped.is_set():
+                signs = [self._roll.signs.get(r) for r in range(1, self.world_size)]
+                if all(sign is not None and sign.state in ("left", "raised") for sign in signs):
+                    return
+                if self._state == "raised" and self._store.check(["verdict"]):
+                    self._stopped.wait(2 * self._period)  # the others read it before the store goes with this process
+                    return
+                self._stopped.wait(self._period / 4)
+
+    def _give_up(self, verdict: Verdict) -> None:
+        """Tell everybody that the run is over; of several who say so the first is heard."""
+        packed = json.dumps(asdict(verdict))
+        mine = self._store.compare_set("verdict", "", packed) == packed.encode()
+        if mine and verdict.kind == "lost":
+            self._say(f"{verdict.line}; the other ranks end with code {exit_codes.LOST}")
+
+    def _carry_out(self, verdict: Verdict) -> None:
+        """Print what is to be printed, let everybody read the verdict, and end."""
+        if not self._ending.acquire(blocking=False):
+            return
+        if verdict.kind == "stall":
+            if self._roll is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._call_roll(self._roll)
+                self._say(f"{verdict.line}{self._roll.behind()}; every rank ends with code {exit_codes.STALLED}")
+            self._show_place()
+        with contextlib.suppress(RuntimeError):
+            read = self._store.add("read", 1)
+            deadline = time.monotonic() + _GRACE_SECONDS
+            # Nobody leaves before all have read it: the store may go with rank 0's process, and the sockets of any
+            # other break what its peers are in.
+            while not self._store.check(["go"]) and time.monotonic() < deadline:
+                if self._roll and read >= self._roll.present(time.monotonic() - 3 * self._period - 1.0):
+                    self._store.set("go", "1")
+                time.sleep(0.1)
+                read = self._store.add("read", 0)
+            if self.rank == 0:
+                time.sleep(0.5)
+        self._finish(exit_codes.STALLED if verdict.kind == "stall" else exit_codes.LOST)
+
+    # ---- the clocks ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Until the run ends: has this rank moved, has the store answered?"""
+        while not self._stopped.wait(self._period):
+            now = time.monotonic()
+            limit = self.stall_seconds * self._patience
+            # A main thread that never lets go of the interpreter stops this loop too: then C code ends the process.
+            faulthandler.dump_traceback_later(limit + _FALLBACK_SECONDS, exit=True, file=2)
+            if now - self._progress >= limit and self._state == "runs":
+                self._stall(now - self._progress)
+            if self.world_size > 1 and now - self._contact >= self.lost_seconds and self._state in ("runs", "cut off"):
+                self._store_lost()
+
+    def _stall(self, seconds: float) -> None:
+        place = f"rank {self.rank} (host {self._host}) has made no progress for {seconds:.0f} s at {self._place}"
+        verdict = Verdict("stall", f"{place} (--stall-seconds {self.stall_seconds:g})")
+        if self.world_size > 1:
+            # From here on the other thread, which reads the verdict; a store that hangs is seen by the next rounds.
+            asked = threading.Thread(target=self._ask_all_to_stop, args=(verdict,), daemon=True)
+            asked.start()
+            asked.join(_GRACE_SECONDS)
+            if self._stopped.wait(2 * _GRACE_SECONDS):
+                return
+        if self._ending.acquire(blocking=False):
+            self._say(f"{verdict.line}; ending with code {exit_codes.STALLED}")
+            self._show_place()
+            self._finish(exit_codes.STALLED)
+
+    def _ask_all_to_stop(self, verdict: Verdict) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._give_up(verdict)
+
+    def _store_lost(self) -> None:
+        """Rank 0's process, its host or the way there is gone: nobody can tell, so each host says so itself."""
+        if not self._ending.acquire(blocking=False):
+            return
+        if self.local_rank == 0:
+            self._say(
+                f"rank 0 is lost: rank {self.rank} (host {self._host}) has no answer from it any more (killed, out of "
+                f"memory, or its host or the network is gone), at {self._place}; ending with code {exit_codes.LOST}"
+            )
+        self._finish(exit_codes.LOST)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        print(f"train.py: error: {line}", file=sys.stderr, flush=True)
+
+    def _show_place(self) -> None:
+        """Where this rank stands: its place, the collective its main thread is in, all stacks, pending collectives."""
+        idle = time.monotonic() - self._progress
+        where = innermost(sys._current_frames().get(self._main))
+        self._say(f"rank {self.rank} (host {self._host}): {self._place} for {idle:.0f} s{where}; stacks follow")
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        for line in self._flight_recorder():
+            self._say(f"rank {self.rank}: {line}")
+
+    def _flight_recorder(self) -> list[str]:
+        """Torch's record of collectives: written to `stall/` whole, its unfinished ones as lines."""
+        import torch._C._distributed_c10d as c10d
+
+        text, entries = b"", []
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's, and since torch 2.9 everybody's
+            if not entries and hasattr(c10d, name):
+                with contextlib.suppress(RuntimeError, ValueError):
+                    text = getattr(c10d, name)()
+                    entries = json.loads(text).get("entries", [])
+        if not entries:
+            return []
+        lines = pending_collectives(entries)
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                path = self._folder / "stall" / f"rank-{self.rank:05d}.json"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text if isinstance(text, bytes) else text.encode())
+                lines.append(f"torch's flight recorder is in {path}")
+        return lines
+
+    def _finish(self, code: int) -> None:
+        self._stopped.set()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        self._end(code)
+
+
+def innermost(frame: Any) -> str:
+    """`, in all_reduce, called by ds_vit/engine/base.py:253 (sum)`: what a stack says to people; "" for no stack."""
+    collective, caller = "", ""
+    while frame is not None and not caller:
+        path = Path(frame.f_code.co_filename)
+        if path.name == "distributed_c10d.py" and not frame.f_code.co_name.startswith("_"):
+            name = frame.f_code.co_name
+            collective = collective if name == "wrapper" and collective else name
+        if path.parent.name == "ds_vit" or "ds_vit" in path.parts[-3:-1]:
+            caller = f"{'/'.join(path.parts[path.parts.index('ds_vit') :])}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return (f", in {collective}" if collective else "") + (f", called by {caller}" if caller else "")
+
+
+def pending_collectives(entries: list[Mapping[str, Any]], limit: int = 4) -> list[str]:
+    """The unfinished collectives of a flight recorder's dump, oldest first, as lines for people."""
+    pending = [e for e in entries if e.get("state") != "completed" and not e.get("retired")]
+    return [
+        f"{e.get('state')}: {e.get('profiling_name', 'collective')} number {e.get('collective_seq_id')} of group "
+        f"{e.get('process_group')}, sizes {e.get('input_sizes')}"
+        for e in pending[:limit]
+    ]

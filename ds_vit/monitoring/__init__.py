@@ -1,0 +1,1 @@
+"""What a run writes down for people: metrics, progress, gradient statistics and their pictures."""

@@ -1,0 +1,1 @@
+"""How a run is cut over ranks: degrees, pipeline stages, hosts, ZeRO's flat memory, tensor slices."""

@@ -1,0 +1,111 @@
+"""The classifier cut over its classes: a loss that moves four numbers a sample, and the logits put together.
+
+Rank r of t holds the classes from r * ceil(C / t) on; the last ranks hold fewer than ceil(C / t), or none, and pad.
+The softmax cross-entropy never holds a row of all logits: each rank reduces its own classes to their largest logit,
+their sum of exponentials and two sums over the targets, and these are combined (Milakov and Gimelshein 2018,
+https://arxiv.org/abs/1805.02867). Its gradient needs nothing more to be moved.
+
+Shapes: B samples, C classes, c = ceil(C / t) classes of a rank with padding, n real classes of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region, stack_over_group
+from ds_vit.tasks.losses import Loss, loss_rule
+
+CLASSES_WORTH_CUTTING = 8192
+"""Cutting the classifier pays where it takes at least so many classes off each rank.
+
+At 16 bytes a weight (parameter, gradient and fp32 optimizer state) and width 1024 they take 128 MiB; the collectives
+that a cut costs are of a fixed, small size.
+"""
+
+
+def pays(num_classes: int, size: int) -> bool:
+    """Whether the classifier should be cut over `size` ranks: ImageNet-21k's over 2, ImageNet-1k's never."""
+    return num_classes - -(-num_classes // size) >= CLASSES_WORTH_CUTTING
+
+
+def _own_classes(num_classes: int, tp: TensorParallel) -> tuple[int, int]:
+    """(first, count) of this rank's real classes."""
+    share = tp.share_of(num_classes)
+    first = min(tp.rank * share, num_classes)
+    return first, min(share, num_classes - first)
+
+
+class _SoftmaxCrossEntropy(torch.autograd.Function):
+    """Mean over the samples of sum_c -target_c * log softmax(logits)_c, from this rank's classes of both."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+        """logits, targets float32 [B, n] -> scalar."""
+        samples, count = logits.shape
+        lowest = torch.finfo(logits.dtype).min  # not -inf: it is multiplied by zero below
+        own_top = logits.amax(-1) if count else logits.new_full((samples,), lowest)
+        below_top = logits - own_top[:, None]
+        exponentials = below_top.exp()
+        own = torch.stack((own_top, exponentials.sum(-1), (targets * below_top).sum(-1), targets.sum(-1)))
+        tops, sums, weighted, weights = stack_over_group(own, tp).unbind(1)
+        top = tops.amax(0)
+        total = (sums * (tops - top).exp()).sum(0)
+        weight = weights.sum(0)
+        loss = weight * total.log() - (weighted + weights * (tops - top)).sum(0)
+        probabilities = exponentials * ((own_top - top).exp() / total)[:, None]
+        ctx.save_for_backward((probabilities * weight[:, None] - targets) / samples)
+        return loss.mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (d_logits,) = ctx.saved_tensors
+        return grad * d_logits, None, None
+
+
+def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
+    """`ds_vit.tasks.losses.build_loss` for a classifier that is cut over the classes.
+
+    Args:
+        tp: this rank's place in the group.
+        num_classes: C, without padding.
+        settings: as for `ds_vit.tasks.losses.loss_rule`.
+
+    Returns:
+        `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
+        (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
+
+    Raises:
+        ValueError: as `loss_rule`.
+    """
+    rule = loss_rule(**settings)
+    first, count = _own_classes(num_classes, tp)
+    off_value = rule.number_smoothing / num_classes
+
+    def own_targets(targets: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n]: what timm's losses make of the targets, this rank's classes of it."""
+        if targets.ndim > 1:
+            own = targets[:, first : first + count].float()
+            if rule.multi_hot_smoothing:
+                own = own * (1.0 - rule.multi_hot_smoothing) + 0.5 * rule.multi_hot_smoothing
+        else:
+            classes = torch.arange(first, first + count, device=targets.device)
+            own = torch.where(targets[:, None] == classes, 1.0 - rule.number_smoothing + off_value, off_value)
+        return own if rule.threshold is None else own.gt(rule.threshold).float()
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        own_logits = logits[:, :count].float()
+        if not rule.binary:
+            return _SoftmaxCrossEntropy.apply(own_logits, own_targets(targets), tp)
+        own_sum = F.binary_cross_entropy_with_logits(own_logits, own_targets(targets), reduction="sum")
+        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.sum_classes else num_classes))
+
+    return loss
+
+
+def gather_logits(logits: torch.Tensor, num_classes: int, tp: TensorParallel) -> torch.Tensor:
+    """All classes' logits on every rank, for evaluation: [B, c] -> [B, C]. No gradient passes."""
+    stacked = stack_over_group(logits.detach(), tp)
+    return stacked.movedim(0, 1).flatten(1)[:, :num_classes]

@@ -1,0 +1,274 @@
+"""Cut a model over a tensor-parallel group: refuse what cannot be cut, then slice and rewire layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_vit.models.keyed_drop import KeyedDropout
+from ds_vit.models.layers import (
+    BlockLayer,
+    EmbedLayer,
+    EvaEmbed,
+    EvaHead,
+    HeadLayer,
+    Layer,
+    RopeFrequencies,
+    VisionTransformerEmbed,
+    VisionTransformerHead,
+)
+from ds_vit.models.zoo import TimmViT
+from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
+from ds_vit.parallel.tensor.norm import ShardedNorm
+from ds_vit.parallel.tensor.plans import NORMS, PLANS, Plan, Sections
+from ds_vit.parallel.tensor.region import ColumnLinear, Region, RowLinear, ShareDropout, SummandLinear
+from ds_vit.parallel.tensor.slices import TensorSlice
+
+
+def _planned(module: nn.Module) -> list[tuple[nn.Module, Plan]]:
+    """The modules to cut in a block or head, with their plans."""
+    return [(child, PLANS[type(child)]) for child in module.modules() if type(child) in PLANS]
+
+
+def _members(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Those of the named members that are there and have something to do."""
+    for name in names:
+        member = getattr(module, name, None)
+        if member is not None and not isinstance(member, nn.Identity):
+            yield name, member
+
+
+def _refused_kind(model: TimmViT) -> str | None:
+    """Why some kind of module in the model cannot be cut, or None."""
+    for block in model.blocks:
+        planned = _planned(block)
+        covered = {id(parameter) for module, _ in planned for parameter in module.parameters()}
+        for name, parameter in block.named_parameters():
+            if parameter.ndim > 1 and id(parameter) not in covered:
+                owner = block.get_submodule(name.split(".")[0]) if "." in name else block
+                return f"{type(owner).__name__} in {type(block).__name__} ({name}) cannot be cut"
+        for module, plan in planned:
+            for name, norm in _members(module, plan.norms):
+                if type(norm) not in NORMS:
+                    kind = f"{type(norm).__name__} over the features of {type(module).__name__} ({name})"
+                    return f"{kind} cannot be cut"
+    return None
+
+
+def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
+    """What a degree must divide: (name, number), for each module to cut."""
+    parts = [*model.blocks, *([model.attn_pool] if model.attn_pool is not None else [])]
+    for part in parts:
+        for module, plan in _planned(part):
+            yield from plan.counts(module).items()
+
+
+def legal_degrees(model: TimmViT) -> list[int]:
+    """The tensor-parallel degrees that a model can be cut into, ascending; [1] where it cannot be cut.
+
+    Args:
+        model: from `create_model`, on the meta device.
+    """
+    if _refused_kind(model) is not None:
+        return [1]
+    common = math.gcd(*(number for _, number in _counts(model)))
+    return [degree for degree in range(1, common + 1) if common % degree == 0]
+
+
+def check_cut(model: TimmViT, size: int) -> None:
+    """Refuse a tensor-parallel degree that does not fit the model, before any process group exists.
+
+    Args:
+        model: from `create_model`, on the meta device.
+        size: the degree; 1 always fits.
+
+    Raises:
+        ValueError: a kind of module cannot be cut, or its number of heads or hidden features cannot.
+    """
+    if size < 1:
+        raise ValueError(f"tp {size} must be at least 1")
+    if size == 1:
+        return
+    refused = _refused_kind(model)
+    if refused is not None:
+        raise ValueError(f"{refused} over tp {size}; tp must be 1 for this model")
+    for name, number in _counts(model):
+        if number % size:
+            *some, last = map(str, legal_degrees(model))
+            legal = f"may be {', '.join(some)} or {last}" if some else "must be 1"
+            raise ValueError(f"{name} {number} cannot be split over tp {size}; tp {legal}")
+
+
+class _ScatteringVisionTransformerEmbed(VisionTransformerEmbed):
+    tp: TensorParallel
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        return split_tokens(super().embed(images), self.tp)
+
+
+class _ScatteringEvaEmbed(EvaEmbed):
+    tp: TensorParallel
+
+    def embed(self, images: torch.Tensor) -> torch.Tensor:
+        return split_tokens(super().embed(images), self.tp)
+
+
+class _Joining(HeadLayer):
+    tp: TensorParallel
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        share, *rest = inputs
+        count = self.num_tokens.training if self.training else self.num_tokens.evaluating
+        return super().forward((join_tokens(share, count, self.tp), *rest))
+
+
+class _JoiningVisionTransformerHead(_Joining, VisionTransformerHead):
+    pass
+
+
+class _JoiningEvaHead(_Joining, EvaHead):
+    pass
+
+
+_SEQUENCE_PARALLEL_ENDS: dict[type[Layer], type[Layer]] = {
+    VisionTransformerEmbed: _ScatteringVisionTransformerEmbed,
+    EvaEmbed: _ScatteringEvaEmbed,
+    VisionTransformerHead: _JoiningVisionTransformerHead,
+    EvaHead: _JoiningEvaHead,
+}
+
+
+def _shard(owner: nn.Module, name: str, dim: int, sections: tuple[int, ...], tp: TensorParallel) -> None:
+    """Replace a parameter or buffer by this rank's slice, described and tagged."""
+    full = getattr(owner, name)
+    description = TensorSlice(tuple(full.shape), dim, sections, tp.rank, tp.size)
+    part = description.take(full.detach())
+    if isinstance(full, nn.Parameter):
+        part = nn.Parameter(part, requires_grad=full.requires_grad)
+        part.tp_slice = description
+        part.tensor_model_parallel = True  # DeepSpeed's norms and overflow checks count by it
+    setattr(owner, name, part)
+
+
+def _lengths(sections: Sections, module: nn.Module, total: int) -> tuple[int, ...]:
+    return sections(module) if callable(sections) else (total // sections,) * sections
+
+
+def _sum_gradient(parameter: nn.Parameter, tp: TensorParallel) -> None:
+    """Make the gradient of a whole parameter the sum of the ranks' summands.
+
+    A hook on the parameter sees each backward's gradient before anything accumulates or reduces it further.
+    """
+    if parameter.requires_grad:
+        parameter.register_hook(partial(sum_over_group, tp=tp))
+
+
+def _cut_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParallel) -> None:
+    _shard(linear, "weight", 0, sections, tp)
+    if linear.bias is not None:
+        _shard(linear, "bias", 0, sections, tp)
+    linear.out_features = linear.weight.shape[0]
+
+
+def _cut_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leaves: bool) -> None:
+    _shard(linear, "weight", 1, sections, region.tp)
+    linear.in_features = linear.weight.shape[1]
+    linear.__class__ = RowLinear if leaves else SummandLinear
+    linear.region = region
+
+
+def _cut_norm(norm: nn.Module, tp: TensorParallel) -> None:
+    for name, parameter in list(norm.named_parameters(recurse=False)):
+        _shard(norm, name, 0, tuple(parameter.shape), tp)
+    ShardedNorm.of(norm, NORMS[type(norm)], tp)
+
+
+def _divide(value: int | list[int], size: int) -> int | list[int]:
+    return [number // size for number in value] if isinstance(value, list) else value // size
+
+
+def _cut_module(module: nn.Module, plan: Plan, region: Region) -> list[nn.Parameter]:
+    """Cut one module by its plan, in place; returns the whole parameters that get a partial gradient."""
+    tp = region.tp
+    # The lengths are those of the module uncut: read them all before anything is changed.
+    columns = {n: _lengths(plan.columns[n], module, m.out_features) for n, m in _members(module, tuple(plan.columns))}
+    rows = {n: _lengths(plan.rows[n], module, m.in_features) for n, m in _members(module, tuple(plan.rows))}
+    for name, sections in columns.items():
+        _cut_columns(getattr(module, name), sections, tp)
+    for name, sections in rows.items():
+        _cut_rows(getattr(module, name), sections, region, leaves=name not in plan.summands)
+    for name, vector in _members(module, plan.vectors):
+        _shard(module, name, 0, tuple(vector.shape), tp)
+    for _, norm in _members(module, plan.norms):
+        _cut_norm(norm, tp)
+    for _, dropout in _members(module, plan.dropouts):
+        if isinstance(dropout, KeyedDropout):
+            ShareDropout.of(dropout, -1, tp)
+    for name in plan.divided:
+        setattr(module, name, _divide(getattr(module, name), tp.size))
+    module.__class__ = plan.cut_class
+    module.region = region
+    return [
+        parameter
+        for _, member in _members(module, plan.partial)
+        for parameter in ([member] if isinstance(member, nn.Parameter) else member.parameters())
+    ]
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
+    """Sequence parallelism: what lies outside the regions works on this rank's tokens."""
+    if isinstance(layer, BlockLayer):
+        for module in layer.modules():
+            if type(module) is KeyedDropout:
+                ShareDropout.of(module, 1, tp)
+    else:
+        layer.__class__ = _SEQUENCE_PARALLEL_ENDS[type(layer)]
+        layer.tp = tp
+
+
+def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
+    """Make a whole, filled layer this rank's share of it, in place.
+
+    Parameters are replaced by slices; their names stay timm's. Every parameter gets a description, `tp_slice`, from
+    which `assemble` makes the whole; the sharded ones get DeepSpeed's tag `tensor_model_parallel`. Whole parameters
+    whose gradient a rank sees in part have it summed over the group in the backward pass. All ranks of the group must
+    be given the same samples.
+
+    What travels between the layers keeps its structure. Under sequence parallelism its tokens are [B, ceil(S / t), D];
+    learned rotary frequencies are those of this rank's heads.
+
+    Args:
+        layer: from `take_apart`, filled, in its final type; of a model that `check_cut` accepts for this size.
+        tp: this rank's place in the group; of size 1, only the descriptions are written.
+        class_parallel: cut the classifier over the classes: a `HeadLayer` then returns [B, ceil(C / t)] logits, those
+            past the last class zero, for `class_parallel_loss` and `gather_logits`.
+    """
+    if tp.size > 1:
+        # Embedding and head work on all tokens; under sequence parallelism too.
+        inside = tp if isinstance(layer, BlockLayer) else replace(tp, sequence_parallel=False)
+        region = Region(inside, layer.num_tokens)
+        summed = [parameter for module, plan in _planned(layer) for parameter in _cut_module(module, plan, region)]
+        if isinstance(layer, EmbedLayer) and isinstance(getattr(layer, "rope", None), RopeFrequencies):
+            _shard(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
+        if class_parallel and isinstance(layer, HeadLayer):
+            _cut_columns(layer.head, (layer.head.out_features,), tp)
+            layer.head.__class__ = ColumnLinear
+            layer.head.region = region
+        if tp.sequence_parallel:
+            _share_tokens(layer, tp)
+            if isinstance(layer, BlockLayer):
+                summed = [parameter for parameter in layer.parameters() if not _is_sharded(parameter)]
+        for parameter in summed:
+            _sum_gradient(parameter, tp)
+    for parameter in layer.parameters():
+        if not hasattr(parameter, "tp_slice"):
+            parameter.tp_slice = TensorSlice(tuple(parameter.shape), None, (), tp.rank, tp.size)

@@ -1,0 +1,216 @@
+"""The table of cuts: for each timm class with weights to cut, which of them are cut along which axis, and what follows.
+
+A class that is not here is not cut. In a block, where that would leave weights whole in silence, it is refused by name
+(`cut.check_cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from timm.layers import Attention, AttentionPoolLatent, AttentionRope, DiffAttention, GluMlp, Mlp, SwiGLU
+from timm.layers.norm import LayerNorm, LayerNormFp32, RmsNorm, RmsNormFp32
+from timm.models.eva import EvaAttention
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock
+from timm.models.vitamin import GeGluMlp
+from torch import nn
+
+from ds_vit.parallel.tensor.attention import (
+    CutAttentionPoolLatent,
+    CutDiffAttention,
+    CutDiffParallelScalingBlock,
+    CutEvaAttention,
+    CutParallelScalingBlock,
+)
+from ds_vit.parallel.tensor.region import Entered
+
+
+class CutAttention(Entered, Attention):
+    """timm's `Attention` on this rank's heads."""
+
+
+class CutAttentionRope(Entered, AttentionRope):
+    """timm's `AttentionRope` on this rank's heads."""
+
+
+class CutMlp(Entered, Mlp):
+    """timm's `Mlp` on this rank's hidden features."""
+
+
+class CutGluMlp(Entered, GluMlp):
+    """timm's `GluMlp` (and `SwiGLUPacked`) on this rank's hidden features."""
+
+
+class CutSwiGLU(Entered, SwiGLU):
+    """timm's `SwiGLU` on this rank's hidden features."""
+
+
+class CutGeGluMlp(Entered, GeGluMlp):
+    """timm's `GeGluMlp` (ViTamin) on this rank's hidden features."""
+
+
+Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
+"""What is packed along the axis that is cut: that many equal parts, or their lengths, given the module uncut."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module of one timm class is cut. All names are of its own members; one that is absent is passed over.
+
+    Attributes:
+        cut_class: the subclass that the module becomes.
+        counts: what the degree must divide, by the name that a person knows it under.
+        columns: linear maps whose output features are cut, weight and bias.
+        rows: linear maps whose input features are cut; the bias is whole, and added once after the sum.
+        summands: of the rows, those whose summands leave the region together.
+        vectors: the module's own one-dimensional parameters and buffers over sharded features.
+        norms: norms over sharded features.
+        dropouts: dropouts over sharded features.
+        partial: whole parameters and modules that act on this rank's heads or feed its columns: their gradient on a
+            rank is a summand.
+        divided: attributes, numbers or lists of them, that hold whole counts and must hold this rank's.
+    """
+
+    cut_class: type[nn.Module]
+    counts: Callable[[nn.Module], dict[str, int]]
+    columns: Mapping[str, Sections] = field(default_factory=dict)
+    rows: Mapping[str, Sections] = field(default_factory=dict)
+    summands: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()
+
+
+_LAMBDAS = ("lambda_a", "lambda_b", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def _heads(module: nn.Module) -> dict[str, int]:
+    return {"num_heads": module.num_heads}
+
+
+def _parallel_counts(block: nn.Module) -> dict[str, int]:
+    return {"num_heads": block.num_heads, "hidden size": block.in_split[0]}
+
+
+def _in_proj(block: nn.Module) -> tuple[int, ...]:
+    return tuple(block.in_split)
+
+
+def _out_proj(block: nn.Module) -> tuple[int, ...]:
+    hidden, width, *_ = block.in_split
+    return width, hidden
+
+
+PLANS: dict[type[nn.Module], Plan] = {
+    Attention: Plan(
+        CutAttention,
+        _heads,
+        columns={"qkv": 3, "gate": 1},
+        rows={"proj": 1},
+        norms=("norm",),
+        partial=("q_norm", "k_norm"),
+        divided=("num_heads", "attn_dim"),
+    ),
+    AttentionRope: Plan(
+        CutAttentionRope,
+        lambda module: {"num_heads": module.num_heads, "num_kv_heads": module.num_kv_heads},
+        columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
+        rows={"proj": 1},
+        norms=("norm",),
+        partial=("q_norm", "k_norm"),
+        divided=("num_heads", "num_kv_heads", "attn_dim", "kv_dim"),
+    ),
+    EvaAttention: Plan(
+        CutEvaAttention,
+        _heads,
+        columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
+        rows={"proj": 1},
+        vectors=("q_bias", "k_bias", "v_bias"),
+        norms=("norm",),
+        partial=("q_norm", "k_norm"),
+        divided=("num_heads",),
+    ),
+    DiffAttention: Plan(
+        CutDiffAttention,
+        _heads,
+        columns={"qkv": 3},
+        rows={"proj": 1},
+        norms=("norm",),
+        partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
+        divided=("num_heads",),
+    ),
+    Mlp: Plan(
+        CutMlp,
+        lambda module: {"hidden size": module.fc2.in_features},
+        columns={"fc1": 1},
+        rows={"fc2": 1},
+        norms=("norm",),
+        dropouts=("drop1",),
+    ),
+    GluMlp: Plan(
+        CutGluMlp,
+        lambda module: {"hidden size": module.fc2.in_features},
+        columns={"fc1": 2},
+        rows={"fc2": 1},
+        norms=("norm",),
+        dropouts=("drop1",),
+    ),
+    SwiGLU: Plan(
+        CutSwiGLU,
+        lambda module: {"hidden size": module.fc2.in_features},
+        columns={"fc1_g": 1, "fc1_x": 1},
+        rows={"fc2": 1},
+        norms=("norm",),
+        dropouts=("drop1",),
+    ),
+    GeGluMlp: Plan(
+        CutGeGluMlp,
+        lambda module: {"hidden size": module.w2.in_features},
+        columns={"w0": 1, "w1": 1},
+        rows={"w2": 1},
+        dropouts=("drop1",),
+        partial=("norm",),  # over whole features, but inside: it feeds this rank's columns alone
+    ),
+    ParallelScalingBlock: Plan(
+        CutParallelScalingBlock,
+        _parallel_counts,
+        columns={"in_proj": _in_proj},
+        rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
+        summands=("attn_out_proj", "mlp_out_proj"),
+        vectors=("mlp_bias",),
+        dropouts=("mlp_drop",),
+        partial=("q_norm", "k_norm"),
+        divided=("num_heads", "in_split"),
+    ),
+    DiffParallelScalingBlock: Plan(
+        CutDiffParallelScalingBlock,
+        _parallel_counts,
+        columns={"in_proj": _in_proj},
+        rows={"out_proj": _out_proj},
+        vectors=("mlp_bias",),
+        dropouts=("mlp_drop",),
+        partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
+        divided=("num_heads", "in_split"),
+    ),
+    AttentionPoolLatent: Plan(
+        CutAttentionPoolLatent,
+        lambda module: {"attn_pool num_heads": module.num_heads},
+        columns={"q": 1, "kv": 2},
+        rows={"proj": 1},
+        partial=("q_norm", "k_norm"),
+        divided=("num_heads",),
+    ),
+}
+
+NORMS: dict[type[nn.Module], bool] = {
+    nn.LayerNorm: True,
+    LayerNorm: True,
+    LayerNormFp32: True,
+    RmsNorm: False,
+    RmsNormFp32: False,
+}
+"""Norms that can act on sharded features, and whether they subtract the mean."""

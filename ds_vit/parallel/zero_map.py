@@ -1,0 +1,352 @@
+"""The map of ZeRO's flat memory: which part of which timm parameter lies where on this rank.
+
+DeepSpeed trains flat fp32 tensors, not parameters. What has to know parameters all the same (LAMB's norms, layer-wise
+decay, the moving average, gradient statistics, checkpoints) reads this map. It is the only file that looks into ZeRO's
+optimizers; tests/test_fragments.py has a canary for each attribute it relies on.
+
+| wrapper | flat tensors | a parameter of this rank's tensor slice |
+|---|---|---|
+| none (ZeRO-0) | each parameter, seen flat | whole, on every data-parallel rank |
+| ZeRO-1, ZeRO-2, BF16_Optimizer | one partition a parameter group | the part that falls into the partition |
+| ZeRO-3 | one a sub-group | the same share of every parameter, the last one padded |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_vit.parallel.tensor import TensorSlice
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A parameter's part of a flat tensor: `length` elements from `start` of its flattened tensor slice.
+
+    Attributes:
+        name: timm's.
+        index: of the parameter in `Shard.names`.
+        tp_slice: how this rank's tensor slice lies in the whole parameter.
+        replicated: every tensor-parallel rank holds the same values.
+        start: first element, within the flattened tensor slice.
+        length: elements; at least 1.
+        offset: first element, within the flat tensor.
+    """
+
+    name: str
+    index: int
+    tp_slice: TensorSlice
+    replicated: bool
+    start: int
+    length: int
+    offset: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This segment's view [length] of a tensor that is laid out like the shard's."""
+        return flat.narrow(0, self.offset, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A flat tensor of this rank, and the segments in it; what no segment covers is padding.
+
+    Attributes:
+        tensor: 1-D; the very tensor that the optimizer updates (for ZeRO-0 a flat view of the parameter).
+        parameter: what the optimizer has in its param_groups for it.
+        names: timm names of all parameters that are spread over this tensor and its like on the other ranks.
+        segments: those parts of them that lie here.
+        group: index of the optimizer's param_group.
+    """
+
+    tensor: torch.Tensor
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    group: int
+
+    def views(self, like: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The segments' views of the shard's tensor, or of another one that is laid out like it (a gradient)."""
+        flat = (self.tensor if like is None else like).view(-1)
+        return [segment.of(flat) for segment in self.segments]
+
+
+@dataclass
+class Fragments:
+    """All flat tensors of this rank.
+
+    Attributes:
+        shards: of the trained parameters, in the optimizer's order.
+        frozen: of the parameters that are not trained, in the model's type; one parameter each.
+        stage: ZeRO's.
+        dp_rank, tp_rank: of this rank.
+        group: the ranks that hold this pipeline stage's parameters between them, tp innermost; None for all ranks.
+        group_size: how many they are.
+        names: timm names of the whole model's trained parameters, the same list on every rank.
+        device: where collectives take their tensors; the flat tensors lie elsewhere when they are offloaded.
+    """
+
+    shards: list[Shard]
+    frozen: list[Shard]
+    stage: int
+    dp_rank: int
+    tp_rank: int
+    group: dist.ProcessGroup | None
+    group_size: int
+    names: tuple[str, ...]
+    device: torch.device
+    _optimizer: Any = field(repr=False)
+    _by_parameter: dict[int, Shard] = field(repr=False)
+
+    def shard_of(self, parameter: torch.Tensor) -> Shard:
+        """The shard of a tensor that the optimizer has in its param_groups."""
+        return self._by_parameter[id(parameter)]
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer inside ZeRO's, whose `step` sees the flat tensors."""
+        return getattr(self._optimizer, "optimizer", self._optimizer)
+
+    def counts(self, segment: Segment) -> bool:
+        """Whether this rank's copy of a segment is the one that sums over `group` shall see."""
+        return (self.stage > 0 or self.dp_rank == 0) and (self.tp_rank == 0 or not segment.replicated)
+
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of the optimizer's states that have an element for each of the shard's (exp_avg, …), sorted."""
+        keys = {
+            key
+            for shard in self.shards
+            for key, value in self.base.state.get(shard.parameter, {}).items()
+            if torch.is_tensor(value) and value.numel() == shard.tensor.numel() and value.dim() > 0
+        }
+        return tuple(sorted(keys - {"step"}))
+
+    def declared_keys(self, shard: Shard) -> tuple[str, ...] | None:
+        """The states that the optimizer keeps for a shard, where its groups say so because they keep different ones."""
+        return self.base.param_groups[shard.group].get("state_keys")
+
+    def state(self, shard: Shard, key: str) -> torch.Tensor:
+        """An optimizer state of a shard, flat."""
+        return self.base.state[shard.parameter][key].view(-1)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring the values of the flat tensors into the model's own parameters (a collective).
+
+        What ZeRO does at the end of a step: cast, and gather over the data-parallel ranks.
+        """
+        optimizer = self._optimizer
+        if self.stage == 0:
+            return
+        if self.stage < 3:
+            optimizer.update_lp_params()
+            return
+        optimizer._partition_all_parameters()
+        for sub_group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()
+
+    def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
+        """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
+
+        The argument has the gradient of each shard, flat, fp32, times the loss scale; None where ZeRO has none any
+        more. Without ZeRO nothing is ever dropped, and nothing is called.
+        """
+        optimizer = self._optimizer
+        if self.stage == 0:
+            return
+        # ZeRO-1 to 3 settle the loss scale, BF16_Optimizer clears its buffers, right before the gradients are gone.
+        name = "_update_scale" if hasattr(optimizer, "_update_scale") else "clear_hp_grads"
+        original = getattr(optimizer, name)
+
+        def wrapped(*args: Any) -> Any:
+            if optimizer.overflow:
+                callback([self._reduced_gradient(shard) for shard in self.shards])
+            return original(*args)
+
+        setattr(optimizer, name, wrapped)
+
+    def gradients(self, clipped_by: float) -> list[torch.Tensor | None]:
+        """The gradient of each shard, flat, while the optimizer takes its step: without loss scale and clipping.
+
+        Args:
+            clipped_by: what clipping multiplied those by that the optimizer has already.
+        """
+        scale = float(getattr(self._optimizer, "loss_scale", 1.0))
+        grads = []
+        for shard in self.shards:
+            own = shard.parameter.grad
+            waiting = None if own is not None else self._reduced_gradient(shard)
+            if own is not None:
+                grads.append(own.view(-1).float() / clipped_by)
+            else:  # of another parameter group or sub-group, whose turn has not come
+                grads.append(None if waiting is None else waiting / scale)
+        return grads
+
+    def _reduced_gradient(self, shard: Shard) -> torch.Tensor | None:
+        """The gradient of a shard while ZeRO still holds it as it was reduced."""
+        optimizer, number = self._optimizer, self.shards.index(shard)
+        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
+            return optimizer.fp32_groups_gradient_flat_partition[number].float()
+        if shard.parameter.grad is not None:  # offloaded
+            return shard.parameter.grad.view(-1).float()
+        pieces = optimizer.averaged_gradients.get(number)
+        if pieces is None:
+            return None
+        flat = torch.zeros(shard.tensor.numel(), dtype=torch.float32, device=shard.tensor.device)
+        remaining = iter(pieces)
+        for segment in shard.segments:
+            # ZeRO-3's pieces are as long as a rank's share, padding included.
+            piece = next((g for g in remaining if g is not None and g.numel() >= segment.length), None)
+            if piece is not None:
+                segment.of(flat).copy_(piece.view(-1)[: segment.length])
+        return flat
+
+    def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
+        """The sum of a small tensor over `group`: one collective, none where there is nobody else."""
+        if self.group_size == 1:
+            return vector
+        moved = vector.to(self.device)
+        dist.all_reduce(moved, group=self.group)
+        return moved.to(vector.device)
+
+
+def build_fragments(engine: Any, grid: Any | None, names: Mapping[str, str]) -> Fragments:
+    """The map of an initialised DeepSpeed engine (a collective of all ranks).
+
+    Args:
+        engine: DeepSpeed's.
+        grid: DeepSpeed's PipelineParallelGrid; None where the layout is data-parallel alone.
+        names: from the names of `engine.module.named_parameters()` to timm's.
+    """
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    parameters = dict(engine.module.named_parameters())
+    timm = {id(p): names[local] for local, p in parameters.items()}
+    if stage == 0 and not hasattr(optimizer, "fp32_groups_flat_partition"):
+        shards = list(_whole(optimizer.param_groups, timm))
+    elif stage == 3:
+        shards = list(_zero3(optimizer, timm))
+    else:
+        shards = list(_partitioned(optimizer, timm))
+    frozen = [_frozen(p, timm[id(p)]) for p in parameters.values() if not p.requires_grad]
+    own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
+    dp_rank = dist.get_rank() if grid is None else grid.get_data_parallel_rank()
+    tp_rank = 0 if grid is None else grid.get_slice_parallel_rank()
+    group, size = _stage_group(grid)
+    return Fragments(
+        shards=shards,
+        frozen=frozen,
+        stage=stage,
+        dp_rank=dp_rank,
+        tp_rank=tp_rank,
+        group=group,
+        group_size=size,
+        names=_all_names(own, grid),
+        device=engine.device,
+        _optimizer=optimizer,
+        _by_parameter={id(shard.parameter): shard for shard in shards},
+    )
+
+
+def _stage_group(grid: Any | None) -> tuple[dist.ProcessGroup | None, int]:
+    """The ranks of this pipeline stage (None: all), and how many."""
+    world = dist.get_world_size()
+    if grid is None or grid.get_pipe_parallel_world_size() == 1:
+        return None, world
+    own, size = None, 0
+    for stage in range(grid.get_pipe_parallel_world_size()):
+        ranks = sorted(grid._topo.filter_match(pipe=stage))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own, size = group, len(ranks)
+    return own, size
+
+
+def _all_names(own: tuple[str, ...], grid: Any | None) -> tuple[str, ...]:
+    """The names of all pipeline stages, in their order."""
+    if grid is None or grid.get_pipe_parallel_world_size() == 1:
+        return own
+    stages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, (grid.get_stage_id(), own))
+    by_stage = dict(stages)
+    names = [name for stage in sorted(by_stage) for name in by_stage[stage]]
+    assert len(set(names)) == len(names), "a parameter that lives on two pipeline stages"
+    return tuple(names)
+
+
+def _slice_of(parameter: nn.Parameter) -> TensorSlice:
+    description: TensorSlice | None = getattr(parameter, "tp_slice", None)
+    if description is not None:
+        return description
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return TensorSlice(full_shape=shape, dim=None, sections=(), rank=0, size=1)
+
+
+def _segment(parameter: nn.Parameter, name: str, index: int, start: int, length: int, offset: int) -> Segment:
+    replicated = not getattr(parameter, "tensor_model_parallel", False)
+    return Segment(name, index, _slice_of(parameter), replicated, start, length, offset)
+
+
+def _whole(groups: Iterable[Mapping[str, Any]], timm: Mapping[int, str]) -> Iterator[Shard]:
+    """No ZeRO: every parameter is its own flat tensor."""
+    for number, group in enumerate(groups):
+        for p in group["params"]:
+            name = timm[id(p)]
+            segment = _segment(p, name, 0, 0, p.numel(), 0)
+            yield Shard(p.detach().view(-1), p, (name,), (segment,), number)
+
+
+def _partitioned(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
+    """ZeRO-1, ZeRO-2 and BF16_Optimizer: one partition of each parameter group's concatenation."""
+    bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
+    groups: Sequence[Sequence[nn.Parameter]] = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
+    flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
+        segments = []
+        for index, p in enumerate(group):
+            if p._hp_mapping is None:  # none of it falls into this rank's partition
+                continue
+            inside, source = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
+            if inside.numel:
+                segments.append(_segment(p, timm[id(p)], index, source.start, inside.numel, inside.start))
+        yield Shard(flat.detach(), flat, tuple(timm[id(p)] for p in group), tuple(segments), number)
+
+
+def _zero3(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
+    """ZeRO-3: rank r of R has elements r·n to (r+1)·n of every parameter, n = ⌈numel/R⌉; the last share is padded."""
+    for sub_group, (group, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        segments = []
+        for index, p in enumerate(group):
+            found, offset, _ = optimizer.grad_position[optimizer.get_param_id(p)]
+            assert found == sub_group
+            start, length = _zero3_share(p)
+            if length:
+                segments.append(_segment(p, timm[id(p)], index, start, length, offset))
+        number = optimizer.sub_group_to_group_id[sub_group]
+        yield Shard(flat.detach(), flat, tuple(timm[id(p)] for p in group), tuple(segments), number)
+
+
+def _zero3_share(parameter: nn.Parameter) -> tuple[int, int]:
+    """(first element, elements) of this rank's share of a partitioned parameter, padding excluded."""
+    share = parameter.ds_tensor.ds_numel
+    start = dist.get_rank(parameter.ds_process_group) * share
+    return start, max(0, min(share, parameter.ds_numel - start))
+
+
+def _frozen(parameter: nn.Parameter, name: str) -> Shard:
+    """A parameter that is not trained: whole on this rank, or (ZeRO-3) this rank's share."""
+    if hasattr(parameter, "ds_tensor"):
+        start, length = _zero3_share(parameter)
+        flat = parameter.ds_tensor.detach().view(-1)
+    else:
+        start, length, flat = 0, parameter.numel(), parameter.detach().view(-1)
+    segments = (_segment(parameter, name, 0, start, length, 0),) if length else ()
+    return Shard(flat, parameter, (name,), segments, -1)

@@ -1,0 +1,1 @@
+"""What is trained for: the loss, and what goes into it."""

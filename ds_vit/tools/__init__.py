@@ -1,0 +1,1 @@
+"""Programs beside training: benchmark, parity check, doctor, evaluation of weights."""

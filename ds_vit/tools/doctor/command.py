@@ -1,0 +1,257 @@
+"""The command `ds-vit doctor`: ask the hosts, examine the answers, measure the network, say what is wrong.
+
+ds-vit doctor                                         this machine
+ds-vit doctor --hostfile hostfile --output runs/x     every host of a run, over ssh
+srun ds-vit doctor                                    as ranks of a launcher (mpirun, torchrun, deepspeed too)
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.launching.environment import collected
+from ds_vit.launching.hosts import Host, read_hosts
+from ds_vit.launching.process import Process, discover, rendezvous
+from ds_vit.tools.doctor.checks import Finding, Run, examine, link_of
+from ds_vit.tools.doctor.facts import Ask, Facts, gather, mark, marks
+from ds_vit.tools.doctor.network import Figures, gbits, judge, run_collectives, slowest
+from ds_vit.tools.doctor.remote import Answer, Way, ask_all
+
+EXIT_FINDINGS = 1
+"""Exit code when there is a finding of the grade "error"; 0 without, 2 for input that cannot be."""
+
+# Of what a launcher sends to every host, that which this command's programs need: no tokens in a list of processes.
+_SENT = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "DS_ACCELERATOR", "OMP_", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was found out."""
+
+    answers: Sequence[Answer]
+    figures: Figures | None
+    findings: Sequence[Finding]
+    run: Run
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a cluster that can be used; warnings do not count."""
+        return EXIT_FINDINGS if any(finding.severity == "error" for finding in self.findings) else exit_codes.OK
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `ds-vit doctor`."""
+    parser.add_argument("--hostfile", metavar="FILE|slurm|pbs|lsf", help="ask these hosts (default: this machine)")
+    parser.add_argument("--data-dir", default="", metavar="DIR", help="the run's data: there, and the same everywhere")
+    parser.add_argument("--output", default="", metavar="DIR", help="the run's folder: one for all hosts, with room")
+    parser.add_argument("--master_port", "--master-port", type=int, default=29500, help="rank 0's port [%(default)s]")
+    parser.add_argument("--master_addr", "--master-addr", help="where rank 0 is reached (default: the first host)")
+    parser.add_argument("--ssh-port", type=int, help="of every sshd")
+    parser.add_argument("--env-file", action="append", default=[], metavar="FILE", help="as for launch/run_hostfile.sh")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds for the questions, and for the network")
+    parser.add_argument("--no-collectives", action="store_true", help="leave the network's measurement out")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
+    """Carry out `ds-vit doctor`.
+
+    Returns:
+        0 for a healthy cluster, 1 with a finding of the grade "error".
+
+    Raises:
+        ValueError: a hostfile or an environment file that cannot be read, a port that is none.
+    """
+    if not 0 < arguments.master_port < 65536:
+        raise ValueError(f"--master_port {arguments.master_port}: a port is between 1 and 65535")
+    if arguments.timeout <= 0:
+        raise ValueError(f"--timeout {arguments.timeout:g}: it takes a number of seconds above 0")
+    cwd = Path.cwd()
+    sent = {n: v for n, v in collected(environ, cwd, arguments.env_file).items() if n.startswith(_SENT)}
+    if "CUDA_VISIBLE_DEVICES" in environ and not arguments.hostfile:
+        sent["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
+    run = Run(environ=sent, output=arguments.output, port=arguments.master_port)
+    process = discover(environ)
+    if process.world_size > 1:
+        if arguments.hostfile:
+            raise ValueError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
+        return _as_ranks(arguments, run, process)
+    if arguments.hostfile:
+        hosts, local = read_hosts(arguments.hostfile, environ), False
+    else:
+        hosts, local = (Host(_own_name(), 1),), True
+    way = Way(environ=sent, cwd=cwd, ssh_port=arguments.ssh_port, local=local)
+    answers = ask_all(hosts, _ask(arguments, [h.name for h in hosts]), way, arguments.timeout)
+    if local and (facts := answers[0].facts) is not None:
+        everything = len(facts.accelerators) or min(2, facts.cores)
+        answers = [replace(answers[0], host=Host(answers[0].host.name, everything))]
+    findings, figures = examine(answers, run), None
+    reachable = [answer for answer in answers if answer.facts is not None]
+    if not arguments.no_collectives and reachable and not any(finding.check == "hosts" for finding in findings):
+        address = arguments.master_addr or ("127.0.0.1" if local else reachable[0].host.name.split("@")[-1])
+        taken = any(finding.check == "port" for finding in findings)
+        port = arguments.master_port + (1 if taken and arguments.master_port < 65535 else 0)
+        figures = run_collectives(reachable, way, address, port, arguments.timeout)
+        findings = _sorted([*findings, *judge(figures, reachable, run)])
+    return _tell(Diagnosis(answers, figures, findings, run), as_json=arguments.json)
+
+
+def _own_name() -> str:
+    try:
+        return Host(socket.gethostname(), 1).name
+    except ValueError:
+        return "localhost"
+
+
+def _ask(arguments: Namespace, names: Sequence[str]) -> Ask:
+    token = f"ds-vit-doctor-{secrets.token_hex(4)}"
+    return Ask(tuple(names), arguments.master_port, arguments.data_dir, arguments.output, token)
+
+
+def _sorted(findings: Sequence[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: finding.severity != "error")
+
+
+# ---- as ranks of a launcher ----------------------------------------------------------------------------------------
+
+
+def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
+    """The ranks themselves are the way to the hosts; rank 0 speaks."""
+    import datetime
+
+    import torch.distributed as dist
+
+    from ds_vit.engine.base import device_of, init_distributed, quiet_deepspeed
+    from ds_vit.tools.doctor.measure import measure
+
+    quiet_deepspeed(False)
+    device = device_of(process.local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=arguments.timeout)
+    try:
+        made = init_distributed({**rendezvous(process), "dist_backend": backend, "timeout": limit})
+        own: list[Any] = [None] * process.world_size
+        names: list[Any] = [None] * process.world_size
+        dist.all_gather_object(names, (socket.gethostname(), process.local_rank))
+        leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
+        hosts = [names[rank][0] for rank in leaders]
+        ask = replace(_ask(arguments, hosts), token="ds-vit-doctor-ranks", port=0)
+        facts = gather(ask).pack() if process.local_rank == 0 else ""
+        dist.barrier()
+        clock = time.time()
+        seen = marks(ask)
+        dist.all_gather_object(own, (facts, clock, seen))
+        if process.local_rank == 0 and (path := mark(ask)) is not None:
+            path.unlink(missing_ok=True)
+        measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
+    except RuntimeError as error:
+        if process.local_rank == 0:
+            where = f"rank {process.rank} of {process.world_size} on {socket.gethostname()}"
+            print(f"ds-vit doctor: {where} cannot meet the others: {str(error).splitlines()[0]}", file=sys.stderr)
+        return EXIT_FINDINGS
+    ends = [*leaders[1:], process.world_size]
+    answers = []
+    for name, leader, end in zip(hosts, leaders, ends, strict=True):
+        text, its_clock, its_marks = own[leader]
+        skew = its_clock - own[0][1]
+        host = Host(name, max(1, end - leader))
+        answers.append(Answer(host, Facts.unpack(text), clock_ahead_seconds=(skew, skew), marks=its_marks))
+    figures = Figures(tuple(hosts), measured=measured) if measured else None
+    findings = examine(answers, run)
+    if figures is not None:
+        findings = _sorted([*findings, *judge(figures, answers, run)])
+    diagnosis = Diagnosis(answers, figures, findings, run)
+    if process.rank == 0:
+        _tell(diagnosis, as_json=arguments.json)
+    dist.barrier()
+    if made:
+        dist.destroy_process_group()
+    return diagnosis.exit_code
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """{"healthy", "findings", "hosts": name → answer, "network"} in plain types."""
+    figures = diagnosis.figures
+    return {
+        "healthy": diagnosis.exit_code == exit_codes.OK,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "hosts": {answer.host.name: asdict(answer) for answer in diagnosis.answers},
+        "network": asdict(figures) | {"slowest": slowest(figures)} if figures is not None else None,
+    }
+
+
+def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(to_json(diagnosis), default=list))
+        return diagnosis.exit_code
+    from rich.table import Table
+
+    from ds_vit.monitoring.metrics import make_console
+
+    console = make_console()
+
+    def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        shown = Table(*columns, title=title, title_justify="left", title_style="bold")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown, markup=False)
+
+    table("hosts", ("host", "slots", "accelerators", "torch", "driver", "way to the others"), _host_rows(diagnosis))
+    if diagnosis.figures is not None and diagnosis.figures.measured:
+        figures = diagnosis.figures
+        title = f"network: {figures.measured['world_size']} ranks, {figures.measured['backend']}"
+        table(title, ("collective", "message", "time", "bus bandwidth"), _network_rows(figures))
+        if slowest(figures):
+            console.print(f"slowest pair: {slowest(figures)}", markup=False, highlight=False)
+    if diagnosis.findings:
+        rows = [(f.severity, f.check, ", ".join(f.hosts), f.what, f.remedy) for f in diagnosis.findings]
+        table("findings", ("grade", "check", "host", "what is wrong", "what to do"), rows)
+    errors = sum(finding.severity == "error" for finding in diagnosis.findings)
+    warnings = len(diagnosis.findings) - errors
+    last = f"{len(diagnosis.answers)} hosts: {errors} errors, {warnings} warnings"
+    console.print(last if diagnosis.findings else f"{last}: healthy", markup=False, highlight=False)
+    return diagnosis.exit_code
+
+
+def _host_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
+    rows = []
+    for answer in diagnosis.answers:
+        facts = answer.facts
+        if facts is None:
+            rows.append((answer.host.name, str(answer.host.slots), "?", "?", "?", "no answer"))
+            continue
+        kinds = {name: facts.accelerators.count(name) for name in facts.accelerators}
+        have = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or f"none ({facts.cores} cores)"
+        link = link_of(answer, diagnosis.run)[0]
+        torch = facts.packages.get("torch", "?")
+        rows.append((answer.host.name, str(answer.host.slots), have, torch, facts.driver or "none", link))
+    return rows
+
+
+def _network_rows(figures: Figures) -> list[tuple[str, ...]]:
+    assert figures.measured is not None
+    return [
+        (row["name"], _size(row["bytes"]), _time(row["seconds"]), gbits(row["bus_bytes_per_second"]))
+        for row in figures.measured["collectives"]
+    ]
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

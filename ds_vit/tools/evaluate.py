@@ -1,0 +1,172 @@
+"""Evaluate weights: the exact accuracy of a run, a checkpoint or a file, on any number of ranks cut in any way.
+
+ds-vit eval runs/first
+deepspeed launch/eval.py runs/first --pp 2 --weights ema
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_vit import config as flags
+from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
+from ds_vit.launching.process import Process, discover, rendezvous
+from ds_vit.train import guarded
+
+# What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
+_FROM_RUN = (
+    *("deepspeed_config", "model", "model_kwargs", "num_classes", "img_size", "bce_loss"),
+    *("dataset", "data_dir", "train_split", "val_split", "workers", "on_bad_image"),
+    *("mean", "std", "interpolation", "crop_pct", "crop_mode"),
+)
+_FLAGS = (
+    *_FROM_RUN,
+    *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
+    *("dataset_download", "validation_batch_size", "verbose"),
+)
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
+def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
+    """Run `launch/eval.py` or `ds-vit eval` with these arguments; exit codes as those of `launch/train.py`."""
+
+    def body(process: Process) -> int:
+        _run_words(argv, program, process)
+        return exit_codes.OK
+
+    return guarded(program, body, "nothing was written")
+
+
+def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
+    parser = flags.build_parser(program, "Exact top-1 and top-5 of weights, whatever the layout.", _FLAGS, False)
+    add_weights_arguments(parser)
+    parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
+    words = flags.read_words(parser, argv)
+    choice = [words.pop(name, default) for name, default in (("source", ""), ("weights", "raw"), ("checkpoint", ""))]
+    return evaluate_weights(*choice, output=words.pop("output", None), process=process, **words)
+
+
+def evaluate_weights(
+    source: str | Path,
+    weights: str = "raw",
+    checkpoint: str = "",
+    *,
+    output: str | Path | None = None,
+    process: Process | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Evaluate weights on the validation split; every rank calls it.
+
+    Args:
+        source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
+        weights: "raw", or "ema" for the moving average.
+        checkpoint: which one of a run's; see `find_weights`.
+        output: the file to write; default `eval.json` in the run's folder or beside the weights.
+        process: this rank, where it is known already.
+        settings: flags by their recipe names; they have the last word over the run's config.yaml.
+
+    Returns:
+        What the file holds, on every rank: source, weights ("raw" or "ema"), file, model, num_parameters, layout
+        {pp, dp, tp}, precision, data_dir or dataset, val_split, top1, top5 (percent), loss (nats), images,
+        skipped_images, seconds.
+
+    Raises:
+        ValueError: input that cannot be; before the process group exists.
+    """
+    process = process or discover()
+    found = find_weights(source, weights, checkpoint)
+    stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
+    values = {name: value for name, value in stored.items() if name in _FROM_RUN}
+    values |= {**settings, "initial_checkpoint": str(found.path), "eval_only": True}
+    if not values.get("deepspeed_config"):
+        raise ValueError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
+    config, explicit = flags.from_values(values)
+    file = Path(output) if output else found.folder / "eval.json"
+    if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{file.parent} is not a folder that can be written to; name a file with --output")
+    if process.rank == 0:
+        found.verify()
+    return _run(config, explicit, process, found, file, str(source))
+
+
+def _run(
+    config: flags.RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    found: StoredWeights,
+    file: Path,
+    source: str,
+) -> dict[str, Any]:
+    """Prepare, start the ranks, evaluate, write."""
+    quiet_deepspeed(config.verbose)
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit.engine.base import device_of
+    from ds_vit.models import num_parameters
+    from ds_vit.monitoring.metrics import Throughput, make_console, print_table
+    from ds_vit.training.build import build_engine
+    from ds_vit.training.evaluate import evaluate
+    from ds_vit.training.inputs import Feed
+    from ds_vit.training.plan import prepare
+
+    on_cpu = get_accelerator().device_name() == "cpu"
+    plan = prepare(config, explicit, process, on_cpu=on_cpu)
+    if plan.initial_checkpoint.newly_initialised:
+        raise ValueError(
+            f"{found.path} has no classifier of {plan.config.num_classes} classes "
+            f"({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
+        )
+    plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
+    if on_cpu:
+        share_cores(process.local_world_size)
+    made_group = init_distributed(rendezvous(process))
+    started = time.perf_counter()
+    finished = False
+    try:
+        engine = build_engine(plan, device_of(process.local_rank))
+        accuracy = evaluate(engine, *Feed(plan, engine, Throughput()).evaluation(), bce=config.bce_loss)
+        result = {
+            "source": source,
+            "weights": found.kind,
+            "file": str(found.path),
+            "model": config.model,
+            "num_parameters": num_parameters(plan.model),
+            "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp},
+            "precision": plan.precision.name,
+            "data": config.dataset or config.data_dir,
+            "val_split": config.val_split,
+            **dataclasses.asdict(accuracy),
+            "skipped_images": len(plan.val_source) - accuracy.images,
+            "seconds": time.perf_counter() - started,
+        }
+        if dist.get_rank() == 0:
+            temporary = file.with_name(f".{file.name}.partial")
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
+            temporary.replace(file)
+            skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
+            rows = [
+                ("model", f"{config.model}, {plan.layout}, {plan.precision.name}"),
+                ("weights", f"{found.path} ({found.kind})"),
+                ("top-1", f"{accuracy.top1:.3f} %"),
+                ("top-5", f"{accuracy.top5:.3f} %"),
+                ("loss", f"{accuracy.loss:.6f}"),
+                ("images", f"{accuracy.images:,}{skipped}"),
+                ("written to", str(file)),
+            ]
+            print_table(make_console(), "evaluation", rows)
+        engine.close()
+        finished = True
+        return result
+    finally:
+        if made_group and finished:  # after an error another rank may be inside a collective
+            dist.destroy_process_group()

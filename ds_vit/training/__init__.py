@@ -1,0 +1,1 @@
+"""A run: planned, built, fed, stepped, saved, evaluated and summed up."""

@@ -1,0 +1,159 @@
+"""From a plan to a running engine: layers, initial values, tensor slices, stages, optimizer, loss, DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.utils.checkpoint
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+
+from ds_vit.engine.base import Engine, Loss, PlainEngine
+from ds_vit.engine.pipeline import PipeEngine, StagedViT
+from ds_vit.models import (
+    Layer,
+    SequentialViT,
+    cast_block_buffers,
+    freeze,
+    initialise,
+    no_weight_decay_names,
+    norms_in_fp32,
+    take_apart,
+    timm_names,
+)
+from ds_vit.optim.build import attach, build_optimizer, parameter_groups
+from ds_vit.parallel.layout import AXES
+from ds_vit.parallel.tensor import TensorParallel, class_parallel_loss, cut_layer, gather_logits
+from ds_vit.tasks.losses import build_loss
+from ds_vit.training.plan import Plan
+
+
+def build_engine(plan: Plan, device: torch.device) -> Engine:
+    """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective).
+
+    Layers are filled one at a time: full, then cut to this rank's tensor slice, then (ZeRO-3) partitioned, so that no
+    rank holds more than one layer whole.
+    """
+    layout = plan.layout
+    topology = ProcessTopology(axes=list(AXES), dims=list(layout.dims))
+    grid = None
+    if layout.tp > 1 and layout.pp == 1:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
+            grid = PipelineParallelGrid(topology=topology)
+    layers = take_apart(plan.model)
+    own = layers[plan.bounds[plan.pipeline_stage] : plan.bounds[plan.pipeline_stage + 1]]
+    tp = tensor_parallel(plan, topology)
+
+    def on_layer(layer: Layer) -> None:
+        if tp is not None:
+            cut_layer(layer, tp, class_parallel=plan.class_parallel)
+        if plan.precision.compute != "float32":
+            cast_block_buffers(layer, getattr(torch, plan.precision.compute))
+            if plan.config.norm_dtype == "float32":
+                norms_in_fp32(layer)
+        freeze(layer, plan.frozen)
+        if plan.stage == 3:
+            group = grid and grid.get_data_parallel_group()
+            deepspeed.zero.Init(
+                module=layer, config_dict_or_path=dict(plan.deepspeed), data_parallel_group=group, mpu=grid
+            )
+
+    initialise(
+        plan.model,
+        own,
+        seed=plan.config.seed,
+        device=device,
+        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+        dtype=getattr(torch, plan.precision.compute) if plan.stage == 3 else torch.float32,
+        checkpoint=plan.initial_checkpoint,
+        on_layer=on_layer,
+    )
+    loss = _loss(plan, tp)
+    shared: dict[str, Any] = {}
+    if tp is not None and plan.class_parallel:
+        shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
+    config = dict(plan.deepspeed)
+    if plan.config.eval_only:
+        del config["optimizer"]
+    checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
+    interval = plan.checkpointing.interval
+    engine: Engine
+    if layout.pp == 1:
+        model = SequentialViT(
+            layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
+        )
+        optimizer = _optimizer(plan, model, device)
+        engine = PlainEngine(model, optimizer, loss, config, grid=grid, **shared)
+    else:
+        staged = StagedViT(
+            layers,
+            plan.bounds,
+            topology,
+            loss,
+            checkpoint_interval=interval,
+            checkpoint_function=checkpoint,
+        )
+        optimizer = _optimizer(plan, staged, device)
+        engine = PipeEngine(staged, optimizer, config, **shared)
+    if optimizer is not None:
+        attach(optimizer, engine.fragments, plan.model, plan.config.layer_decay)
+    return engine
+
+
+def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:
+    """This rank among the ranks that share its layers, or None where layers are not cut (a collective)."""
+    if plan.layout.tp == 1:
+        return None
+    rank = plan.process.rank
+    own = None
+    for ranks in topology.get_axis_comm_lists("model"):
+        group = torch.distributed.new_group(ranks)
+        if rank in ranks:
+            own = group
+    assert own is not None
+    return TensorParallel(
+        rank=plan.layout.tp_rank(rank),
+        size=plan.layout.tp,
+        group=own,
+        sequence_parallel=plan.config.sequence_parallel,
+    )
+
+
+def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
+    if plan.config.eval_only:
+        return None
+    names = timm_names(model)
+    parameters = [(names[local], p) for local, p in model.named_parameters()]
+    cls, arguments = plan.optimizer
+    groups = parameter_groups(parameters, plan.weight_decay, no_weight_decay_names(plan.model), plan.fallback)
+    # With the optimizer offloaded, its step runs on the CPU.
+    offloaded = (plan.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
+    return build_optimizer(cls, groups, arguments, torch.device("cpu") if offloaded else device)
+
+
+def _loss(plan: Plan, tp: TensorParallel | None) -> Loss:
+    settings: dict[str, Any] = {
+        "soft_targets": plan.mix.active,
+        "smoothing": plan.config.smoothing,
+        "bce": plan.config.bce_loss,
+        "bce_sum": plan.config.bce_sum,
+        "bce_target_thresh": plan.config.bce_target_thresh,
+        "multi_label": plan.train_source.multi_label,
+    }
+    if tp is not None and plan.class_parallel:
+        return class_parallel_loss(tp=tp, num_classes=plan.config.num_classes, **settings)
+    return build_loss(**settings)
+
+
+_checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def _checkpoint_on_cpu(function: Callable, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Activation checkpointing whose saved inputs wait in host memory."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return _checkpoint(function, *tensors)

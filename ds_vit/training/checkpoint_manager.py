@@ -1,0 +1,290 @@
+"""What makes a run survive: when to save, going on from what was saved, and stopping in order when told to.
+
+Every rank has a `Keeper` and calls the same methods in the same order; what one rank alone may know (a signal, the
+clock, a disk that is still busy) is put to all of them at the boundary between two steps.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.checkpoint import Checkpoint, newest, open_checkpoint, remove_leftovers
+from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, verify_together
+from ds_vit.checkpoint.snapshot import Holding, Save, Saver
+from ds_vit.config.durations import Interval
+from ds_vit.engine.base import Engine
+from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
+from ds_vit.models import names_and_shapes
+from ds_vit.monitoring.metrics import Reporter, Throughput
+from ds_vit.optim.ema import Ema
+from ds_vit.training.plan import Plan, resolved_flags
+from ds_vit.training.resume import FOLDER, first_step, skipped_batches
+
+
+class Keeper:
+    """Saves and restores one run.
+
+    Args:
+        plan: the run.
+        folder: its output folder, shared by all ranks.
+        engine: running.
+        ema: the moving average, or None.
+        throughput: is paused while training stands still for a save.
+        signals: that this rank has had; None where nobody listens to them.
+        history: what the session wants to find again after a resume, as plain data; asked for at every save.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        engine: Engine,
+        ema: Ema | None,
+        throughput: Throughput,
+        signals: Signals | None,
+        history: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        config = plan.config
+        self.plan = plan
+        self.parent = folder / FOLDER
+        self.engine = engine
+        self.ema = ema
+        self.throughput = throughput
+        self.reporter: Reporter | None = None
+        self.num_failed = 0
+        """Checkpoints that could not be written."""
+        self.stopped_unsaved = False
+        """The run was told to stop, and the step that it stopped at could not be written."""
+        self.skipped_batches = 0
+        """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
+        self._signals = signals or Signals()
+        self._history = history
+        self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
+        self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
+        self._ballot = Ballot()
+        holding = Holding(engine.fragments, ema.tensors if ema else None, names_and_shapes(plan.model))
+        self._saver = Saver(self.parent, holding, config.keep_checkpoints)
+        self._saved_step: int | None = None  # of the last save that was begun, or resumed from
+        self._failed_step: int | None = None  # of the last save that came to nothing
+        self._saved_at = time.monotonic()
+        self._due = False
+        self._reserved = False  # memory for saves
+        self._identity = plan.identity  # asked for once: it reads the names of all samples
+        self._best_step: int | None = None  # step whose accuracy is the best so far
+        self._said_slow = False
+
+    # ---- going on --------------------------------------------------------------------------------------------------
+
+    def restore(self) -> tuple[int, Mapping[str, Any]]:
+        """Go on from the plan's checkpoint, if it has one (a collective).
+
+        Returns:
+            The optimizer steps that are done (0 for a new run), and the history that was saved with them.
+
+        Raises:
+            ValueError: on every rank: no checkpoint is intact, or one does not fit the model.
+        """
+        if dist.get_rank() == 0 and self.parent.is_dir():
+            for name in remove_leftovers(self.parent):
+                self._say(f"removed {name}, which a run left that was ended while it saved")
+        if self.plan.resume is None:
+            return 0, {}
+        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+
+    def roll_back(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Back to the newest checkpoint of this run, or the one that it went on from (a collective).
+
+        Returns:
+            As `restore`; None where nothing was saved yet.
+
+        Raises:
+            ValueError: on every rank: no checkpoint is intact.
+        """
+        self._saver.wait()
+        self._collect()
+        checkpoint = together(lambda: newest(self.parent)[0] if self.parent.is_dir() else None)
+        if checkpoint is not None:
+            return self._take(self._intact(checkpoint, falls_back=True))
+        if self.plan.resume is None:
+            return None
+        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+
+    def _take(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
+        """Fill everything from a checkpoint that is intact."""
+        state = checkpoint.state
+        step = first_step(state, self.plan.order)
+        average = self.ema.tensors if self.ema else None
+        load_tensors(checkpoint, self.engine.fragments, average, state["optimizer"])
+        if self.ema is not None:
+            self.ema.updates = int(state["ema_updates"] or 0)
+        self.engine.restore_progress(state["engine"], step)
+        self._say(f"going on from {checkpoint.path} at step {step}")
+        if checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]:
+            self._saved_step = step
+        self.skipped_batches = skipped_batches(state, self.plan.order)
+        return step, state["history"]
+
+    def _intact(self, checkpoint: Checkpoint, falls_back: bool) -> Checkpoint:
+        """The checkpoint, or the newest one before it that has the contents it should have."""
+        damaged: set[str] = set()
+        path = Path(together(lambda: str(checkpoint.path)))
+        if path != checkpoint.path:  # a network file system that has not shown this host the newest one yet
+            checkpoint = open_checkpoint(path)
+        while wrong := verify_together(checkpoint):
+            damaged.add(checkpoint.path.name)
+            if not falls_back:
+                raise ValueError(f"--resume {checkpoint.path}: {wrong}; give another one, or its run's folder")
+            self._say(f"{wrong}; the checkpoint before it is tried")
+            parent, skip = checkpoint.path.parent, frozenset(damaged)
+            found = together(lambda parent=parent, skip=skip: newest(parent, skip=skip)[0])
+            if found is None:
+                raise ValueError(f"--resume: no checkpoint in {parent} is intact; the newest: {wrong}")
+            checkpoint = found
+        return checkpoint
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    def evaluated(self, step: int, top1: float, best: float) -> None:
+        """Accuracy was measured; a new best one is saved where checkpoints are saved at all.
+
+        Args:
+            step: that was evaluated.
+            top1: now.
+            best: of all evaluations so far, this one included.
+        """
+        if top1 >= best:
+            self._best_step = step
+            self._due = self._due or bool(self._interval)
+
+    def boundary(self, step: int) -> None:
+        """Between two steps: ask all ranks whether to stop, and save if it is time (a collective).
+
+        Raises:
+            Interrupted: on every rank; what was trained is saved.
+        """
+        interval = self._interval
+        if interval.steps and step % interval.steps == 0 and step:
+            self._due = True
+        elapsed = bool(interval.seconds) and time.monotonic() - self._saved_at >= interval.seconds
+        number, late, busy, clock = self._ballot.largest(
+            (self._signals.received, self._deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
+        )
+        self._collect()
+        if number or late:
+            self._stop(step, number)
+        if self._interval and step and not self._reserved:
+            self._reserved = True
+            self._saver.reserve()
+        if not (self._due or clock) or self._saved_step == step:
+            return
+        if busy:
+            self._due = True
+            if not self._said_slow:
+                self._said_slow = True
+                self._say(
+                    f"step {step}: the checkpoint of step {self._saved_step} is still being written; the next one "
+                    "waits for it and training goes on (a slow disk, or too short a --checkpoint-interval)"
+                )
+            return
+        self._begin(step)
+
+    def asked_to_stop(self) -> bool:
+        """Whether any rank has been told to stop (a collective); what follows is to be `boundary`."""
+        return any(self._ballot.largest((self._signals.received, self._deadline.passed)))
+
+    def finish(self, step: int) -> None:
+        """The end of training: wait for the last save, and save the end where the run has checkpoints."""
+        self._saver.wait()
+        self._collect()
+        if self._interval and step and self._saved_step != step:
+            self._begin(step)
+            self._saver.wait()
+            self._collect()
+
+    def save_weights(self, folder: Path) -> None:
+        """`model.safetensors`, and `ema.safetensors` where there is an average, written by all ranks."""
+        self._saver.save_weights(folder)
+
+    def _begin(self, step: int) -> None:
+        self.throughput.pause()
+        self._due = False
+        self._said_slow = False
+        save = Save(step, self._state(step), best=self._best_step == step)
+        self._saver.start(save)
+        self._saved_step, self._saved_at = step, time.monotonic()
+        self.throughput.resume()
+
+    def _stop(self, step: int, number: int) -> None:
+        why = signal.Signals(number).name if number else "the time limit"
+        self._saver.wait()
+        self._collect()
+        if step and self._saved_step != step:
+            self._begin(step)
+            self._saver.wait()
+            self._collect()
+        saved = f"saved in {self.parent}" if step else "nothing was trained yet"
+        self.stopped_unsaved = step > 0 and self._failed_step == step
+        if self.stopped_unsaved:
+            saved = "this step could not be saved"
+        self._say(f"interrupted by {why} after step {step}; {saved}; --resume auto goes on")
+        raise Interrupted(why)
+
+    def _collect(self) -> None:
+        """Take note of saves that have come to their end."""
+        for save in self._saver.finished():
+            row: dict[str, Any] = {
+                "step": save.step,
+                "pause_seconds": save.pause_seconds,
+                "write_seconds": save.write_seconds,
+                "bytes": save.num_bytes,
+            }
+            if save.error:
+                self.num_failed += 1
+                self._failed_step = save.step
+                row["error"] = save.error
+                self._say(
+                    f"WARNING: the checkpoint of step {save.step} could not be written ({save.error}); training goes "
+                    "on, and the checkpoints before it are as they were"
+                )
+            if self.reporter is not None:
+                self.reporter.checkpoint(row)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """state.json: everything but tensors, and nothing that depends on the layout."""
+        plan = self.plan
+        epoch, rest = divmod(step, plan.order.steps_per_epoch)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "images_in_epoch": rest * plan.batch.global_batch,
+            "images_seen": step * plan.batch.global_batch,
+            "global_batch": plan.batch.global_batch,
+            "skipped_batches": self.skipped_batches,
+            "schedule": plan.rates,
+            "optimizer": optimizer_scalars(self.engine.fragments),
+            "engine": self.engine.progress(),
+            "ema_updates": self.ema.updates if self.ema else None,
+            "history": dict(self._history()),
+            "run": self._identity,
+            "config": resolved_flags(plan),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                **{name: version(name) for name in ("timm", "deepspeed", "safetensors")},
+            },
+        }
+
+    def _say(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.say(text)
+        elif dist.get_rank() == 0:
+            print(text, flush=True)

@@ -1,0 +1,164 @@
+"""What a run shows at its start, at its end, and in summary.json."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vit.models import no_weight_decay_names, num_parameters
+from ds_vit.monitoring.gradients import layers_of
+from ds_vit.monitoring.metrics import Throughput
+from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.training.evaluate import Accuracy
+from ds_vit.training.plan import Plan
+
+Rows = list[tuple[str, str]]
+
+
+def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Rows:
+    """The table of the start: model, layout, precision, batch arithmetic, steps.
+
+    Args:
+        plan: the run.
+        flops: forward FLOPs of an image.
+        device: where this rank computes.
+        folder: the output folder.
+    """
+    layout = f"{plan.layout}, ZeRO-{plan.stage}"
+    if plan.layout.pp > 1:
+        stages = " | ".join(str(b - a) for a, b in itertools.pairwise(plan.bounds))
+        layout += f", layers a stage {stages}"
+    if plan.config.sequence_parallel:
+        layout += ", sequence parallel"
+    if plan.class_parallel:
+        layout += ", classifier cut over classes"
+    if plan.checkpointing.interval:
+        blocks = "each block" if plan.checkpointing.interval == 1 else f"every {plan.checkpointing.interval} blocks"
+        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if plan.checkpointing.cpu else "")
+    frozen = f", {len(plan.frozen)} tensors frozen" if plan.frozen else ""
+    data = f"{len(plan.train_source):,} images in {plan.train_source.num_classes} classes"
+    if plan.val_source is not None:
+        data += f", {len(plan.val_source):,} for evaluation"
+    schedule, warmup = "the JSON's scheduler", ""
+    if plan.schedule is not None:
+        schedule, warmup = plan.schedule.name, f", {plan.schedule.warmup_steps:,} of warm-up"
+    clip = plan.deepspeed["gradient_clipping"]
+    optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
+    per_epoch = plan.order.steps_per_epoch
+    rows = [
+        ("model", plan.config.model),
+        ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
+        ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
+        ("layout", layout),
+        ("precision", _precision(plan, device)),
+        ("data", data),
+        ("global batch", str(plan.batch)),
+        ("steps", f"{plan.total_steps:,} ({per_epoch:,} an epoch, schedule over {plan.horizon:,}{warmup})"),
+        ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
+        *_rules(plan),
+        ("output", str(folder)),
+    ]
+    of_training = ("steps", "optimizer") if plan.config.eval_only else ()
+    return [row for row in rows if row[0] not in of_training]
+
+
+def _precision(plan: Plan, device: torch.device) -> str:
+    name = f"{plan.precision.name} on {device.type}"
+    if plan.precision.compute != "float32" and plan.config.norm_dtype == "float32":
+        return f"{name}, norms in float32"
+    return f"{name}, TF32 matrix products" if plan.config.tf32 else name
+
+
+def _rules(plan: Plan) -> Rows:
+    """What single parameters get: weight decay, their layer's learning rate, an average."""
+    rows: Rows = []
+    trained = [name for name, _ in plan.model.named_parameters() if name not in plan.frozen]
+    if plan.weight_decay:
+        free = no_weight_decay_names(plan.model).intersection(trained)
+        rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
+    if plan.fallback is not None:
+        left = len(plan.fallback.intersection(trained))
+        rows.append(("Muon", f"of {len(trained) - left} matrices; AdamW for {left} tensors"))
+    if plan.config.layer_decay not in (None, 1.0):
+        scales, layers = layer_scales(plan.model, plan.config.layer_decay), layers_of(trained)
+        # A layer's parameters share a factor, but for what timm puts elsewhere: the last one's is the layer's own.
+        by_layer = {layers[name]: plan.lr * scales[name] for name in trained}
+        rows.append(("lr by layer", ", ".join(f"{layer} {lr:.3g}" for layer, lr in by_layer.items())))
+    if plan.config.model_ema:
+        growing = " growing from 0" if plan.config.model_ema_warmup else ""
+        rows.append(("average", f"of the weights, decay {plan.config.model_ema_decay:g}{growing}"))
+    return rows
+
+
+def summarise(
+    plan: Plan,
+    accuracies: Sequence[Accuracy],
+    ema_accuracies: Sequence[Accuracy],
+    throughput: Throughput,
+    skipped_images: int,
+    wall_seconds: float,
+    *,
+    steps: int,
+    exit_word: str,
+) -> dict[str, Any]:
+    """The contents of summary.json; the average's accuracy stands in it only where there is an average.
+
+    Args:
+        plan: the run.
+        accuracies: all evaluations, in order.
+        ema_accuracies: those of the average.
+        throughput: of the training steps.
+        skipped_images: images that could not be decoded and were replaced.
+        wall_seconds: of all the processes that this run has had.
+        steps: that are done.
+        exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint failed).
+    """
+    average = {
+        "best_top1_ema": max((a.top1 for a in ema_accuracies), default=None),
+        "last_top1_ema": ema_accuracies[-1].top1 if ema_accuracies else None,
+    }
+    last = accuracies[-1] if accuracies else None
+    seconds = throughput.total_seconds
+    return {
+        "model": plan.config.model,
+        "num_parameters": num_parameters(plan.model),
+        "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp, "zero_stage": plan.stage},
+        "precision": plan.precision.name,
+        "steps": steps,
+        "best_top1": max((a.top1 for a in accuracies), default=None),
+        "last_top1": last.top1 if last else None,
+        "best_top5": max((a.top5 for a in accuracies), default=None),
+        "last_top5": last.top5 if last else None,
+        "eval_images": last.images if last else 0,
+        "images_per_second": throughput.total_images / seconds if seconds else None,
+        "wall_seconds": wall_seconds,
+        **(average if plan.config.model_ema else {}),
+        "skipped_images": skipped_images,
+        "exit": exit_word,
+    }
+
+
+def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
+    """The table of the end: model, layout, top-1, images/s, where the files are."""
+    rows = [("model", summary["model"]), ("layout", f"{plan.layout}, ZeRO-{plan.stage}, {plan.precision.name}")]
+    if summary["last_top1"] is not None:
+        best, images = summary["best_top1"], summary["eval_images"]
+        rows.append(("top-1", f"{summary['last_top1']:.2f} % (best {best:.2f} %) over {images:,} images"))
+    if summary.get("last_top1_ema") is not None:
+        rows.append(("top-1, average", f"{summary['last_top1_ema']:.2f} % (best {summary['best_top1_ema']:.2f} %)"))
+    if summary["images_per_second"]:
+        rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
+    if summary["skipped_images"]:
+        rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and were replaced"))
+    weights = ""
+    if summary["exit"] != "interrupted" and not plan.config.eval_only:
+        weights = "model.safetensors, ema.safetensors, " if plan.config.model_ema else "model.safetensors, "
+    rows += [
+        ("wall time", f"{summary['wall_seconds']:.0f} s"),
+        ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),
+    ]
+    return rows
