@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(process: Process) -> int:
         config, explicit = flags.parse(argv)
-        with Signals().installed(speaks=process.local_rank == 0) as signals:
+        with Signals().installed(is_local_main=process.local_rank == 0) as signals:
             summary = run(config, explicit, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]
 
@@ -50,10 +50,10 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str) -> i
     Returns:
         The exit code, as `main`.
     """
-    rank, speaks = 0, True
+    rank, is_local_main = 0, True
     try:
         process = discover()
-        rank, speaks = process.rank, process.local_rank == 0
+        rank, is_local_main = process.rank, process.local_rank == 0
         return body(process)
     except ValueError as error:
         # A ValueError that was not raised in this package is a bug, and shows where.
@@ -62,18 +62,18 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str) -> i
             traceback.print_exc()
             return 1
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
-        if speaks or dist.is_initialized():
+        if is_local_main or dist.is_initialized():
             where = f" (rank {rank})" if dist.is_initialized() and dist.get_world_size() > 1 else ""
             print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return exit_codes.BAD_INPUT
     except Diverged as error:
-        if speaks:
+        if is_local_main:
             print(f"{program}: {error}", file=sys.stderr, flush=True)
         return exit_codes.DIVERGED
     except KeyboardInterrupt:
-        if speaks:
+        if is_local_main:
             print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
         return exit_codes.CTRL_C
 
@@ -104,7 +104,7 @@ def run(
     from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.training.plan import prepare
     from ds_vit.training.resume import goes_on_in
-    from ds_vit.training.trainer import Session
+    from ds_vit.training.trainer import Trainer
 
     on_cpu = get_accelerator().device_name() == "cpu"
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
@@ -131,7 +131,7 @@ def run(
             folder=Path(folder[0]),
         )
         with watchdog:
-            summary = Session(plan, Path(folder[0]), started, watchdog, signals).run()
+            summary = Trainer(plan, Path(folder[0]), started, watchdog, signals).run()
         finished = True
         return summary
     finally:

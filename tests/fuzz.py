@@ -637,10 +637,10 @@ def _signalled(rank: int, step: int) -> Iterator[None]:
     """A rank that is told to stop in the given step of this process."""
     import torch.distributed as dist
 
-    from ds_vit.training.trainer import Session
+    from ds_vit.training.trainer import Trainer
 
     taken = 0
-    account = Session._account
+    account = Trainer._account
 
     def account_and_tell(self, *args):
         nonlocal taken
@@ -649,7 +649,7 @@ def _signalled(rank: int, step: int) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
         return account(self, *args)
 
-    with mock.patch.object(Session, "_account", account_and_tell):
+    with mock.patch.object(Trainer, "_account", account_and_tell):
         yield
 
 

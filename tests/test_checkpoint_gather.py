@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint import TensorSpec
-from ds_vit.checkpoint.gather import Exchange, Piece
+from ds_vit.checkpoint.gather import Gather, Piece
 from ds_vit.parallel.tensor import TensorSlice
 
 SHAPES = {"a": (6, 4), "qkv": (12, 4), "proj": (4, 8), "bias": (7,), "big": (40, 40), "empty": (0, 3)}
@@ -64,7 +64,7 @@ def exchange(dp: int, tp: int, folder: str, max_bytes: int, fail_rank: int = -1)
     pieces, flats = held_by(rank, dp, tp)
     held = [None] * dist.get_world_size()
     dist.all_gather_object(held, pieces)
-    plan = Exchange(held, specs(), dict.fromkeys(KINDS, max_bytes), rank)
+    plan = Gather(held, specs(), dict.fromkeys(KINDS, max_bytes), rank)
     target = Path(folder, "missing") if rank == fail_rank else Path(folder)
     entries, error = plan.run(flats, target, group)
     return [entry.name for entry in entries], error, plan.num_rounds
@@ -100,14 +100,14 @@ def test_a_rank_that_cannot_write_holds_nobody_up(ranks, tmp_path):
 def test_pieces_that_are_no_whole_are_refused():
     # Catches: a hole or an overlap that would be written as if it were data.
     held = [held_by(rank, 2, 2)[0] for rank in range(4)]
-    Exchange(held, specs(), dict.fromkeys(KINDS, 10**6), 0)
+    Gather(held, specs(), dict.fromkeys(KINDS, 10**6), 0)
     for broken in (
         [held[0], [], *held[2:]],
         [[*held[0], held[0][0]], *held[1:]],
         [[replace(held[0][0], length=held[0][0].length - 1), *held[0][1:]], *held[1:]],
     ):
         with pytest.raises(ValueError, match="elements"):
-            Exchange(broken, specs(), dict.fromkeys(KINDS, 10**6), 0)
+            Gather(broken, specs(), dict.fromkeys(KINDS, 10**6), 0)
 
 
 def test_files_do_not_depend_on_the_layout(ranks, tmp_path):

@@ -88,7 +88,7 @@ def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
 
     snapshot.WEIGHT_BYTES = snapshot.STATE_BYTES = 30_000
     written, rounds = [], []
-    receive = gather.Exchange._round
+    receive = gather.Gather._round
 
     class Writer(gather.TensorWriter):
         def __init__(self, path: Path, *rest: object) -> None:
@@ -103,7 +103,7 @@ def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
     def forbidden(self, state):
         raise AssertionError("the whole state on one rank")
 
-    gather.TensorWriter, gather.Exchange._round, Engine.full_state = Writer, counting, forbidden
+    gather.TensorWriter, gather.Gather._round, Engine.full_state = Writer, counting, forbidden
     return main(argv), written, max(rounds)
 
 

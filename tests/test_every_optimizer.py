@@ -141,7 +141,7 @@ def test_counts_come_back_where_the_optimizer_keeps_them(kind):
         cls, arguments = optimizer_class({**BLOCKS[kind], "params": {**BLOCKS[kind]["params"]}}, "c")
         return parameter, build_optimizer(cls, [{"params": [parameter]}], arguments, parameter.device)
 
-    def fragments():
+    def zero_map():
         return SimpleNamespace(base=base, shards=[SimpleNamespace(parameter=parameter)])
 
     def scalars():
@@ -154,7 +154,7 @@ def test_counts_come_back_where_the_optimizer_keeps_them(kind):
     made = scalars()
     saved = {key: {"value": 2.0, "tensor": True} for key in made}
     parameter, base = optimizer()
-    _set_scalars(fragments(), saved)
+    _set_scalars(zero_map(), saved)
     assert scalars() == made
 
 

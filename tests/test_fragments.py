@@ -57,9 +57,9 @@ def look(argv, weights, exact):
     """On a rank: whether each segment has the values it should, and what the segments are."""
     engine = start(argv)
     whole = load_file(weights)
-    fragments = engine.fragments
+    zero_map = engine.zero_map
     pieces = []
-    for shard in [*fragments.shards, *fragments.frozen]:
+    for shard in [*zero_map.shards, *zero_map.frozen]:
         for segment in shard.segments:
             local = segment.tp_slice.take(whole[segment.name]) if segment.tp_slice.dim is not None else None
             local = whole[segment.name] if local is None else local
@@ -69,13 +69,13 @@ def look(argv, weights, exact):
             assert close, f"{segment}: {(found - expected).abs().max()}"
             name, description = segment.name, segment.tp_slice
             share = description.rank if description.dim is not None else 0
-            pieces.append((name, share, segment.start, segment.length, local.numel(), fragments.counts(segment)))
+            pieces.append((name, share, segment.start, segment.length, local.numel(), zero_map.counts(segment)))
     # Then the way back: what is written into the flat tensors is what the model computes with.
     with torch.no_grad():
-        for shard in fragments.shards:
+        for shard in zero_map.shards:
             for view in shard.views():
                 view.add_(1.0)
-    fragments.refresh()
+    zero_map.refresh()
     import deepspeed
 
     from ds_vit.models import timm_names
@@ -91,7 +91,7 @@ def look(argv, weights, exact):
             target = float(p.requires_grad)
             assert (moved - target).abs().max() <= (1e-6 if exact else 2e-2), names[local]
     engine.close()
-    return fragments.names, pieces
+    return zero_map.names, pieces
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_segment_off_by_one_is_seen(ranks, cifar, tmp_path):
 def shifted(argv, weights):
     """On a rank: whether a segment's values are right where it lies, and one element further."""
     engine = start(argv)
-    shard = engine.fragments.shards[0]
+    shard = engine.zero_map.shards[0]
     segment = shard.segments[0]
     expected = load_file(weights)[segment.name].flatten()
     right = torch.equal(segment.of(shard.tensor), expected)

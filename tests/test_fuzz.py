@@ -200,7 +200,7 @@ def momentum_lost():
 
     from ds_vit.checkpoint import load
 
-    with mock.patch.object(load, "_state", lambda fragments, shard, key: torch.zeros_like(shard.parameter)):
+    with mock.patch.object(load, "_state", lambda zero_map, shard, key: torch.zeros_like(shard.parameter)):
         yield
 
 

@@ -37,10 +37,10 @@ def train_with_accident(argv, what, step):
 
     from ds_vit.train import main
     from ds_vit.training import build
-    from ds_vit.training.inputs import Feed
+    from ds_vit.training.inputs import InputPipeline
 
     if what == "nan":
-        training = Feed.training
+        training = InputPipeline.training
 
         def spoilt(self, *where):
             micro = self.plan.batch.accumulation
@@ -48,7 +48,7 @@ def train_with_accident(argv, what, step):
                 bad = images is not None and i // micro == step - 1
                 yield images * math.nan if bad else images, keys, targets
 
-        Feed.training = spoilt
+        InputPipeline.training = spoilt
     if what == "loss":
         make = build._loss
 

@@ -54,14 +54,14 @@ def rank_of(dp_rank, dp, tp_rank, tp, zero):
     flat = torch.cat([*values, torch.full((3,), -1.0)])  # padding
     parameter = torch.nn.Parameter(flat)
     shard = Shard(flat, parameter, tuple(SHAPES), tuple(segments), 0)
-    fragments = SimpleNamespace(
+    zero_map = SimpleNamespace(
         group=None,
         group_size=dp * tp,
         device=torch.device("cpu"),
         shard_of=lambda _: shard,
         counts=lambda s: (zero > 0 or dp_rank == 0) and (tp_rank == 0 or not s.replicated),
     )
-    return fragments, shard
+    return zero_map, shard
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -70,12 +70,12 @@ def test_every_matrix_is_worked_on_once_and_goes_back(monkeypatch, dp, tp, zero)
     # Catches: an element that is missing, given twice or out of place; a matrix with two owners or none; a part that
     # does not come back; padding that is written to; a rank that waits for what nobody sends.
     world = [rank_of(d, dp, t, tp, zero) for d in range(dp) for t in range(tp)]
-    everybodys = [[matrices._Part(s, 0, fragments.counts(s)) for s in shard.segments] for fragments, shard in world]
+    everybodys = [[matrices._Part(s, 0, zero_map.counts(s)) for s in shard.segments] for zero_map, shard in world]
     monkeypatch.setattr(WholeMatrices, "_everybodys", lambda self: everybodys)
     plans = []
-    for rank, (fragments, shard) in enumerate(world):
+    for rank, (zero_map, shard) in enumerate(world):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
-        plans.append(WholeMatrices(fragments, [shard.parameter], cost))
+        plans.append(WholeMatrices(zero_map, [shard.parameter], cost))
     owned = [name for plan in plans for name in plan.owned]
     assert sorted(owned) == sorted(SHAPES)
     loads = [sum(cost(SHAPES[name]) for name in plan.owned) for plan in plans]

@@ -232,8 +232,8 @@ def measure(argv):
     from ds_vit.optim.ema import Ema
 
     engine = start(argv)
-    fragments = engine.fragments
-    base = fragments.base
+    zero_map = engine.zero_map
+    base = zero_map.base
     calls = []
     all_reduce = torch.distributed.all_reduce
 
@@ -241,20 +241,20 @@ def measure(argv):
         calls.append(tensor.numel() * tensor.element_size())
         return all_reduce(tensor, *args, **kwargs)
 
-    for group, shards in enumerate([[s for s in fragments.shards if s.group == g] for g in (0, 1)]):
+    for group, shards in enumerate([[s for s in zero_map.shards if s.group == g] for g in (0, 1)]):
         base.param_groups[group]["params"] = [shard.parameter for shard in shards]
-    for shard in fragments.shards:
+    for shard in zero_map.shards:
         shard.parameter.grad = torch.ones_like(shard.tensor).view_as(shard.parameter)
     torch.distributed.all_reduce = counting
     base.step()
     torch.distributed.all_reduce = all_reduce
-    adapted = sum(len(s.names) for s in fragments.shards if base.param_groups[s.group]["weight_decay"])
+    adapted = sum(len(s.names) for s in zero_map.shards if base.param_groups[s.group]["weight_decay"])
     ratios = base.trust_ratios()
 
-    ema = Ema(fragments, 0.9)
+    ema = Ema(zero_map, 0.9)
     held = sum(t.untyped_storage().nbytes() for t in ema.tensors)
-    elements = sum(segment.length for shard in fragments.shards for segment in shard.segments)
-    padding = sum(shard.tensor.numel() for shard in fragments.shards) - elements
+    elements = sum(segment.length for shard in zero_map.shards for segment in shard.segments)
+    padding = sum(shard.tensor.numel() for shard in zero_map.shards) - elements
 
     class Largest(TorchDispatchMode):
         made = 0
@@ -297,10 +297,10 @@ def by_both_ways(argv):
     engine = start(argv)
     results = []
     for one_call in (True, False):
-        tensors = SegmentedTensors(engine.fragments, [s.parameter for s in engine.fragments.shards])
+        tensors = SegmentedTensors(engine.zero_map, [s.parameter for s in engine.zero_map.shards])
         tensors._one_call = one_call
         factors = torch.rand(len(tensors.names), generator=torch.Generator().manual_seed(1))
-        flats = [torch.arange(s.tensor.numel(), dtype=torch.float32) for s in engine.fragments.shards]
+        flats = [torch.arange(s.tensor.numel(), dtype=torch.float32) for s in engine.zero_map.shards]
         others = [flat.flip(0) for flat in flats]
         tensors.mul_(flats, factors)
         tensors.addcmul_(flats, others, factors)

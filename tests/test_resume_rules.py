@@ -484,10 +484,10 @@ def lose_the_moments(argv: list[str]) -> int:
 
     plain = checkpoint_manager.load_tensors
 
-    def load(checkpoint, fragments, ema, scalars):
-        plain(checkpoint, fragments, ema, scalars)
-        for shard in fragments.shards:
-            fragments.state(shard, "exp_avg").zero_()
+    def load(checkpoint, zero_map, ema, scalars):
+        plain(checkpoint, zero_map, ema, scalars)
+        for shard in zero_map.shards:
+            zero_map.state(shard, "exp_avg").zero_()
 
     checkpoint_manager.load_tensors = load
     return main(argv)

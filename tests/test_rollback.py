@@ -27,9 +27,9 @@ def train_with_bad_batches(argv, bad=(), jump=None):
     import io
 
     from ds_vit.train import main
-    from ds_vit.training.inputs import Feed
+    from ds_vit.training.inputs import InputPipeline
 
-    training = Feed.training
+    training = InputPipeline.training
 
     def spoilt(self, first_step=0, skipped=0):
         micro = self.plan.batch.accumulation
@@ -42,7 +42,7 @@ def train_with_bad_batches(argv, bad=(), jump=None):
             poor = images is not None and first_step + skipped + i // micro in bad
             yield images * math.nan if poor else images, keys, targets
 
-    Feed.training = spoilt
+    InputPipeline.training = spoilt
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = main([str(word) for word in argv])

@@ -5,8 +5,8 @@
 Real engines (AdamW, ZeRO-1, moving average, fp32) that have done a step, on CPU ranks. A round is one checkpoint, and
 after it torch.save of the same tensors into the same folder: once the whole state on rank 0, as a plain DDP loop does
 it, and once each rank's own share by itself, as DeepSpeed does it. The smallest time of each counts, so that a busy
-machine spoils the comparison least. The pause is all the time that `Keeper.boundary` takes, and the slowest rank's; the
-first one comes a step after the memory for it was asked for, as in a run.
+machine spoils the comparison least. The pause is all the time that `CheckpointManager.boundary` takes, and the slowest
+rank's; the first one comes a step after the memory for it was asked for, as in a run.
 
 Memory is the growth of a rank's resident set, from before its first checkpoint to the peak while it is copied and
 written (VmHWM, which is set back in between; Linux alone has that).
@@ -70,8 +70,8 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.training.build import build_engine
-    from ds_vit.training.checkpoint_manager import Keeper
-    from ds_vit.training.inputs import Feed
+    from ds_vit.training.checkpoint_manager import CheckpointManager
+    from ds_vit.training.inputs import InputPipeline
     from ds_vit.training.plan import prepare
 
     quiet_deepspeed(False)
@@ -81,17 +81,17 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     config, explicit = flags.parse([*argv, "--output", folder])
     plan = prepare(config, explicit, discover(), on_cpu=True)
     engine = build_engine(plan, device_of(0))
-    average, throughput = Ema(engine.fragments, 0.999), Throughput()
-    inputs = Feed(plan, engine, throughput).training()
+    average, throughput = Ema(engine.zero_map, 0.999), Throughput()
+    inputs = InputPipeline(plan, engine, throughput).training()
     for _ in range(2):
         begin = time.perf_counter()
         engine.train_step(inputs)
         between = time.perf_counter() - begin
     average.update()
-    keeper = Keeper(plan, Path(folder), engine, average, throughput, None, lambda: {})
-    keeper.reporter = rows = Rows()
+    checkpoint_manager = CheckpointManager(plan, Path(folder), engine, average, throughput, None, lambda: {})
+    checkpoint_manager.reporter = rows = Rows()
     shapes = names_and_shapes(plan.model)
-    holding = Holding(engine.fragments, average.tensors, shapes)
+    holding = Holding(engine.zero_map, average.tensors, shapes)
 
     def timed(action: Any) -> float:
         """Seconds of the slowest rank, all of which begin together."""
@@ -106,10 +106,10 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     ctypes.CDLL(None).malloc_trim(0)  # what earlier steps gave back would hide what a save takes
     before = resident_bytes("VmRSS")
     forget_peak()
-    keeper.boundary(1)
+    checkpoint_manager.boundary(1)
     time.sleep(between)
-    first = timed(lambda: keeper.boundary(2))
-    keeper.finish(2)
+    first = timed(lambda: checkpoint_manager.boundary(2))
+    checkpoint_manager.finish(2)
     peak = resident_bytes("VmHWM") - before
 
     own = {kind: [t for t in holding.tensors(kind) if t is not None] for kind in holding.kinds()}
@@ -125,14 +125,14 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"pause": [], "torch_whole": [], "torch_own": []}
     plain = [("torch_whole", save_whole, file), ("torch_own", lambda: torch.save(own, part), part)]
     for step in range(4, 2 * rounds + 4, 2):
-        times["pause"].append(timed(lambda step=step: keeper.boundary(step)))
-        keeper.finish(step)
+        times["pause"].append(timed(lambda step=step: checkpoint_manager.boundary(step)))
+        checkpoint_manager.finish(step)
         plain.reverse()
         for name, action, path in plain:
             times[name].append(timed(action))
             dist.barrier()
             path.unlink(missing_ok=True)
-    assert not keeper.num_failed
+    assert not checkpoint_manager.num_failed
     engine.close()
     return {
         "first": first,

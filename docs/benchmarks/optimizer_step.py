@@ -71,9 +71,9 @@ def main() -> None:
 
     engine = start(arguments.model, arguments.optimizer, get_accelerator().device_name() == "cpu")
     device = engine.device
-    ours = engine.fragments.base
+    ours = engine.zero_map.base
     flats = []
-    for group, shard in zip(ours.param_groups, engine.fragments.shards, strict=True):
+    for group, shard in zip(ours.param_groups, engine.zero_map.shards, strict=True):
         shard.parameter.grad = torch.randn_like(shard.tensor) * 1e-3
         flat = shard.tensor.clone().requires_grad_(True)
         flat.grad = shard.parameter.grad.clone()
@@ -93,7 +93,7 @@ def main() -> None:
         for name, step in steps.items():
             times[name].append(timed(step))
     least = {name: min(values[1:]) for name, values in times.items()}
-    elements = sum(shard.tensor.numel() for shard in engine.fragments.shards)
+    elements = sum(shard.tensor.numel() for shard in engine.zero_map.shards)
     print(f"{arguments.model}, {elements:,} elements, {device}, torch {torch.__version__}, timm {timm.__version__}, ")
     print(f"{torch.get_num_threads()} threads, smallest of {arguments.rounds - 1}\n")
     print("| optimizer | ms a step | to fused AdamW | to timm's |\n|---|---|---|---|")

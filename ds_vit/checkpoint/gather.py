@@ -73,7 +73,7 @@ class _Arrival:
     transfers: tuple[_Transfer, ...]
 
 
-class Exchange:
+class Gather:
     """The plan of who sends what to whom, and its execution.
 
     Args:

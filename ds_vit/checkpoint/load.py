@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.parallel.tensor import TensorSlice
-from ds_vit.parallel.zero_map import Fragments, Segment, Shard
+from ds_vit.parallel.zero_map import Segment, Shard, ZeroMap
 
 _CHUNK = 2**24  # elements that are copied at a time
 
@@ -50,13 +50,13 @@ def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int)
 
 
 def load_tensors(
-    checkpoint: Checkpoint, fragments: Fragments, ema: Sequence[torch.Tensor] | None, scalars: Mapping[str, Any]
+    checkpoint: Checkpoint, zero_map: ZeroMap, ema: Sequence[torch.Tensor] | None, scalars: Mapping[str, Any]
 ) -> None:
     """Fill this rank's weights, optimizer state and average, and push the weights into the model (a collective).
 
     Args:
         checkpoint: verified.
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         ema: the average's tensors, one a shard; where the checkpoint has no average they become the weights.
         scalars: the optimizer's states that are one number, from `optimizer_scalars`.
 
@@ -64,20 +64,20 @@ def load_tensors(
         ValueError: the checkpoint lacks a tensor, or one has another shape.
     """
     weights = checkpoint.tensors("model")
-    for shard in [*fragments.shards, *fragments.frozen]:
+    for shard in [*zero_map.shards, *zero_map.frozen]:
         _fill(shard, shard.tensor, weights)
     average = checkpoint.tensors("ema") if "ema" in checkpoint.kinds else weights
-    for shard, tensor in zip(fragments.shards, ema or (), strict=False):
+    for shard, tensor in zip(zero_map.shards, ema or (), strict=False):
         _fill(shard, tensor, average)
     for kind in checkpoint.kinds:
         if kind.startswith("optimizer-"):
             files, key = checkpoint.tensors(kind), kind.removeprefix("optimizer-")
-            for shard in fragments.shards:
-                declared = fragments.declared_keys(shard)
+            for shard in zero_map.shards:
+                declared = zero_map.declared_keys(shard)
                 if declared is None or key in declared:
-                    _fill(shard, _state(fragments, shard, key), files)
-    _set_scalars(fragments, scalars)
-    fragments.refresh()
+                    _fill(shard, _state(zero_map, shard, key), files)
+    _set_scalars(zero_map, scalars)
+    zero_map.refresh()
 
 
 def _fill(shard: Shard, flat: torch.Tensor, files: TensorFiles) -> None:
@@ -100,22 +100,22 @@ def _fill_segment(segment: Segment, target: torch.Tensor, files: TensorFiles) ->
         raise ValueError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
 
 
-def _state(fragments: Fragments, shard: Shard, key: str) -> torch.Tensor:
+def _state(zero_map: ZeroMap, shard: Shard, key: str) -> torch.Tensor:
     """An optimizer state of a shard, made where the optimizer would make it at its first step."""
-    states = fragments.base.state[shard.parameter]
+    states = zero_map.base.state[shard.parameter]
     if not torch.is_tensor(states.get(key)):
         states[key] = torch.zeros_like(shard.parameter, memory_format=torch.preserve_format)
     return states[key]
 
 
-def optimizer_scalars(fragments: Fragments) -> dict[str, Any]:
+def optimizer_scalars(zero_map: ZeroMap) -> dict[str, Any]:
     """The optimizer's states that are one number for a whole tensor, such as its count of steps.
 
     Returns:
         key → {"value", "tensor": whether it is kept as a tensor}.
     """
-    for shard in fragments.shards:
-        state = fragments.base.state.get(shard.parameter, {})
+    for shard in zero_map.shards:
+        state = zero_map.base.state.get(shard.parameter, {})
         found = {key: value for key, value in state.items() if isinstance(value, (int, float)) or _is_scalar(value)}
         if state:
             return {key: {"value": float(v), "tensor": torch.is_tensor(v)} for key, v in sorted(found.items())}
@@ -126,11 +126,11 @@ def _is_scalar(value: Any) -> bool:
     return torch.is_tensor(value) and value.dim() == 0
 
 
-def _set_scalars(fragments: Fragments, scalars: Mapping[str, Any]) -> None:
+def _set_scalars(zero_map: ZeroMap, scalars: Mapping[str, Any]) -> None:
     # torch keeps counts on the CPU, unless its fused kernels read them; ASGD keeps its on the device whatever happens.
-    on_device = bool(fragments.base.defaults.get("fused")) or isinstance(fragments.base, torch.optim.ASGD)
-    for shard in fragments.shards:
-        state = fragments.base.state[shard.parameter]
+    on_device = bool(zero_map.base.defaults.get("fused")) or isinstance(zero_map.base, torch.optim.ASGD)
+    for shard in zero_map.shards:
+        state = zero_map.base.state[shard.parameter]
         for key, entry in scalars.items():
             value = entry["value"]
             if not entry["tensor"]:

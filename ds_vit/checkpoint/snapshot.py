@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint import folder as folders
-from ds_vit.checkpoint.gather import Exchange, Piece
+from ds_vit.checkpoint.gather import Gather, Piece
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
-from ds_vit.parallel.zero_map import Fragments, Shard
+from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 WEIGHT_BYTES = 5 * 10**9
 """Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""
@@ -39,19 +39,19 @@ class Holding:
     A collective where the optimizer keeps different states for different parameters (Muon).
 
     Args:
-        fragments: the map of this rank.
-        ema: one tensor for each of the fragments' shards, or None without an average.
+        zero_map: the map of this rank.
+        ema: one tensor for each of the map's shards, or None without an average.
         shapes: timm name → whole shape, of all parameters in the model's order.
     """
 
     def __init__(
-        self, fragments: Fragments, ema: Sequence[torch.Tensor] | None, shapes: Mapping[str, Sequence[int]]
+        self, zero_map: ZeroMap, ema: Sequence[torch.Tensor] | None, shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        self.fragments = fragments
+        self.zero_map = zero_map
         self.ema = ema
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self.trained = [*fragments.shards]
-        self.blocks: list[Shard] = [*self.trained, *fragments.frozen]
+        self.trained = [*zero_map.shards]
+        self.blocks: list[Shard] = [*self.trained, *zero_map.frozen]
         pieces = []
         for block, shard in enumerate(self.blocks):
             for segment in shard.segments:
@@ -60,7 +60,7 @@ class Holding:
                     pieces.append(Piece(segment.name, segment.tp_slice, *place))
         self.pieces = tuple(pieces)
         self._given = {piece.block for piece in pieces}
-        declared = {shard: fragments.declared_keys(shard) for shard in self.trained}
+        declared = {shard: zero_map.declared_keys(shard) for shard in self.trained}
         self._declared = {name: keys for shard, keys in declared.items() if keys is not None for name in shard.names}
         """timm name → the states that are kept for it; empty where all parameters have the same."""
         if self._declared:
@@ -70,13 +70,13 @@ class Holding:
 
     def _gives(self, shard: Shard, replicated: bool) -> bool:
         """Whether this rank's copy is the one that is saved."""
-        partitioned = self.fragments.stage == 3 or (self.fragments.stage > 0 and shard.group >= 0)
-        first_in_dp = partitioned or self.fragments.dp_rank == 0
-        return first_in_dp and (self.fragments.tp_rank == 0 or not replicated)
+        partitioned = self.zero_map.stage == 3 or (self.zero_map.stage > 0 and shard.group >= 0)
+        first_in_dp = partitioned or self.zero_map.dp_rank == 0
+        return first_in_dp and (self.zero_map.tp_rank == 0 or not replicated)
 
     def kinds(self) -> tuple[str, ...]:
         """Kinds of which there are tensors now, the same on every rank."""
-        keys = self.fragments.state_keys()
+        keys = self.zero_map.state_keys()
         if keys and self._declared:  # a pipeline stage may have none of those that are kept for some parameters alone
             keys = tuple(sorted({key for declared in self._declared.values() for key in declared}))
         states = tuple(OPTIMIZER + key for key in keys)
@@ -86,7 +86,7 @@ class Holding:
         """The whole tensors of a kind: weights of all parameters, optimizer state of the trained ones."""
         names = frozenset(self.shapes)
         if kind.startswith(OPTIMIZER):
-            names = frozenset(name for name in self.fragments.names if self._has_state(name, kind))
+            names = frozenset(name for name in self.zero_map.names if self._has_state(name, kind))
         return [TensorSpec(name, shape) for name, shape in self.shapes.items() if name in names]
 
     def _has_state(self, name: str, kind: str) -> bool:
@@ -107,7 +107,7 @@ class Holding:
                 assert self.ema is not None
                 out.append(self.ema[block])
             else:
-                out.append(self.fragments.state(shard, kind.removeprefix(OPTIMIZER)))
+                out.append(self.zero_map.state(shard, kind.removeprefix(OPTIMIZER)))
         return out
 
 
@@ -214,7 +214,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
         self._host = HostCopy()
         self._held: list[Sequence[Piece]] | None = None
-        self._exchanges: dict[tuple[str, ...], Exchange] = {}
+        self._gathers: dict[tuple[str, ...], Gather] = {}
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._finished: list[Save] = []
@@ -313,7 +313,7 @@ class Saver:
 
     def _indices(self, kinds: Sequence[str]) -> dict[str, str]:
         """The index files of those kinds that take more than one file."""
-        files = {kind: self._exchange(tuple(kinds)).files[kind] for kind in kinds}
+        files = {kind: self._gather(tuple(kinds)).files[kind] for kind in kinds}
         return {
             f"{kind}.safetensors.index.json": json.dumps(index_of(parts), indent=1) + "\n"
             for kind, parts in files.items()
@@ -331,23 +331,23 @@ class Saver:
         error = self._on_first_rank(lambda: folders.make_empty(temporary))
         if error:
             return [], error
-        own, own_error = self._exchange(kinds).run(host, temporary, self._group)
+        own, own_error = self._gather(kinds).run(host, temporary, self._group)
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, (own, own_error), group=self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)
 
-    def _exchange(self, kinds: tuple[str, ...]) -> Exchange:
+    def _gather(self, kinds: tuple[str, ...]) -> Gather:
         """The plan for these kinds; the ranks tell each other once what they hold."""
         if self._held is None:
             held: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(held, self.holding.pieces, group=self._group)
             self._held = held
-        if kinds not in self._exchanges:
+        if kinds not in self._gathers:
             specs = {kind: self.holding.specs(kind) for kind in kinds}
             limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in kinds}
-            self._exchanges[kinds] = Exchange(self._held, specs, limits, self.rank)
-        return self._exchanges[kinds]
+            self._gathers[kinds] = Gather(self._held, specs, limits, self.rank)
+        return self._gathers[kinds]
 
     def _on_first_rank(self, action: Callable[[], None]) -> str:
         """Do something on rank 0; what went wrong with it, on every rank (a collective)."""

@@ -25,7 +25,7 @@ from torch import nn
 from ds_vit.engine.step_guard import Rejection, StepGuard
 from ds_vit.models import timm_names
 from ds_vit.parallel.tensor import TensorSlice, assemble
-from ds_vit.parallel.zero_map import build_fragments
+from ds_vit.parallel.zero_map import build_zero_map
 
 # Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
 # In a pipeline the first stage alone has pixels and the last alone has targets: None elsewhere.
@@ -167,8 +167,8 @@ class Engine(ABC):
         if optimizer is not None:
             if grid is not None and grid.get_pipe_parallel_world_size() > 1:
                 self._count_groups_of_other_stages()
-            self.fragments = build_fragments(self.engine, grid, timm_names(self.engine.module))
-            self.guard = StepGuard(self.fragments, self._current_norm, self._current_loss, self.clipped_by)
+            self.zero_map = build_zero_map(self.engine, grid, timm_names(self.engine.module))
+            self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.monitoring.gradients import layer_norms
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StepGuard:
     """Stands in front of the optimizer that ZeRO calls.
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         norm: the global gradient norm of the step under way, before clipping.
         loss: this rank's sum and number of losses of the step under way; looked at for spikes alone.
         clipped_by: what clipping multiplied the gradients of the step under way by.
@@ -83,12 +83,12 @@ class StepGuard:
 
     def __init__(
         self,
-        fragments: Fragments,
+        zero_map: ZeroMap,
         norm: Callable[[], torch.Tensor | float | None],
         loss: Callable[[], tuple[torch.Tensor | None, int]],
         clipped_by: Callable[[], float],
     ) -> None:
-        self._fragments = fragments
+        self._zero_map = zero_map
         self._norm = norm
         self._loss = loss
         self._clipped_by = clipped_by
@@ -96,10 +96,10 @@ class StepGuard:
         self._norms: Recent | None = None
         self._decided = False
         self.rejection: Rejection | None = None
-        base = fragments.base
+        base = zero_map.base
         self._update = base.step
         base.step = self._step
-        fragments.on_overflow(self._overflowed)
+        zero_map.on_overflow(self._overflowed)
 
     def watch_spikes(self, factor: float) -> None:
         """Turn down steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
@@ -137,7 +137,7 @@ class StepGuard:
         if self._losses is not None and self._norms is not None:
             loss_sum, count = self._loss()
             # One answer for all ranks: the last digit of the norm may differ between pipeline stages.
-            device = self._fragments.device
+            device = self._zero_map.device
             figures = torch.zeros(3, dtype=torch.float64, device=device)
             figures[0] = 0.0 if loss_sum is None else loss_sum.double()
             figures[1] = count
@@ -158,14 +158,14 @@ class StepGuard:
         return None
 
     def _worst_layer(self, finite: bool) -> tuple[str, float]:
-        grads = self._fragments.gradients(self._clipped_by() if finite else 1.0)
-        return _largest(layer_norms(self._fragments, grads))
+        grads = self._zero_map.gradients(self._clipped_by() if finite else 1.0)
+        return _largest(layer_norms(self._zero_map, grads))
 
     def _overflowed(self, grads: list[torch.Tensor | None]) -> None:
         """ZeRO skips the step itself."""
         if not self._decided:
             self._decided = True
-            worst = _largest(layer_norms(self._fragments, grads))
+            worst = _largest(layer_norms(self._zero_map, grads))
             self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
 
 

@@ -68,14 +68,14 @@ class Signals:
         self.ranks_have_met = False
 
     @contextlib.contextmanager
-    def installed(self, *, speaks: bool = True) -> Iterator[Signals]:
+    def installed(self, *, is_local_main: bool = True) -> Iterator[Signals]:
         """Note signals within the block; only the main thread may do this, elsewhere nothing is noted.
 
         A process that waits inside a library for the other ranks runs no Python handler. The number of a signal
         therefore also goes into a pipe, from which a thread can read it.
 
         Args:
-            speaks: say so when a signal ends this process before the ranks have met.
+            is_local_main: say so when a signal ends this process before the ranks have met.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -84,7 +84,7 @@ class Signals:
         os.set_blocking(writing, False)
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._watch, args=(reading, speaks), name="signals", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(reading, is_local_main), name="signals", daemon=True)
         thread.start()
         try:
             yield self
@@ -100,14 +100,14 @@ class Signals:
     def _note(self, number: int, frame: Any) -> None:
         self.received = self.received or number
 
-    def _watch(self, reading: int, speaks: bool) -> None:
+    def _watch(self, reading: int, is_local_main: bool) -> None:
         with open(reading, "rb", buffering=0) as pipe:
             while (received := pipe.read(1)) != _END:
                 if received[0] not in SIGNALS:
                     continue
                 self.received = self.received or received[0]
                 if not self.ranks_have_met:
-                    if speaks:
+                    if is_local_main:
                         name = signal.Signals(received[0]).name
                         print(
                             f"train.py: {name} before the ranks have met: nothing to save", file=sys.stderr, flush=True

@@ -104,7 +104,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
         signal.signal(signum, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     finder = ErrorFinder()
-    _follow(child, log, finder, speaks=process.rank == 0, stop_seconds=job.stop_seconds)
+    _follow(child, log, finder, is_main=process.rank == 0, stop_seconds=job.stop_seconds)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     if child.returncode == -signal.SIGUSR1 and signal.SIGUSR1 in passed:
         _write(log, b"== SIGUSR1 came before this rank had a handler for it: nothing to save\n")
@@ -120,7 +120,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _follow(
-    child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, speaks: bool, stop_seconds: float
+    child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, is_main: bool, stop_seconds: float
 ) -> None:
     """Copy the child's output until it has ended; ask it to end when the launcher is gone."""
     pipe = child.stdout.fileno()
@@ -141,7 +141,7 @@ def _follow(
             if chunk:
                 finder.feed(chunk)
                 _write(log, chunk)
-                if speaks:
+                if is_main:
                     with contextlib.suppress(OSError):
                         os.write(1, chunk)
                 continue

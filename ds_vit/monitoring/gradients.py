@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vit.parallel.zero_map import Fragments, Shard
+from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 LOWEST, HIGHEST = -60, 20
 """Powers of two that the histogram tells apart; what lies outside falls into the first or the last."""
@@ -34,21 +34,21 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
     return layers
 
 
-def layer_norms(fragments: Fragments, grads: Sequence[torch.Tensor | None]) -> dict[str, float]:
+def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor | None]) -> dict[str, float]:
     """Norm of each layer's gradient, inf where it is not finite (a collective of all ranks).
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         grads: of each shard, flat; None counts as zero.
     """
-    layers = layers_of(fragments.names)
+    layers = layers_of(zero_map.names)
     rows = {layer: row for row, layer in enumerate(dict.fromkeys(layers.values()))}
     squares = torch.zeros(len(rows), dtype=torch.float64)
-    for shard, grad in zip(fragments.shards, grads, strict=True):
+    for shard, grad in zip(zero_map.shards, grads, strict=True):
         for segment in shard.segments if grad is not None else ():
-            if fragments.counts(segment):
+            if zero_map.counts(segment):
                 squares[rows[layers[segment.name]]] += segment.of(grad).double().square().sum().cpu()
-    squares = squares.to(fragments.device)
+    squares = squares.to(zero_map.device)
     dist.all_reduce(squares)
     return {layer: math.sqrt(s) if math.isfinite(s) else math.inf for layer, s in zip(rows, squares.tolist())}  # noqa: B905
 
@@ -57,21 +57,21 @@ class GradientHealth:
     """Looks at the gradients, the weights and the update of single optimizer steps.
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         clipped_by: the factor that the gradients of the step under way were multiplied by to clip them.
     """
 
-    def __init__(self, fragments: Fragments, clipped_by: Callable[[], float]) -> None:
-        self._fragments = fragments
+    def __init__(self, zero_map: ZeroMap, clipped_by: Callable[[], float]) -> None:
+        self._zero_map = zero_map
         self._clipped_by = clipped_by
-        self._layer_of = layers_of(fragments.names)
+        self._layer_of = layers_of(zero_map.names)
         self.layers = list(dict.fromkeys(self._layer_of.values()))
         self._rows = {layer: row for row, layer in enumerate(self.layers)}
         self._armed = False
         self._old: dict[int, torch.Tensor] = {}
         self._sums = self._largest = torch.zeros(0)
-        fragments.base.register_step_pre_hook(self._before)
-        fragments.base.register_step_post_hook(self._after)
+        zero_map.base.register_step_pre_hook(self._before)
+        zero_map.base.register_step_post_hook(self._after)
 
     def arm(self) -> None:
         """Look at the next step."""
@@ -81,7 +81,7 @@ class GradientHealth:
 
     def _shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return [self._fragments.shard_of(p) for p in parameters]
+        return [self._zero_map.shard_of(p) for p in parameters]
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -92,7 +92,7 @@ class GradientHealth:
             self._old[id(shard)] = shard.tensor.clone()
             grad = shard.parameter.grad.view(-1)
             for segment in shard.segments:
-                if self._fragments.counts(segment):
+                if self._zero_map.counts(segment):
                     self._look_at(self._rows[self._layer_of[segment.name]], segment.of(grad).float() / factor)
 
     def _look_at(self, row: int, grad: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class GradientHealth:
         for shard in self._shards(optimizer):
             old = self._old.pop(id(shard))
             for segment in shard.segments:
-                if self._fragments.counts(segment):
+                if self._zero_map.counts(segment):
                     sums = self._sums[self._rows[self._layer_of[segment.name]]]
                     before, now = segment.of(old).double(), segment.of(shard.tensor).double()
                     sums[_UPDATE] += float((now - before).square().sum())
@@ -134,7 +134,7 @@ class GradientHealth:
         self._armed = False
         self._old.clear()
         width = self._sums.shape[1]
-        table = torch.cat([self._sums, self._largest], dim=1).to(self._fragments.device)
+        table = torch.cat([self._sums, self._largest], dim=1).to(self._zero_map.device)
         dist.all_reduce(table)
         sums, largest = table[:, :width].cpu(), table[:, width:].max(dim=1).values.cpu()
         row = _figures(sums.sum(dim=0), float(largest.max()))
@@ -150,8 +150,8 @@ class GradientHealth:
 
     def _trust_ratios(self) -> Mapping[str, float]:
         """Those of all pipeline stages (a collective where there are several)."""
-        own = getattr(self._fragments.base, "trust_ratios", dict)()
-        if self._fragments.group is None:
+        own = getattr(self._zero_map.base, "trust_ratios", dict)()
+        if self._zero_map.group is None:
             return own
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, own)

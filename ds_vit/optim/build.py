@@ -21,7 +21,7 @@ from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lars": Lars, "Muon": Muon}
@@ -193,17 +193,17 @@ def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | N
         raise ValueError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
 
 
-def attach(optimizer: torch.optim.Optimizer, fragments: Fragments, model: nn.Module, layer_decay: float | None) -> None:
+def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, model: nn.Module, layer_decay: float | None) -> None:
     """Tell an optimizer that ZeRO has taken over which parameter lies where, as far as it has to know.
 
     Args:
         optimizer: from `build_optimizer`, after `deepspeed.initialize`.
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         model: the description of the whole model, for timm's layers.
         layer_decay: of the learning rate, from layer to layer downward; None or 1 for none.
     """
     scales = layer_scales(model, layer_decay) if layer_decay not in (None, 1.0) else None
     if isinstance(optimizer, PerParameterOptimizer):
-        optimizer.attach(fragments, scales)
+        optimizer.attach(zero_map, scales)
     elif scales is not None:
-        LayerDecay(optimizer, fragments, scales)
+        LayerDecay(optimizer, zero_map, scales)

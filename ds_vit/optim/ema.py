@@ -10,31 +10,31 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 
 class Ema:
     """An average of the trained weights, sharded as ZeRO shards them.
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         decay: of the average.
         warmup: let the decay grow from 0 as 1 - (1 + step)^(-2/3), up to `decay`.
 
     Attributes:
-        tensors: one fp32 tensor for each of the fragments' shards, laid out like it.
+        tensors: one fp32 tensor for each of the map's shards, laid out like it.
         updates: how often the average has been moved.
     """
 
     # Elements that are exchanged at a time in `swapped`.
     _CHUNK = 2**22
 
-    def __init__(self, fragments: Fragments, decay: float, warmup: bool = False) -> None:
-        self.fragments = fragments
+    def __init__(self, zero_map: ZeroMap, decay: float, warmup: bool = False) -> None:
+        self.zero_map = zero_map
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
-        self.tensors = [shard.tensor.detach().to(torch.float32, copy=True) for shard in fragments.shards]
+        self.tensors = [shard.tensor.detach().to(torch.float32, copy=True) for shard in zero_map.shards]
 
     def decay_at(self, update: int) -> float:
         """The decay of an update, counted from 1; the first one copies the weights, as timm's does."""
@@ -47,7 +47,7 @@ class Ema:
         """Move the average towards the weights as they are now."""
         self.updates += 1
         weight = 1.0 - self.decay_at(self.updates)
-        weights = [shard.tensor.float() for shard in self.fragments.shards]
+        weights = [shard.tensor.float() for shard in self.zero_map.shards]
         torch._foreach_lerp_(self.tensors, weights, weight)
 
     @contextlib.contextmanager
@@ -66,7 +66,7 @@ class Ema:
     def _exchange(self, kept: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
         """Put the average into the model, or (with what that returned) the weights back."""
         copies: list[torch.Tensor | None] = []
-        for number, (shard, average) in enumerate(zip(self.fragments.shards, self.tensors, strict=True)):
+        for number, (shard, average) in enumerate(zip(self.zero_map.shards, self.tensors, strict=True)):
             weights = shard.tensor
             if weights.dtype != average.dtype:  # 16-bit weights cannot hold the average for its way back
                 copies.append(weights.clone())
@@ -78,5 +78,5 @@ class Ema:
                 old = piece.clone()
                 piece.copy_(averaged)
                 averaged.copy_(old)
-        self.fragments.refresh()
+        self.zero_map.refresh()
         return copies

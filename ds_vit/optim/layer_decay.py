@@ -15,7 +15,7 @@ from timm.models import group_parameters
 from torch import nn
 
 from ds_vit.optim.segmented import SegmentedTensors
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 
 def layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
@@ -33,12 +33,12 @@ class LayerDecay:
 
     Args:
         optimizer: the one inside ZeRO's, whose `step` sees the flat tensors.
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         scales: timm name → factor on the learning rate.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, fragments: Fragments, scales: Mapping[str, float]) -> None:
-        self._fragments = fragments
+    def __init__(self, optimizer: torch.optim.Optimizer, zero_map: ZeroMap, scales: Mapping[str, float]) -> None:
+        self._zero_map = zero_map
         self._scales = scales
         self._old: list[torch.Tensor] = []
         self._together: dict[tuple[int, ...], tuple[SegmentedTensors, torch.Tensor]] = {}
@@ -60,7 +60,7 @@ class LayerDecay:
             return
         key = tuple(map(id, parameters))
         if key not in self._together:
-            tensors = SegmentedTensors(self._fragments, parameters)
+            tensors = SegmentedTensors(self._zero_map, parameters)
             self._together[key] = tensors, 1.0 - tensors.values(self._scales)
         tensors, back = self._together[key]
         tensors.lerp_([p.detach().view(-1) for p in parameters], old, back)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.parallel.tensor import assemble_flat
-from ds_vit.parallel.zero_map import Fragments, Segment
+from ds_vit.parallel.zero_map import Segment, ZeroMap
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,26 @@ class WholeMatrices:
     """The plan of who sends which part to whom, for flat tensors that are updated together (a collective).
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         parameters: tensors out of the optimizer's param_groups.
         cost: of the work on a tensor of this shape, in any unit.
     """
 
     def __init__(
         self,
-        fragments: Fragments,
+        zero_map: ZeroMap,
         parameters: Sequence[torch.Tensor],
         cost: Callable[[tuple[int, ...]], float],
     ) -> None:
-        self._fragments = fragments
-        shards = [fragments.shard_of(parameter) for parameter in parameters]
+        self._zero_map = zero_map
+        shards = [zero_map.shard_of(parameter) for parameter in parameters]
         self._parts = [
-            _Part(segment, block, fragments.counts(segment))
+            _Part(segment, block, zero_map.counts(segment))
             for block, shard in enumerate(shards)
             for segment in shard.segments
         ]
         held = self._everybodys()
-        self._rank = 0 if len(held) == 1 else dist.get_rank(fragments.group)
+        self._rank = 0 if len(held) == 1 else dist.get_rank(zero_map.group)
         self._slices = {part.segment.name: part.segment.tp_slice for parts in held for part in parts}
         owners = _owners(held, {name: cost(cut.full_shape) for name, cut in self._slices.items()})
         self.owned = tuple(name for name, owner in owners.items() if owner == self._rank)
@@ -85,10 +85,10 @@ class WholeMatrices:
 
     def _everybodys(self) -> list[list[_Part]]:
         """The parts of every rank of the group, by rank."""
-        if self._fragments.group_size == 1:
+        if self._zero_map.group_size == 1:
             return [self._parts]
-        held: list[list[_Part]] = [[] for _ in range(self._fragments.group_size)]
-        dist.all_gather_object(held, self._parts, group=self._fragments.group)
+        held: list[list[_Part]] = [[] for _ in range(self._zero_map.group_size)]
+        dist.all_gather_object(held, self._parts, group=self._zero_map.group)
         return held
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class WholeMatrices:
 
         Args:
             tensors: laid out like the shards'; their padding is not touched.
-            work: called with the whole tensor, fp32, on the fragments' device; gives one of that shape.
+            work: called with the whole tensor, fp32, on the map's device; gives one of that shape.
         """
         flats = [tensor.view(-1) for tensor in tensors]
         whole = self._gather(flats)
@@ -112,7 +112,7 @@ class WholeMatrices:
         for name in self.owned:
             cut = self._slices[name]
             size = math.prod(cut.local_shape)
-            slices[name] = [torch.empty(size, device=self._fragments.device) for _ in range(cut.num_slices)]
+            slices[name] = [torch.empty(size, device=self._zero_map.device) for _ in range(cut.num_slices)]
         for parts, values in zip(self._to_take, self._exchange(given, self._to_take), strict=True):
             for part, value in zip(parts, values, strict=True):
                 name, number, start, length = part.place
@@ -149,7 +149,7 @@ class WholeMatrices:
         """
         if len(given) == 1:
             return [given[0]]
-        device = self._fragments.device
+        device = self._zero_map.device
         sent = [value.to(device, torch.float32) for values in given for value in values]
         lengths = [[part.segment.length for part in parts] for parts in expected]
         received = torch.empty(sum(map(sum, lengths)), device=device)
@@ -158,7 +158,7 @@ class WholeMatrices:
             torch.cat(sent) if sent else torch.empty(0, device=device),
             [sum(numbers) for numbers in lengths],
             [sum(value.numel() for value in values) for values in given],
-            group=self._fragments.group,
+            group=self._zero_map.group,
         )
         by_rank = received.split([sum(numbers) for numbers in lengths])
         return [values.split(numbers) for values, numbers in zip(by_rank, lengths, strict=True)]

@@ -19,7 +19,7 @@ from torch import nn
 from ds_vit.optim.layer_decay import LayerDecay
 from ds_vit.optim.matrices import WholeMatrices
 from ds_vit.optim.per_parameter import PerParameterOptimizer
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ADJUSTMENTS = ("match_rms_adamw", "original", "rms_to_rms", None)
@@ -142,12 +142,12 @@ class Muon(PerParameterOptimizer):
             group["state_keys"] = ("exp_avg", "exp_avg_sq") if group["use_fallback"] else ("momentum_buffer",)
         self._matrices: dict[tuple[int, ...], WholeMatrices] = {}
 
-    def attach(self, fragments: Fragments, lr_scales: Mapping[str, float] | None = None) -> None:
+    def attach(self, zero_map: ZeroMap, lr_scales: Mapping[str, float] | None = None) -> None:
         """See `PerParameterOptimizer.attach`."""
-        super().attach(fragments)
+        super().attach(zero_map)
         self._matrices.clear()
         if lr_scales:
-            LayerDecay(self, fragments, lr_scales)
+            LayerDecay(self, zero_map, lr_scales)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         for p in parameters:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_vit.optim.segmented import SegmentedTensors
-from ds_vit.parallel.zero_map import Fragments
+from ds_vit.parallel.zero_map import ZeroMap
 
 
 class PerParameterOptimizer(torch.optim.Optimizer):
@@ -20,19 +20,19 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        self._fragments: Fragments | None = None
+        self._zero_map: ZeroMap | None = None
         self._lr_scales: Mapping[str, float] = {}
         self._together: dict[tuple[int, ...], tuple[SegmentedTensors, torch.Tensor | None]] = {}
         self._ratios: dict[tuple[int, ...], tuple[list[str], torch.Tensor]] = {}
 
-    def attach(self, fragments: Fragments, lr_scales: Mapping[str, float] | None = None) -> None:
+    def attach(self, zero_map: ZeroMap, lr_scales: Mapping[str, float] | None = None) -> None:
         """Tell the optimizer what lies where.
 
         Args:
-            fragments: the map of this rank.
+            zero_map: the map of this rank.
             lr_scales: timm name → factor on the learning rate, for layer-wise decay; None for one rate.
         """
-        self._fragments = fragments
+        self._zero_map = zero_map
         self._lr_scales = dict(lr_scales or {})
         self._together.clear()
 
@@ -56,11 +56,11 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         raise NotImplementedError
 
-    def _attached(self) -> Fragments:
+    def _attached(self) -> ZeroMap:
         """The map that `attach` was given."""
-        if self._fragments is None:
+        if self._zero_map is None:
             raise RuntimeError(f"{type(self).__name__}.attach was not called after deepspeed.initialize")
-        return self._fragments
+        return self._zero_map
 
     def _segmented(self, parameters: Sequence[torch.Tensor]) -> tuple[SegmentedTensors, torch.Tensor | None]:
         """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from ds_vit.parallel.zero_map import Fragments, Shard
+from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 
 class SegmentedTensors:
@@ -20,20 +20,20 @@ class SegmentedTensors:
     S is the number of segments on this rank, P the number of parameters that are spread over these tensors.
 
     Args:
-        fragments: the map of this rank.
+        zero_map: the map of this rank.
         parameters: what the optimizer updates together: tensors out of its param_groups.
     """
 
-    def __init__(self, fragments: Fragments, parameters: Sequence[torch.Tensor]) -> None:
-        self.fragments = fragments
-        self.shards: list[Shard] = [fragments.shard_of(parameter) for parameter in parameters]
+    def __init__(self, zero_map: ZeroMap, parameters: Sequence[torch.Tensor]) -> None:
+        self.zero_map = zero_map
+        self.shards: list[Shard] = [zero_map.shard_of(parameter) for parameter in parameters]
         self.device = parameters[0].device
         self._one_call = self.device.type == "cpu"  # a GPU would launch a kernel for each segment
         self.names = [name for shard in self.shards for name in shard.names]
         starts = accumulate((len(shard.names) for shard in self.shards), initial=0)
         segments = [(start, s) for start, shard in zip(starts, self.shards, strict=False) for s in shard.segments]
         self._index = torch.tensor([start + s.index for start, s in segments], dtype=torch.long, device=self.device)
-        counts = [float(fragments.counts(s)) for _, s in segments]
+        counts = [float(zero_map.counts(s)) for _, s in segments]
         self._counts = torch.tensor(counts, dtype=torch.float32, device=self.device)
         self._splits = [_split_sizes(shard) for shard in self.shards]
 
@@ -55,7 +55,7 @@ class SegmentedTensors:
             for row, tensors in enumerate(lists):
                 norms = torch._foreach_norm(self.views(tensors), 2, dtype=torch.float32)
                 squares[row, self._index] = torch.stack(norms).square() * self._counts
-        return self.fragments.all_reduce(squares).sqrt()
+        return self.zero_map.all_reduce(squares).sqrt()
 
     def values(self, by_name: Mapping[str, float]) -> torch.Tensor:
         """One number for each parameter, fp32 [P]."""

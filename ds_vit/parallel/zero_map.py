@@ -76,7 +76,7 @@ class Shard:
 
 
 @dataclass
-class Fragments:
+class ZeroMap:
     """All flat tensors of this rank.
 
     Attributes:
@@ -217,7 +217,7 @@ class Fragments:
         return moved.to(vector.device)
 
 
-def build_fragments(engine: Any, grid: Any | None, names: Mapping[str, str]) -> Fragments:
+def build_zero_map(engine: Any, grid: Any | None, names: Mapping[str, str]) -> ZeroMap:
     """The map of an initialised DeepSpeed engine (a collective of all ranks).
 
     Args:
@@ -239,7 +239,7 @@ def build_fragments(engine: Any, grid: Any | None, names: Mapping[str, str]) -> 
     dp_rank = dist.get_rank() if grid is None else grid.get_data_parallel_rank()
     tp_rank = 0 if grid is None else grid.get_slice_parallel_rank()
     group, size = _stage_group(grid)
-    return Fragments(
+    return ZeroMap(
         shards=shards,
         frozen=frozen,
         stage=stage,

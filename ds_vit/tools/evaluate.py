@@ -116,7 +116,7 @@ def _run(
     from ds_vit.monitoring.metrics import Throughput, make_console, print_table
     from ds_vit.training.build import build_engine
     from ds_vit.training.evaluate import evaluate
-    from ds_vit.training.inputs import Feed
+    from ds_vit.training.inputs import InputPipeline
     from ds_vit.training.plan import prepare
 
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -134,7 +134,7 @@ def _run(
     finished = False
     try:
         engine = build_engine(plan, device_of(process.local_rank))
-        accuracy = evaluate(engine, *Feed(plan, engine, Throughput()).evaluation(), bce=config.bce_loss)
+        accuracy = evaluate(engine, *InputPipeline(plan, engine, Throughput()).evaluation(), bce=config.bce_loss)
         result = {
             "source": source,
             "weights": found.kind,

@@ -101,7 +101,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
         optimizer = _optimizer(plan, staged, device)
         engine = PipeEngine(staged, optimizer, config, **shared)
     if optimizer is not None:
-        attach(optimizer, engine.fragments, plan.model, plan.config.layer_decay)
+        attach(optimizer, engine.zero_map, plan.model, plan.config.layer_decay)
     return engine
 
 

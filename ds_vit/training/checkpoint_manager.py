@@ -1,7 +1,7 @@
 """What makes a run survive: when to save, going on from what was saved, and stopping in order when told to.
 
-Every rank has a `Keeper` and calls the same methods in the same order; what one rank alone may know (a signal, the
-clock, a disk that is still busy) is put to all of them at the boundary between two steps.
+Every rank has a `CheckpointManager` and calls the same methods in the same order; what one rank alone may know (a
+signal, the clock, a disk that is still busy) is put to all of them at the boundary between two steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_vit.training.plan import Plan, resolved_flags
 from ds_vit.training.resume import FOLDER, first_step, skipped_batches
 
 
-class Keeper:
+class CheckpointManager:
     """Saves and restores one run.
 
     Args:
@@ -71,7 +71,7 @@ class Keeper:
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
         self._ballot = Ballot()
-        holding = Holding(engine.fragments, ema.tensors if ema else None, names_and_shapes(plan.model))
+        holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model))
         self._saver = Saver(self.parent, holding, config.keep_checkpoints)
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
         self._failed_step: int | None = None  # of the last save that came to nothing
@@ -123,7 +123,7 @@ class Keeper:
         state = checkpoint.state
         step = first_step(state, self.plan.order)
         average = self.ema.tensors if self.ema else None
-        load_tensors(checkpoint, self.engine.fragments, average, state["optimizer"])
+        load_tensors(checkpoint, self.engine.zero_map, average, state["optimizer"])
         if self.ema is not None:
             self.ema.updates = int(state["ema_updates"] or 0)
         self.engine.restore_progress(state["engine"], step)
@@ -270,7 +270,7 @@ class Keeper:
             "global_batch": plan.batch.global_batch,
             "skipped_batches": self.skipped_batches,
             "schedule": plan.rates,
-            "optimizer": optimizer_scalars(self.engine.fragments),
+            "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
             "history": dict(self._history()),

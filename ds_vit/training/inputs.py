@@ -32,7 +32,7 @@ from ds_vit.monitoring.metrics import Throughput
 from ds_vit.training.plan import Plan
 
 
-class Feed:
+class InputPipeline:
     """Inputs of training and evaluation for one rank.
 
     Args:

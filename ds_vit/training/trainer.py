@@ -27,9 +27,9 @@ from ds_vit.monitoring.metrics import Reporter, Throughput, make_console, peak_t
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.placement import Placement
 from ds_vit.training.build import build_engine
-from ds_vit.training.checkpoint_manager import Keeper
+from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluate import Accuracy, evaluate
-from ds_vit.training.inputs import Feed
+from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan, resolved_flags
 from ds_vit.training.replica_check import check_replicas
 from ds_vit.training.summary import end_rows, start_rows, summarise
@@ -49,7 +49,7 @@ class _RollBack(Exception):
         self.diverged = diverged
 
 
-class Session:
+class Trainer:
     """One run, on the rank that calls; all ranks do the same things in the same order.
 
     Args:
@@ -78,7 +78,7 @@ class Session:
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
-        self.keeper: Keeper | None = None  # of a run that trains
+        self.checkpoint_manager: CheckpointManager | None = None  # of a run that trains
         self.reporter: Reporter | None = None
 
     def run(self) -> dict[str, Any]:
@@ -103,19 +103,19 @@ class Session:
         self.ema: Ema | None = None
         if not plan.config.eval_only:
             if plan.config.model_ema:
-                self.ema = Ema(self.engine.fragments, plan.config.model_ema_decay, plan.config.model_ema_warmup)
+                self.ema = Ema(self.engine.zero_map, plan.config.model_ema_decay, plan.config.model_ema_warmup)
             if plan.config.spike_factor is not None:
                 self.engine.guard.watch_spikes(plan.config.spike_factor)
-            self.health = GradientHealth(self.engine.fragments, self.engine.clipped_by)
+            self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
         samples = self.folder / "samples" if plan.config.log_samples else None
-        self.feed = Feed(plan, self.engine, self.throughput, samples)
+        self.inputs = InputPipeline(plan, self.engine, self.throughput, samples)
         done = self._restore()
         if console is not None:
             events = self.engine.write_events
             total = plan.total_steps
             self.reporter = Reporter(self.folder, total_steps=total, first_step=done, events=events, console=console)
-            if self.keeper is not None:
-                self.keeper.reporter = self.reporter
+            if self.checkpoint_manager is not None:
+                self.checkpoint_manager.reporter = self.reporter
         exit_word = "completed"
         try:
             if plan.config.eval_only:
@@ -123,9 +123,9 @@ class Session:
             else:
                 self._train(done)
                 self._save()
-                exit_word = "not all saved" if self.keeper.num_failed else exit_word
+                exit_word = "not all saved" if self.checkpoint_manager.num_failed else exit_word
         except Interrupted:
-            exit_word = "not all saved" if self.keeper.stopped_unsaved else "interrupted"
+            exit_word = "not all saved" if self.checkpoint_manager.stopped_unsaved else "interrupted"
         finally:
             if self.reporter:
                 self.reporter.close()
@@ -160,21 +160,21 @@ class Session:
         if self.plan.config.eval_only:
             return 0
         shared = (self.engine, self.ema, self.throughput, self.signals, self._history)
-        self.keeper = Keeper(self.plan, self.folder, *shared)
+        self.checkpoint_manager = CheckpointManager(self.plan, self.folder, *shared)
         if self.plan.resume is not None:
             self.watchdog.beat(0, "reading the checkpoint", patience=4)
-        self.step, history = self.keeper.restore()
+        self.step, history = self.checkpoint_manager.restore()
         if history:
             self._restore_history(history)
         return self.step
 
     def _save(self) -> None:
         """The end of the run as a checkpoint, where it has any, and its weights (a collective)."""
-        assert self.keeper is not None
+        assert self.checkpoint_manager is not None
         self.watchdog.beat(self.step, "saving", patience=4)
-        self.keeper.finish(self.step)
+        self.checkpoint_manager.finish(self.step)
         self.watchdog.beat(self.step, "saving the weights", patience=4)
-        self.keeper.save_weights(self.folder)
+        self.checkpoint_manager.save_weights(self.folder)
 
     def _train(self, first_step: int) -> None:
         """Steps until the end; after each rollback from the step that it led to."""
@@ -196,16 +196,16 @@ class Session:
         Raises:
             Diverged: nothing was saved yet.
         """
-        assert self.keeper is not None
+        assert self.checkpoint_manager is not None
         self.watchdog.beat(bad.step, "reading the checkpoint", patience=4)
-        used = bad.step + self.keeper.skipped_batches
-        back = self.keeper.roll_back()
+        used = bad.step + self.checkpoint_manager.skipped_batches
+        back = self.checkpoint_manager.roll_back()
         if back is None:
             raise Diverged(f"{bad.diverged}; there is no checkpoint yet to go back to")
         self.step, history = back
         self.rollbacks += 1
-        skipped = used - self.step - self.keeper.skipped_batches
-        self.keeper.skipped_batches = used - self.step
+        skipped = used - self.step - self.checkpoint_manager.skipped_batches
+        self.checkpoint_manager.skipped_batches = used - self.step
         self.accuracies = self.accuracies[: len(history["accuracies"])]
         self.ema_accuracies = self.ema_accuracies[: len(history["ema_accuracies"])]
         self.evaluated_step = history["evaluated_step"]
@@ -218,9 +218,9 @@ class Session:
         return self.step
 
     def _train_from(self, first_step: int) -> None:
-        skipped = self.keeper.skipped_batches if self.keeper is not None else 0
+        skipped = self.checkpoint_manager.skipped_batches if self.checkpoint_manager is not None else 0
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
-        with contextlib.closing(self.watchdog.micro_batches(self.feed.training(first_step, skipped))) as inputs:
+        with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as inputs:
             self._take_steps(first_step, inputs)
 
     def _take_steps(self, first_step: int, inputs: Iterator[Inputs]) -> None:
@@ -258,9 +258,9 @@ class Session:
         Raises:
             Interrupted: some rank was told to stop; all of them are here, and the step is saved.
         """
-        if self.keeper is not None:
+        if self.checkpoint_manager is not None:
             self.watchdog.beat(done, "saving", patience=4)
-            self.keeper.boundary(done)
+            self.checkpoint_manager.boundary(done)
 
     def _evaluate_if_due(self, done: int) -> None:
         plan = self.plan
@@ -357,18 +357,18 @@ class Session:
             self._boundary(step)
         self.throughput.resume()
         self.evaluated_step = step
-        if self.keeper is not None:
-            self.keeper.evaluated(step, self.accuracies[-1].top1, max(a.top1 for a in self.accuracies))
+        if self.checkpoint_manager is not None:
+            self.checkpoint_manager.evaluated(step, self.accuracies[-1].top1, max(a.top1 for a in self.accuracies))
 
     def _evaluate_weights(self, step: int, accuracies: list[Accuracy], kind: str) -> None:
         """Exact accuracy of the weights that the model has now (a collective)."""
 
         def stop_if_told_to() -> None:
-            if self.keeper is not None and self.keeper.asked_to_stop():
+            if self.checkpoint_manager is not None and self.checkpoint_manager.asked_to_stop():
                 raise _Stop
 
         self.watchdog.beat(step, "evaluation")
-        batches, num_batches = self.feed.evaluation()
+        batches, num_batches = self.inputs.evaluation()
         batches = self.watchdog.micro_batches(batches)
         bce = self.plan.config.bce_loss
         accuracy = evaluate(self.engine, batches, num_batches, bce=bce, between=stop_if_told_to)
@@ -378,7 +378,7 @@ class Session:
 
     def _history(self) -> dict[str, Any]:
         """What a run that goes on wants to know of the time before (a collective)."""
-        skipped = int(self.engine.sum(torch.tensor(self.feed.skipped_images, device=self.device)))
+        skipped = int(self.engine.sum(torch.tensor(self.inputs.skipped_images, device=self.device)))
         return {
             "accuracies": [dataclasses.asdict(a) for a in self.accuracies],
             "ema_accuracies": [dataclasses.asdict(a) for a in self.ema_accuracies],

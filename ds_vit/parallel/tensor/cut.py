@@ -25,12 +25,12 @@ from ds_vit.models.layers import (
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.norm import ShardedNorm
-from ds_vit.parallel.tensor.plans import NORMS, PLANS, Plan, Sections
+from ds_vit.parallel.tensor.plans import NORMS, PLANS, CutPlan, Sections
 from ds_vit.parallel.tensor.region import ColumnLinear, Region, RowLinear, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 
-def _planned(module: nn.Module) -> list[tuple[nn.Module, Plan]]:
+def _planned(module: nn.Module) -> list[tuple[nn.Module, CutPlan]]:
     """The modules to cut in a block or head, with their plans."""
     return [(child, PLANS[type(child)]) for child in module.modules() if type(child) in PLANS]
 
@@ -192,7 +192,7 @@ def _divide(value: int | list[int], size: int) -> int | list[int]:
     return [number // size for number in value] if isinstance(value, list) else value // size
 
 
-def _cut_module(module: nn.Module, plan: Plan, region: Region) -> list[nn.Parameter]:
+def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Parameter]:
     """Cut one module by its plan, in place; returns the whole parameters that get a partial gradient."""
     tp = region.tp
     # The lengths are those of the module uncut: read them all before anything is changed.

@@ -56,7 +56,7 @@ Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 
 
 @dataclass(frozen=True)
-class Plan:
+class CutPlan:
     """How a module of one timm class is cut. All names are of its own members; one that is absent is passed over.
 
     Attributes:
@@ -105,8 +105,8 @@ def _out_proj(block: nn.Module) -> tuple[int, ...]:
     return width, hidden
 
 
-PLANS: dict[type[nn.Module], Plan] = {
-    Attention: Plan(
+PLANS: dict[type[nn.Module], CutPlan] = {
+    Attention: CutPlan(
         CutAttention,
         _heads,
         columns={"qkv": 3, "gate": 1},
@@ -115,7 +115,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm"),
         divided=("num_heads", "attn_dim"),
     ),
-    AttentionRope: Plan(
+    AttentionRope: CutPlan(
         CutAttentionRope,
         lambda module: {"num_heads": module.num_heads, "num_kv_heads": module.num_kv_heads},
         columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
@@ -124,7 +124,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm"),
         divided=("num_heads", "num_kv_heads", "attn_dim", "kv_dim"),
     ),
-    EvaAttention: Plan(
+    EvaAttention: CutPlan(
         CutEvaAttention,
         _heads,
         columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
@@ -134,7 +134,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm"),
         divided=("num_heads",),
     ),
-    DiffAttention: Plan(
+    DiffAttention: CutPlan(
         CutDiffAttention,
         _heads,
         columns={"qkv": 3},
@@ -143,7 +143,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
         divided=("num_heads",),
     ),
-    Mlp: Plan(
+    Mlp: CutPlan(
         CutMlp,
         lambda module: {"hidden size": module.fc2.in_features},
         columns={"fc1": 1},
@@ -151,7 +151,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         norms=("norm",),
         dropouts=("drop1",),
     ),
-    GluMlp: Plan(
+    GluMlp: CutPlan(
         CutGluMlp,
         lambda module: {"hidden size": module.fc2.in_features},
         columns={"fc1": 2},
@@ -159,7 +159,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         norms=("norm",),
         dropouts=("drop1",),
     ),
-    SwiGLU: Plan(
+    SwiGLU: CutPlan(
         CutSwiGLU,
         lambda module: {"hidden size": module.fc2.in_features},
         columns={"fc1_g": 1, "fc1_x": 1},
@@ -167,7 +167,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         norms=("norm",),
         dropouts=("drop1",),
     ),
-    GeGluMlp: Plan(
+    GeGluMlp: CutPlan(
         CutGeGluMlp,
         lambda module: {"hidden size": module.w2.in_features},
         columns={"w0": 1, "w1": 1},
@@ -175,7 +175,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         dropouts=("drop1",),
         partial=("norm",),  # over whole features, but inside: it feeds this rank's columns alone
     ),
-    ParallelScalingBlock: Plan(
+    ParallelScalingBlock: CutPlan(
         CutParallelScalingBlock,
         _parallel_counts,
         columns={"in_proj": _in_proj},
@@ -186,7 +186,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm"),
         divided=("num_heads", "in_split"),
     ),
-    DiffParallelScalingBlock: Plan(
+    DiffParallelScalingBlock: CutPlan(
         CutDiffParallelScalingBlock,
         _parallel_counts,
         columns={"in_proj": _in_proj},
@@ -196,7 +196,7 @@ PLANS: dict[type[nn.Module], Plan] = {
         partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
         divided=("num_heads", "in_split"),
     ),
-    AttentionPoolLatent: Plan(
+    AttentionPoolLatent: CutPlan(
         CutAttentionPoolLatent,
         lambda module: {"attn_pool num_heads": module.num_heads},
         columns={"q": 1, "kv": 2},

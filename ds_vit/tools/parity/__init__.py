@@ -4,7 +4,8 @@ deepspeed launch/parity.py --deepspeed_config FILE [flags of train.py] [--layout
 
 Every layout takes all ranks of the launch (dp follows from pp and tp), the same global batch (accumulation follows
 from dp) and the same initial values. Each is trained in new processes (relaunch.py says why) by the trainer's own
-`prepare`, `build_engine` and `Feed`. Rank 0 prints a row a layout: the largest relative deviations from the reference.
+`prepare`, `build_engine` and `InputPipeline`. Rank 0 prints a row a layout: the largest relative deviations from the
+reference.
 """
 
 from __future__ import annotations
@@ -72,29 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 where every layout trains the same; 1 where one deviates by more than the tolerance, or fails; 2 for input
         that cannot be, where one line on stderr says what is wrong and what to do.
     """
-    speaks = True
+    is_main = True
     try:
         process = discover()
-        speaks = process.rank == 0
+        is_main = process.rank == 0
         request = parse(argv)
     except ValueError as error:
-        _complain(error, speaks)
-        if not speaks:
+        _complain(error, is_main)
+        if not is_main:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return 2
     ranks = Relauncher(process, verbose=bool(request.values.get("verbose")))
     try:
         code = int(compare(ranks, request, ranks.run(survey, request)))
     except Failure as error:
-        _complain(error, speaks)
+        _complain(error, is_main)
         code = 2 if error.refused else 1
     sys.stdout.flush()
     ranks.close()
     return code
 
 
-def _complain(error: Exception, speaks: bool) -> None:
-    if speaks:
+def _complain(error: Exception, is_main: bool) -> None:
+    if is_main:
         print(f"parity.py: error: {error}", file=sys.stderr, flush=True)
 
 
@@ -107,8 +108,8 @@ def compare(ranks: Relauncher, request: Request, found: Survey) -> bool:
     Raises:
         Failure: the reference failed.
     """
-    speaks = ranks.process.rank == 0
-    console = make_console() if speaks else Console(quiet=True)
+    is_main = ranks.process.rank == 0
+    console = make_console() if is_main else Console(quiet=True)
     for line in found.facts:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     rows = []

@@ -217,10 +217,10 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
     from ds_vit.models import timm_state_dict
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.training.build import build_engine
-    from ds_vit.training.inputs import Feed
+    from ds_vit.training.inputs import InputPipeline
 
     engine = build_engine(plan, device_of(plan.process.local_rank))
-    inputs = Feed(plan, engine, Throughput()).training()
+    inputs = InputPipeline(plan, engine, Throughput()).training()
     rows = []
     for step in range(plan.total_steps):
         if plan.schedule is not None:
