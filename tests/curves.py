@@ -35,6 +35,11 @@ def train_rows(rows: Sequence[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def evals(rows):
+    """What evaluation counted."""
+    return [{k: row[k] for k in ("step", "top1", "top5", "images")} for row in rows if row["kind"] == "eval"]
+
+
 def train_main(argv: list[str]) -> int:
     """What a rank of `train_in` runs: the trainer's own entry point, in the pool's process group."""
     from ds_vit.train import main

@@ -1,7 +1,8 @@
-"""timm's own optimizers, layer decay and moving average in a plain loop of one process, to compare layouts with."""
+"""timm's own optimizers, layer decay and moving average in a plain loop of one process, and our run of the same."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import oracle
 import timm
 import torch
 import torchvision
+from project import ROOT
 from safetensors.torch import load_file
 from timm.optim import Lamb, Lars, muon, param_groups_layer_decay, param_groups_weight_decay
 from timm.optim.muon import zeropower_via_newtonschulz
@@ -18,6 +20,7 @@ from timm.utils import ModelEmaV3
 
 # 6 blocks and 4 heads: cut by 2 and 4 stages and by 2 ranks.
 KWARGS = {"patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 4}
+NUM_IMAGES = 32
 DECAY, CLIP, STEPS, EMA_DECAY, LAYER_DECAY = 0.05, 0.1, 10, 0.8, 0.7
 # eps 1e-6: with a smaller one Adam scales the rounding of gradients that are zero up to the learning rate.
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -81,3 +84,31 @@ def train_plainly(
         ema.update(model, step=step)
         rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
     return rows, model.state_dict(), ema.module.state_dict()
+
+
+def command(folder, kind, layout, output, params=None, precision=None, words=()):
+    """The command line of our run; its JSON is written beside the output."""
+    pp, dp, tp, stage = layout
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    block = BLOCKS[kind]
+    data["optimizer"] = {"type": block["type"], "params": {**block["params"], **(params or {})}}
+    data |= {"gradient_clipping": CLIP, **(precision or {})}
+    output.mkdir(parents=True)
+    config = output.parent / f"{output.name}.json"
+    config.write_text(json.dumps(data))
+    micro = NUM_IMAGES // dp // 2
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE]
+    argv += ["--no-aug", "--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""]
+    argv += ["--sched", "constant", "--warmup-epochs", 0, "--max-steps", STEPS, "--log-interval", 1]
+    argv += ["--workers", 0, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors"]
+    argv += ["--deepspeed_config", config, "--pp", pp, "--tp", tp, "-b", micro, "--grad-accum-steps", 2]
+    argv += ["--output", output, "--model-ema", "--model-ema-decay", EMA_DECAY]
+    return [*argv, *WORDS[kind], *words]
+
+
+def furthest(a, b):
+    """The tensor that differs most, relative to its norm."""
+    assert a.keys() == b.keys()
+    parts = {n: (torch.linalg.norm(a[n] - b[n]) / torch.linalg.norm(b[n]).clamp_min(1e-12)).item() for n in a}
+    worst = max(parts, key=parts.get)
+    return parts[worst], worst

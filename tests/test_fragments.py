@@ -1,6 +1,5 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
-import json
 from pathlib import Path
 
 import oracle
@@ -8,10 +7,9 @@ import per_parameter as timm_side
 import pytest
 import torch
 from safetensors.torch import load_file
+from zero_layouts import BF16, WRAPPER, start, words
 
 ROOT = Path(__file__).parents[1]
-BF16 = {"bf16": {"enabled": True}}
-WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 # id: (world size, flags, ZeRO stage, changes of the JSON)
 CASES = {
     "no ZeRO": (1, [], 0, {}),
@@ -35,22 +33,6 @@ CASES = {
     "frozen": (2, ["--freeze", "blocks.[0-2]", "--tp", 2], 1, {}),
     "frozen ZeRO-3": (3, ["--freeze", "blocks.[0-2]"], 3, {}),
 }
-
-
-def start(argv):
-    """An engine as a run builds it."""
-    from ds_vit import config as flags
-    from ds_vit.engine.base import init_distributed, quiet_deepspeed
-    from ds_vit.launching.process import discover, rendezvous
-    from ds_vit.training.build import build_engine
-    from ds_vit.training.plan import prepare
-
-    quiet_deepspeed(False)
-    process = discover()
-    config, explicit = flags.parse([str(word) for word in argv])
-    plan = prepare(config, explicit, process, on_cpu=True)
-    init_distributed(rendezvous(process))
-    return build_engine(plan, torch.device("cpu"))
 
 
 def look(argv, weights, exact):
@@ -101,16 +83,6 @@ def cifar(tmp_path_factory, real_images):
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 16, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
     return folder
-
-
-def words(folder, stage, changes, path):
-    """The command line of a tiny run."""
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data |= {**changes, "gradient_clipping": timm_side.CLIP}
-    path.write_text(json.dumps(data))
-    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(timm_side.KWARGS), "--img-size", oracle.IMG_SIZE]
-    argv += ["--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
-    return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]
 
 
 @pytest.mark.sampled(4)

@@ -9,7 +9,6 @@ from pathlib import Path
 import oracle
 import per_parameter
 import pytest
-import test_per_parameter
 import torch
 from curves import assert_same_curve, read_rows, train_rows
 from safetensors.torch import load_file
@@ -108,7 +107,7 @@ def test_everything_random_is_the_cpus(cifar, tmp_path):
 def small(tmp_path_factory, real_images):
     """32 images and random weights, as tests/test_per_parameter.py has them."""
     folder = tmp_path_factory.mktemp("gpu-optimizers")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, test_per_parameter.NUM_IMAGES, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, per_parameter.NUM_IMAGES, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)
     return folder
 
@@ -122,11 +121,11 @@ def test_optimizers_are_timms(small, tmp_path, kind, stage, precision):
     """The GPU's own way of arithmetic by parameter, its fused kernels, and what travels to it from offloaded memory."""
     rows, weights, average = per_parameter.train_plainly(small, kind)
     output = tmp_path / "run"
-    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, stage), output, precision=precision))
+    train_alone(per_parameter.command(small, kind, (1, 1, 1, stage), output, precision=precision))
     assert_same_curve(rows, read_rows(output), rtol=1e-3, keys=("loss",))
     for name, ours in (("model", weights), ("ema", average)):
         theirs = load_file(str(output / f"{name}.safetensors"))
-        assert test_per_parameter.furthest(theirs, ours)[0] < 1e-2
+        assert per_parameter.furthest(theirs, ours)[0] < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
@@ -135,6 +134,6 @@ def test_optimizers_go_on(small, tmp_path, kind):
     rows, _, _ = per_parameter.train_plainly(small, kind)
     first, second = tmp_path / "first", tmp_path / "second"
     stop = ["--max-steps", 5, "--checkpoint-interval", 5]
-    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, 1), first, words=stop))
-    train_alone(test_per_parameter.command(small, kind, (1, 1, 1, 3), second, words=["--resume", first]))
+    train_alone(per_parameter.command(small, kind, (1, 1, 1, 1), first, words=stop))
+    train_alone(per_parameter.command(small, kind, (1, 1, 1, 3), second, words=["--resume", first]))
     assert_same_curve(rows[5:], read_rows(second), rtol=1e-3, keys=("loss",))

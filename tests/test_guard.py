@@ -9,7 +9,7 @@ import per_parameter as timm_side
 import pytest
 from curves import assert_same_curve, read_rows
 from ranks import RankPool
-from test_fragments import BF16, WRAPPER, words
+from zero_layouts import BF16, WRAPPER, words
 
 from ds_vit.engine.step_guard import Recent
 

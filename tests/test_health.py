@@ -11,7 +11,7 @@ import torch
 import torchvision
 from curves import train_in
 from safetensors.torch import load_file
-from test_fragments import WRAPPER, words
+from zero_layouts import WRAPPER, words
 
 from ds_vit.monitoring.gradients import HIGHEST, LOWEST, layers_of
 

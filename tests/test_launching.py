@@ -11,21 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_rank import OneRank
 from project import ROOT
 
 from ds_vit.launching import environment, run
 from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
 from ds_vit.launching.hosts import Host
-from ds_vit.launching.launchers import Command, Launcher, filtered, mpi_family, refuse_unfit
-from ds_vit.launching.rank import MARK, Job, free_port, signal_ranks
+from ds_vit.launching.launchers import filtered, mpi_family, refuse_unfit
+from ds_vit.launching.rank import MARK, Job, free_port
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
 
 # Environment files.
@@ -201,18 +201,6 @@ def test_the_code_of_a_run_that_was_asked_to_stop(reports, launcher, lost, code)
 # The rank's own program and the supervisor, with a launcher that starts one rank.
 
 
-@dataclass
-class OneRank(Launcher):
-    """Starts rank 0 of 1 by itself."""
-
-    def command(self, job: Job) -> Command:
-        environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        return Command((sys.executable, *self._rank_words(job)), Path(job.cwd), environ)
-
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        signal_ranks(self.run, signum)
-
-
 def supervise(folder: Path, script: str, *arguments: str, restarts: int = 0, **fields) -> tuple[int, list[str]]:
     """Run a script of these lines as the one rank; gives the code and what was said."""
     (folder / "script.py").write_text(script)
@@ -288,7 +276,9 @@ def test_a_signal_reaches_the_rank_as_save_and_end(signum, tmp_path):
 import os, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from pathlib import Path
-from test_launching import OneRank, Job, Supervisor
+from one_rank import OneRank
+from ds_vit.launching.rank import Job
+from ds_vit.launching.supervise import Supervisor
 job = Job(("script.py",), {str(tmp_path)!r}, {{}}, "logs")
 print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).run())
 """

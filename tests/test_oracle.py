@@ -1,12 +1,12 @@
 """Against an outside oracle: our losses are those of a plain single-process loop of timm and torch."""
 
-import json
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
-from curves import assert_same_curve, train_in
+from curves import assert_same_curve
+from oracle_runs import train
 from PIL import Image
 from torchvision.transforms.functional import normalize, to_tensor
 
@@ -14,22 +14,6 @@ from ds_vit.data import SampleOrder, open_source
 
 ROOT = Path(__file__).parents[1]
 RTOL = 1e-5
-TRAIN = [
-    *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--no-aug", "--smoothing", 0),
-    *("--lr", oracle.LR, "--sched", "constant", "--warmup-epochs", 0, "--max-steps", oracle.STEPS),
-    *("--log-interval", 1, "--workers", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""),
-]
-
-
-def config_file(folder: Path, stage: int, **changes) -> str:
-    """The shipped CPU file of a stage, with the oracle's clipping and weight decay."""
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data["gradient_clipping"] = oracle.CLIP
-    data["optimizer"]["params"]["weight_decay"] = oracle.WEIGHT_DECAY
-    data.update(changes)
-    path = folder / f"zero{stage}-{'-'.join(changes)}.json"
-    path.write_text(json.dumps(data))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +23,6 @@ def cifar(tmp_path_factory, real_images):
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10)
     return folder, oracle.train_plainly(folder, folder / "weights.safetensors", num_classes=10)
-
-
-def train(ranks, world, folder, stage, *words, micro, accumulation, **changes):
-    """Our trainer on the oracle's images and weights."""
-    argv = [*TRAIN, "--deepspeed_config", config_file(folder, stage, **changes), *words]
-    argv += ["--initial-checkpoint", folder / "weights.safetensors", "-b", micro, "--grad-accum-steps", accumulation]
-    return train_in(ranks, world, argv)
 
 
 def test_the_oracle_clips_hard_and_learns(cifar):

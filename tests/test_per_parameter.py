@@ -1,6 +1,5 @@
 """LAMB, LARS, Muon, layer-wise decay and the moving average are timm's, in every layout."""
 
-import json
 from pathlib import Path
 
 import oracle
@@ -8,12 +7,12 @@ import per_parameter as timm_side
 import pytest
 import torch
 from curves import assert_same_curve, train_in
+from per_parameter import NUM_IMAGES, command, furthest
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 # A norm follows the weights, whose rounding the trust ratios carry on: it may differ as much as they do.
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL = 1e-5, 1e-4, 1e-4
-NUM_IMAGES = 32
 LAYOUTS = [
     (pp, dp, tp, stage)
     for pp in (1, 2, 4)
@@ -44,39 +43,11 @@ def plain(cifar):
     return {kind: timm_side.train_plainly(cifar, kind) for kind in timm_side.BLOCKS}
 
 
-def command(folder, kind, layout, output, params=None, precision=None, words=()):
-    """The command line of our run; its JSON is written beside the output."""
-    pp, dp, tp, stage = layout
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    block = timm_side.BLOCKS[kind]
-    data["optimizer"] = {"type": block["type"], "params": {**block["params"], **(params or {})}}
-    data |= {"gradient_clipping": timm_side.CLIP, **(precision or {})}
-    output.mkdir(parents=True)
-    config = output.parent / f"{output.name}.json"
-    config.write_text(json.dumps(data))
-    micro = NUM_IMAGES // dp // 2
-    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(timm_side.KWARGS), "--img-size", oracle.IMG_SIZE]
-    argv += ["--no-aug", "--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""]
-    argv += ["--sched", "constant", "--warmup-epochs", 0, "--max-steps", timm_side.STEPS, "--log-interval", 1]
-    argv += ["--workers", 0, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors"]
-    argv += ["--deepspeed_config", config, "--pp", pp, "--tp", tp, "-b", micro, "--grad-accum-steps", 2]
-    argv += ["--output", output, "--model-ema", "--model-ema-decay", timm_side.EMA_DECAY]
-    return [*argv, *timm_side.WORDS[kind], *words]
-
-
 def train(ranks, folder, kind, layout, output, **changes):
     """Our run: its rows, final weights and average."""
     pp, dp, tp, _ = layout
     rows = train_in(ranks, pp * dp * tp, command(folder, kind, layout, output, **changes))
     return rows, load_file(str(output / "model.safetensors")), load_file(str(output / "ema.safetensors"))
-
-
-def furthest(a, b):
-    """The tensor that differs most, relative to its norm."""
-    assert a.keys() == b.keys()
-    parts = {n: (torch.linalg.norm(a[n] - b[n]) / torch.linalg.norm(b[n]).clamp_min(1e-12)).item() for n in a}
-    worst = max(parts, key=parts.get)
-    return parts[worst], worst
 
 
 def assert_same(ours, theirs):
@@ -226,8 +197,8 @@ def test_stages_with_different_groups(ranks, cifar, tmp_path, blocks, stage):
 
 def measure(argv):
     """On a rank: what the moving average and a LAMB step cost, counted."""
-    from test_fragments import start
     from torch.utils._python_dispatch import TorchDispatchMode
+    from zero_layouts import start
 
     from ds_vit.optim.ema import Ema
 
@@ -276,7 +247,7 @@ def measure(argv):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_cost(ranks, cifar, stage, tmp_path):
     """One collective of 2·P numbers a step, 4 bytes an element of the average, no copy of a shard to evaluate it."""
-    from test_fragments import words
+    from zero_layouts import words
 
     argv = words(cifar, stage, {"optimizer": timm_side.BLOCKS["lamb"]}, tmp_path / "config.json")
     for calls, adapted, ratios, held, elements, padding, largest, groups in ranks.run(2, measure, argv):
@@ -290,7 +261,7 @@ def test_cost(ranks, cifar, stage, tmp_path):
 
 def by_both_ways(argv):
     """On a rank: the arithmetic by segments with one call for all of them, and with a factor for every element."""
-    from test_fragments import start
+    from zero_layouts import start
 
     from ds_vit.optim.segmented import SegmentedTensors
 
@@ -314,7 +285,7 @@ def by_both_ways(argv):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_both_ways_of_arithmetic_agree(ranks, cifar, stage, tmp_path):
     """The GPU's way, on the CPU: a factor that lands on a neighbour."""
-    from test_fragments import words
+    from zero_layouts import words
 
     for same, elements in ranks.run(2, by_both_ways, words(cifar, stage, {}, tmp_path / "config.json")):
         assert same

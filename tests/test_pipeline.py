@@ -7,7 +7,8 @@ from pathlib import Path
 
 import oracle
 import pytest
-from curves import assert_same_curve, read_rows, train_in
+from curves import assert_same_curve, evals, read_rows, train_in
+from runs import KINDS, count_decodes, drift
 
 from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
 from ds_vit.parallel.layout import Layout
@@ -91,33 +92,6 @@ def cifar(tmp_path_factory, real_images):
     return folder
 
 
-def count_decodes(argv):
-    """On a rank: train, and give (stage's images decoded, targets read)."""
-    from ds_vit.data.sources import folders
-    from ds_vit.train import main
-
-    counts = {"images": 0, "targets": 0}
-    cls = folders.FolderSource if hasattr(folders, "FolderSource") else None
-    sources = [c for c in vars(folders).values() if isinstance(c, type) and "image" in vars(c)]
-    originals = []
-    for source in [cls] if cls else sources:
-        for what, method in (("images", "image"), ("targets", "target")):
-            original = getattr(source, method)
-            originals.append((source, method, original))
-
-            def counted(self, index, what=what, original=original):
-                counts[what] += 1
-                return original(self, index)
-
-            setattr(source, method, counted)
-    try:
-        assert main(argv) == 0
-    finally:
-        for source, method, original in originals:
-            setattr(source, method, original)
-    return counts
-
-
 def test_only_the_first_stage_decodes(ranks, cifar, tmp_path):
     """An image decoded behind the first stage is work thrown away; a target read on it too."""
     argv = [*BASE, "--data-dir", cifar, "--pp", 2, "-b", 4, "--max-steps", 3, "--output", tmp_path / "run"]
@@ -131,11 +105,6 @@ def test_only_the_first_stage_decodes(ranks, cifar, tmp_path):
     assert sum(count["targets"] for count in last) == 3 * 8 + 103
 
 
-def evals(rows):
-    """What evaluation counted."""
-    return [{k: row[k] for k in ("step", "top1", "top5", "images")} for row in rows if row["kind"] == "eval"]
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "pp", "val_batch"), [(2, 2, 8), (4, 2, 8), (3, 3, 50), (4, 4, 1), (2, 2, 103)])
 def test_exact_evaluation_between_steps(ranks, cifar, world, pp, val_batch):
@@ -147,18 +116,6 @@ def test_exact_evaluation_between_steps(ranks, cifar, world, pp, val_batch):
     rows = train_in(ranks, world, [*argv, "--pp", pp, "-b", 4 // dp, "--grad-accum-steps", 2])
     assert_same_curve(reference, rows, rtol=RTOL)
     assert evals(rows) == evals(reference)
-
-
-KINDS = {
-    "registers, average pool": ("vit_small_patch14_reg4_dinov2", {"global_pool": "avg"}),
-    "SigLIP map head": ("vit_base_patch16_siglip_224", {}),
-    "SwiGLU, qk norm": ("aimv2_large_patch14_224", {}),
-    "GluMlp": ("vit_giant_patch14_dinov2", {}),
-    "parallel scaling block": ("vit_base_patch16_xp_224", {}),
-    "layer scale": ("deit3_small_patch16_224", {}),
-    "Eva, fixed RoPE": ("vit_small_patch16_rope_224", {}),
-    "Eva, learned RoPE": ("vit_small_patch16_rope_mixed_224", {}),
-}
 
 
 @pytest.mark.sampled(4)
@@ -267,42 +224,12 @@ def test_timers_that_crash_a_pipeline_are_refused(capsys, monkeypatch, tmp_path,
 
 def test_bubble_is_said(ranks, tmp_path):
     """Accumulation smaller than pp runs, with one line that gives the bubble."""
-    from test_run import run_quietly
+    from runs import run_quietly
 
     argv = [*BASE, "--dataset", "digits", "-b", 4, "--pp", 3, "--max-steps", 2, "--val-split", ""]
     said = ranks.run(3, run_quietly, [str(a) for a in [*argv, "--output", tmp_path / "run"]])
     assert [code for code, _, _ in said] == [0, 0, 0]
     assert "pipeline: 1 micro-batches through 3 stages, bubble 67% of a step" in said[0][1]
-
-
-def drift(argv, rank_that_drifts):
-    """On a rank: train, and move one weight of one rank by one unit in the last place after the second step."""
-    import contextlib
-    import io
-
-    import torch
-
-    from ds_vit.engine import base
-    from ds_vit.train import main
-
-    original = base.Engine._result
-    steps = 0
-
-    def drifting(self, loss):
-        nonlocal steps
-        steps += 1
-        if steps == 2 and torch.distributed.get_rank() == rank_that_drifts:
-            weight = next(self.module.parameters()).data.view(-1)
-            weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
-        return original(self, loss)
-
-    base.Engine._result = drifting
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return main(argv), said.getvalue()
-    finally:
-        base.Engine._result = original
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -11,11 +11,11 @@ import timm
 import torch
 import torchvision
 from curves import assert_same_curve, read_rows, train_in, train_rows
+from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file
-from test_fragments import BF16, WRAPPER, words
-from test_run import pretend_fp16, run_quietly
 from timm.utils import ModelEmaV3
 from vits import KINDS, small_kwargs
+from zero_layouts import BF16, WRAPPER, words
 
 from ds_vit.models import norms_in_fp32
 

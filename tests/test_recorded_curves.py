@@ -1,49 +1,15 @@
 """Curves recorded once: a change that moves code must leave every bit of them as it is.
 
-    python tests/test_recorded_curves.py        # record anew, after a change that is meant to move the curves
+    python tests/recorded_curves.py        # record anew, after a change that is meant to move the curves
 
 The recording holds for the versions and the processor that it names. Elsewhere kernels round otherwise, and the curves
 are compared within 1e-6 of the recorded values.
 """
 
 import json
-import sys
-from importlib import metadata
-from pathlib import Path
 
 import pytest
-import torch
-from curves import train_in
-
-FILE = Path(__file__).parent / "recorded_curves.json"
-BASE = [
-    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--max-steps", 4),
-    *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=4", "num_heads=4", "--drop-path", 0.2, "--epochs", 2),
-    *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--cutmix", 1.0, "--reprob", 0.5, "--warmup-steps", 2),
-    *("--log-interval", 1, "--lr", 2e-3),
-]
-# name: (ranks, ZeRO stage, micro-batch, accumulation, further flags); the global batch is always 16
-RUNS = {
-    "one rank": (1, 1, 16, 1, []),
-    "dp2 ZeRO-3, recomputed": (2, 3, 4, 2, ["--grad-checkpointing"]),
-    "dp2 ZeRO-0, averaged, layer decay": (2, 0, 8, 1, ["--model-ema", "--layer-decay", 0.7]),
-    "tp2, sequence parallel, classes cut": (2, 2, 8, 2, ["--tp", 2, "--sequence-parallel", "--class-parallel", "on"]),
-    "pp2, BCE": (2, 1, 4, 4, ["--pp", 2, "--bce-loss"]),
-}
-
-
-def environment() -> dict[str, str]:
-    """What decides how kernels round."""
-    versions = {name: metadata.version(name) for name in ("torch", "torchvision", "timm", "deepspeed", "numpy")}
-    return {**versions, "processor": torch.backends.cpu.get_cpu_capability()}
-
-
-def curve(ranks, world, stage, micro, accumulation, words) -> list[dict]:
-    """What a run measured, without its times."""
-    config = Path(__file__).parents[1] / "ds_configs" / f"cpu_zero{stage}_fp32.json"
-    argv = [*BASE, "-b", micro, "--grad-accum-steps", accumulation, "--deepspeed_config", config, *words]
-    keys = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "images_seen", "top1", "top5", "images")
-    return [{key: row[key] for key in keys if key in row} for row in train_in(ranks, world, argv)]
+from recorded_curves import FILE, RUNS, curve, environment
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -59,13 +25,3 @@ def test_the_curve_is_the_recorded_one(ranks, name):
         for key in ("loss", "grad_norm"):
             if key in old:
                 assert row[key] == pytest.approx(old[key], rel=1e-6), (row["step"], key)
-
-
-if __name__ == "__main__":
-    from ranks import RankPool
-
-    sys.modules["test_recorded_curves"] = sys.modules["__main__"]
-    runs = {name: curve(RankPool(), *run) for name, run in RUNS.items()}
-    rows_of = {name: "[\n  " + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]" for name, rows in runs.items()}
-    runs_text = ",\n ".join(f"{json.dumps(name)}: {rows}" for name, rows in rows_of.items())
-    FILE.write_text(f'{{"environment": {json.dumps(environment())},\n"runs": {{\n {runs_text}\n}}}}\n')

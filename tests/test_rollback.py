@@ -8,7 +8,7 @@ import oracle
 import per_parameter as timm_side
 import pytest
 from curves import assert_same_curve, read_rows, train_rows
-from test_fragments import words
+from zero_layouts import words
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,6 @@
 """A whole run: what it writes, what it shows, and every switch that is not in the oracle's or the promise's tests."""
 
-import contextlib
 import csv
-import io
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
+from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
@@ -31,18 +30,6 @@ SUMMARY_KEYS = {
 def words(*argv):
     """Arguments as text."""
     return [str(arg) for arg in argv]
-
-
-def run_quietly(argv, prepare_rank=None):
-    """On a rank: main, and what it said on stdout and stderr."""
-    from ds_vit.train import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
-        if prepare_rank is not None:
-            stack.enter_context(prepare_rank())
-        code = main(argv)
-    return code, out.getvalue(), err.getvalue()
 
 
 def json_file(folder, base, **changes):
@@ -391,28 +378,6 @@ def test_initial_weights_of_another_size(ranks, tmp_path):
     again = [*argv[: argv.index("--initial-checkpoint") + 1], tmp_path / "48.safetensors", *argv[-3:]]
     [resampled_by_timm] = train_in(ranks, 1, again)
     assert row["loss"] == pytest.approx(resampled_by_timm["loss"], rel=1e-6)
-
-
-@contextlib.contextmanager
-def pretend_fp16():
-    """Let a CPU take fp16, as an accelerator would."""
-    import functools
-    from unittest import mock
-
-    from deepspeed.accelerator import get_accelerator
-
-    from ds_vit.config import deepspeed_json
-
-    precision = functools.partial(deepspeed_json.precision)
-
-    def on_gpu(data, path, *, on_cpu):
-        return precision(data, path, on_cpu=False)
-
-    with (
-        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
-        mock.patch.object(deepspeed_json, "precision", on_gpu),
-    ):
-        yield
 
 
 @pytest.mark.sampled(3)

@@ -9,8 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankFailure
-from test_tp_blocks import compare_block
-from tp_models import HEADS, KINDS, cut_copies, from_all_ranks, own_tokens, run, spec_of, tensor_parallel, whole_layers
+from tp_models import (
+    HEADS,
+    KINDS,
+    compare_block,
+    cut_copies,
+    from_all_ranks,
+    own_tokens,
+    run,
+    spec_of,
+    tensor_parallel,
+    whole_layers,
+)
 
 from ds_vit.models import BlockLayer, SequentialViT, timm_names
 from ds_vit.parallel.tensor import TensorParallel, assemble, cut, cut_layer, region

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_tp_blocks import close
 from tp_models import (
     HEADS,
     KINDS,
     NUM_CLASSES,
     all_tokens,
+    close,
     cut_copies,
     own_tokens,
     run,

@@ -6,9 +6,9 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from curves import assert_same_curve, read_rows, train_in
+from curves import assert_same_curve, evals, read_rows, train_in
+from runs import KINDS, count_decodes, drift
 from safetensors.torch import load_file
-from test_pipeline import KINDS, count_decodes, drift, evals
 
 from ds_vit.train import main
 

@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import oracle  # noqa: E402
 import torch  # noqa: E402
+from oracle_runs import train  # noqa: E402
 from ranks import RankPool  # noqa: E402
-from test_oracle import train  # noqa: E402
 
 NUM_IMAGES = 64
 STAGES = (0, 1, 2, 3)

@@ -1,0 +1,23 @@
+"""A launcher of one rank, for the supervisor's tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_vit.launching.launchers import Command, Launcher
+from ds_vit.launching.rank import Job, signal_ranks
+
+
+@dataclass
+class OneRank(Launcher):
+    """Starts rank 0 of 1 by itself."""
+
+    def command(self, job: Job) -> Command:
+        environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        return Command((sys.executable, *self._rank_words(job)), Path(job.cwd), environ)
+
+    def send(self, launcher: subprocess.Popen, signum: int) -> None:
+        signal_ranks(self.run, signum)
