@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from curves import train_in
+from project import ROOT
 
 FILE = Path(__file__).parent / "recorded_curves.json"
 BASE = [
@@ -35,7 +36,7 @@ def environment() -> dict[str, str]:
 
 def curve(ranks, world, stage, micro, accumulation, words) -> list[dict]:
     """What a run measured, without its times."""
-    config = Path(__file__).parents[1] / "ds_configs" / f"cpu_zero{stage}_fp32.json"
+    config = ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"
     argv = [*BASE, "-b", micro, "--grad-accum-steps", accumulation, "--deepspeed_config", config, *words]
     keys = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "images_seen", "top1", "top5", "images")
     return [{key: row[key] for key in keys if key in row} for row in train_in(ranks, world, argv)]

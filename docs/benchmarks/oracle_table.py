@@ -2,10 +2,11 @@
 
     .venv/bin/python docs/benchmarks/oracle_table.py
 
-These are the runs of `test_cifar10_equals_plain_timm` (tests/test_oracle.py): for each ZeRO stage and number of ranks
-the whole batch at once and in four micro-batches, with and without activation checkpointing. A cell holds the largest
-relative deviation of these four runs over all their steps. Needs the test extras (`bash launch/setup.sh test`) and
-CIFAR-10's train.tar, looked for as the tests do: in `$DS_VIT_TEST_DATA`, else in ../shared/data seen from the project.
+These are the runs of `test_cifar10_equals_plain_timm` (tests/training/test_oracle.py): for each ZeRO stage and number
+of ranks the whole batch at once and in four micro-batches, with and without activation checkpointing. A cell holds the
+largest relative deviation of these four runs over all their steps. Needs the test extras (`bash launch/setup.sh test`)
+and CIFAR-10's train.tar, looked for as the tests do: in `$DS_VIT_TEST_DATA`, else in ../shared/data seen from the
+project.
 """
 
 from __future__ import annotations

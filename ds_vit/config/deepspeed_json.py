@@ -19,7 +19,7 @@ import pydantic
 
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
-# Top-level keys of DeepSpeed 0.19.8 (runtime/config.py reads them; tests/test_ds_json.py holds this list to it).
+# Top-level keys of DeepSpeed 0.19.8: runtime/config.py reads them; tests/config/test_deepspeed_json.py compares.
 _TOP_LEVEL_NAMES = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
     gradient_clipping optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization pipeline

@@ -1,7 +1,7 @@
 """One face over DeepSpeed's engines: initialise, train a step, run the model, hand out its weights.
 
 Every workaround of DeepSpeed that is not about ZeRO's flat memory lives in this file, with a canary test each in
-tests/test_deepspeed_canaries.py.
+tests/engine/test_deepspeed_canaries.py.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _fused_adam(
 
     The kernel reads an element of weight and gradient before it writes that of the weight, and a decoupled decay of one
     at a learning rate of one takes the weight to zero before the update is subtracted: the update alone is left, in the
-    gradient's memory. tests/test_optim.py holds torch to that.
+    gradient's memory. tests/optim/test_optim.py holds torch to that.
     """
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(

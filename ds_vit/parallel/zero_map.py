@@ -2,7 +2,7 @@
 
 DeepSpeed trains flat fp32 tensors, not parameters. What has to know parameters all the same (LAMB's norms, layer-wise
 decay, the moving average, gradient statistics, checkpoints) reads this map. It is the only file that looks into ZeRO's
-optimizers; tests/test_fragments.py has a canary for each attribute it relies on.
+optimizers; tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
 | wrapper | flat tensors | a parameter of this rank's tensor slice |
 |---|---|---|

@@ -2,17 +2,16 @@
 
 import csv
 import json
-from pathlib import Path
 
 import oracle
 import pytest
 import torch
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
+from project import ROOT
 from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 MODEL = ["--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16]
 DIGITS = [*MODEL, "--dataset", "digits", "--workers", 0, "--log-interval", 1, "-b", 16, "--warmup-steps", 1]

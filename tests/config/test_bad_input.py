@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from project import ROOT
 from safetensors.torch import load_file, save_file
 
 from ds_vit.train import main
 
-ROOT = Path(__file__).parents[1]
 CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
 TINY = [
     *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"),

@@ -3,18 +3,17 @@
 import itertools
 import json
 import random
-from pathlib import Path
 
 import oracle
 import pytest
 from curves import assert_same_curve, evals, read_rows, train_in
+from project import ROOT
 from runs import KINDS, count_decodes, drift
 
 from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}

@@ -1,12 +1,10 @@
 """What a cut costs: arithmetic and bytes a step, counted exactly, against the cost model."""
 
-from pathlib import Path
-
 import oracle
 import pytest
 import torch
+from project import ROOT
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 BATCH, ACCUMULATION, TOKENS, WIDTH = 4, 3, 5, 24
 KWARGS = {"patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}

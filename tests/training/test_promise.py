@@ -1,12 +1,10 @@
 """The promise: with everything random switched on, the layout does not change the curve."""
 
-from pathlib import Path
-
 import oracle
 import pytest
 from curves import assert_same_curve, train_in
+from project import ROOT
 
-ROOT = Path(__file__).parents[1]
 RTOL = 1e-5
 # 103 training and 53 validation images; a global batch of 24 divides neither.
 EVERYTHING = [

@@ -1,12 +1,12 @@
 """Whole runs with tensor slices: who decodes, exact evaluation, saved weights, kinds, bytes moved, refusals."""
 
 import json
-from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from curves import assert_same_curve, evals, read_rows, train_in
+from project import ROOT
 from runs import KINDS, count_decodes, drift
 from safetensors.torch import load_file
 
@@ -14,7 +14,6 @@ from ds_vit.train import main
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 6}

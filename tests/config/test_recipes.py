@@ -12,11 +12,11 @@ import oracle
 import pytest
 import yaml
 from curves import read_rows, train_in, train_rows
+from project import ROOT
 from safetensors.torch import save_file
 
 from ds_vit import config
 
-ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "bigvision_s16_90ep", "augreg")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}

@@ -1,7 +1,5 @@
 """LAMB, LARS, Muon, layer-wise decay and the moving average are timm's, in every layout."""
 
-from pathlib import Path
-
 import oracle
 import per_parameter as timm_side
 import pytest
@@ -10,7 +8,6 @@ from curves import assert_same_curve, train_in
 from per_parameter import NUM_IMAGES, command, furthest
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[1]
 # A norm follows the weights, whose rounding the trust ratios carry on: it may differ as much as they do.
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL = 1e-5, 1e-4, 1e-4
 LAYOUTS = [

@@ -1,7 +1,5 @@
 """The map of ZeRO's flat memory: every element of every parameter, where it is said to be, counted once."""
 
-from pathlib import Path
-
 import oracle
 import per_parameter as timm_side
 import pytest
@@ -9,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, start, words
 
-ROOT = Path(__file__).parents[1]
 # id: (world size, flags, ZeRO stage, changes of the JSON)
 CASES = {
     "no ZeRO": (1, [], 0, {}),

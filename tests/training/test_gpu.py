@@ -4,18 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import oracle
 import per_parameter
 import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_rows
+from project import ROOT
 from safetensors.torch import load_file
 
 from ds_vit import randomness
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TRAIN = [
     *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--no-aug", "--smoothing", 0),
@@ -105,7 +104,7 @@ def test_everything_random_is_the_cpus(cifar, tmp_path):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, real_images):
-    """32 images and random weights, as tests/test_per_parameter.py has them."""
+    """32 images and random weights, as tests/optim/test_per_parameter.py has them."""
     folder = tmp_path_factory.mktemp("gpu-optimizers")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, per_parameter.NUM_IMAGES, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)

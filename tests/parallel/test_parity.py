@@ -2,17 +2,16 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from curves import assert_same_curve, train_in
+from project import ROOT
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 RTOL = 1e-5
 GLOBAL_BATCH, STEPS = 32, 10
 # 7 blocks, 6 heads: cut by 2 and by 3. Clipping is tight: the norm is far above it.

@@ -3,13 +3,12 @@
 import copy
 import json
 import re
-from pathlib import Path
 
 import pytest
+from project import ROOT
 
 from ds_vit.config import deepspeed_json
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import oracle
 import pytest
 import timm
 import torch
 import torchvision
+from project import ROOT
 from safetensors.torch import load_file, save_file
 
 from ds_vit.interop.stored_weights import find_weights
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "ds_configs"
 IMAGES = 103  # not a multiple of any batch or rank count used here
 KWARGS = {**oracle.KWARGS, "num_heads": 4}

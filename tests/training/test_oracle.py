@@ -1,7 +1,5 @@
 """Against an outside oracle: our losses are those of a plain single-process loop of timm and torch."""
 
-from pathlib import Path
-
 import oracle
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torchvision.transforms.functional import normalize, to_tensor
 
 from ds_vit.data import SampleOrder, open_source
 
-ROOT = Path(__file__).parents[1]
 RTOL = 1e-5
 
 
