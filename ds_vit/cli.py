@@ -5,7 +5,7 @@ ds-vit hosts --from slurm            a DeepSpeed hostfile from what the schedule
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
-ds-vit import SOURCE --to FILE       somebody else's weights under timm's names
+ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 """
 
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 _WITH_FLAGS = {
     "eval": "exact accuracy of a run's weights, a checkpoint or a file",
     "export": "weights for timm, Hugging Face or ONNX, checked against the run's",
-    "import": "somebody else's weights under timm's names",
+    "import": "another tool's weights under timm's names",
 }
 
 

@@ -85,7 +85,7 @@ def run(
 
     Args:
         config: the flags and the recipe.
-        explicit: which of them somebody wrote down.
+        explicit: which of them were given.
         process: this rank.
         signals: that this process is told to stop by; None for a caller who handles them himself.
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-# A signal that comes before there is somebody to hear it waits (Supervisor.run lets it through).
+# A signal that comes too early to be heard waits (Supervisor.run lets it through).
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 # This clone's package, installed or not, and not another clone's.

@@ -136,7 +136,7 @@ def checkpoints(parent: Path) -> list[Path]:
     """The complete checkpoints in a folder in the order in which they count.
 
     First the one that `latest` names, then those before it, the newest first. Those of later steps come last: they
-    belong to a course that was given up, when somebody went on from an earlier checkpoint.
+    belong to a course that was given up, when a run went on from an earlier checkpoint.
     """
     found = {step_of(path.name): path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()}
     newest_first = sorted(found, key=lambda step: -int(step or 0))

@@ -141,7 +141,7 @@ class Gather:
         Args:
             host: kind → this rank's flat tensors, fp32 on the CPU, by `Piece.block`.
             folder: where the files go; it exists.
-            group: a gloo group of all ranks that nobody else uses meanwhile.
+            group: a gloo group of all ranks that nothing else uses meanwhile.
 
         Returns:
             The files that this rank has written, and what went wrong ("" where nothing did).

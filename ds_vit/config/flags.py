@@ -137,7 +137,7 @@ class RunConfig:
     tf32: bool = _flag(False, _O, "let fp32 matrix products use a GPU's TF32 cores")
     on_nonfinite: str = _flag("stop", _O, "a step whose gradient is not finite", choices=("stop", "skip"))
     spike_factor: float | None = _flag(
-        None, _O, "treat a loss or gradient norm above this many times its recent mean alike", type=float
+        None, _O, "a step whose loss or gradient norm is over this many times its recent mean is bad too", type=float
     )
     rollback: int = _flag(
         0,

@@ -14,7 +14,7 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     """
 
     def written(name: str) -> bool:
-        """Whether somebody asked for something with this flag: not its default, not a neutral value."""
+        """Whether the flag was given and asks for something: neither its default nor a neutral value."""
         value = getattr(config, name)
         return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]
 

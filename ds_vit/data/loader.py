@@ -283,7 +283,7 @@ _workers_of = 0  # the process that they are to end with
 def _end_with_this_process(workers: Iterable[BaseProcess]) -> None:
     """Have worker processes killed when this process ends.
 
-    An iteration that is given up in the middle, and still held by somebody (DeepSpeed's pipeline), leaves workers
+    An iteration that is given up in the middle, and still held (by DeepSpeed's pipeline), leaves workers
     behind. Python would send them SIGTERM, which they ignore, and wait for them for ever.
     """
     global _workers_of

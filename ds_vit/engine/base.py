@@ -67,10 +67,10 @@ class _WarningsOnly(logging.Filter):
 
 
 def init_distributed(arguments: Mapping[str, Any]) -> bool:
-    """Meet the other ranks, unless somebody has brought us together already.
+    """Meet the other ranks, unless the process group exists already.
 
     Returns:
-        Whether the process group was made here (and is to be destroyed by whoever called).
+        Whether the process group was made here (and is to be destroyed by the caller).
     """
     import deepspeed
 
@@ -100,7 +100,7 @@ def share_cores(local_world_size: int | None) -> None:
 
 @dataclass
 class StepResult:
-    """What one optimizer step leaves on this rank; nothing here waits for the device.
+    """What one optimizer step leaves on this rank.
 
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
@@ -442,7 +442,7 @@ class PlainEngine(Engine):
         return {} if self.grid is None else {"mpu": self.grid}
 
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
-        """As `Engine.train_step`; nothing waits for the device."""
+        """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
         self.engine.train()
         self.guard.begin()
         self._total = None

@@ -1,8 +1,8 @@
 """Being told to stop: signals, the end of a job's time, and how all ranks come to the same answer.
 
 A scheduler that takes the machine back sends SIGTERM or SIGUSR1, to one rank or to all, at any time. A signal is noted
-and nothing else; at the next boundary between steps the ranks ask each other whether anybody has had one, so that all
-of them save the same step. Before the ranks have met there is nothing to save and nobody to ask: the process ends.
+and nothing else; at the next boundary between steps the ranks ask each other whether any has had one, so that all of
+them save the same step. Before the ranks have met there is nothing to save and no rank to ask: the process ends.
 
 Nothing heavy is imported here: `end_at_signals` is there before torch is.
 """

@@ -1,7 +1,7 @@
 """No silent hang: a rank that stands still, or is gone, ends the run on every rank, in bounded time and in plain words.
 
 Two daemon threads a rank. One tells the others, through the process group's store, that this process lives and where
-it stands, and reads whether somebody has given the run up. The other has the clocks: it decides when this rank's main
+it stands, and reads whether a rank has given the run up. The other has the clocks: it decides when this rank's main
 thread has stood still for too long, and when the store has been silent for too long. Rank 0 alone reads what all ranks
 tell, so that a thousand ranks cost the store a few hundred requests a second.
 
@@ -39,7 +39,7 @@ A frozen rank stalls the others too: the reason has to be found before its conse
 
 _CUT_OFF_SECONDS = 10.0  # the same, once some rank's connection to another has broken
 _RAISED_SECONDS = 5.0  # for ranks that meet the same error, each in its own time
-_GRACE_SECONDS = 10.0  # for everybody to read a verdict; for a store to come back
+_GRACE_SECONDS = 10.0  # for all ranks to read a verdict; for a store to come back
 _FALLBACK_SECONDS = 60.0  # a main thread that never lets go of the interpreter gets this much longer
 _COMMUNICATION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket|remote peer",
@@ -121,7 +121,7 @@ class Roll:
         self.signs[rank] = sign
 
     def judge(self, now: float) -> Verdict | None:
-        """Whether somebody is lost, or ended with an error and left the others waiting."""
+        """Whether a rank is lost, or ended with an error and left the others waiting."""
         running = [r for r in self._heard if r not in self.signs or self.signs[r].state in ("runs", "cut off")]
         raised = [r for r, sign in self.signs.items() if sign.state == "raised"]
         cut_off = [r for r in running if r in self.signs and self.signs[r].state == "cut off"]
@@ -354,14 +354,14 @@ class Watchdog:
                 self._stopped.wait(self._period / 4)
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Tell everybody that the run is over; of several who say so the first is heard."""
+        """Tell all ranks that the run is over; of several verdicts the first counts."""
         packed = json.dumps(asdict(verdict))
         mine = self._store.compare_set("verdict", "", packed) == packed.encode()
         if mine and verdict.kind == "lost":
             self._say(f"{verdict.line}; the other ranks end with code {exit_codes.LOST}")
 
     def _carry_out(self, verdict: Verdict) -> None:
-        """Print what is to be printed, let everybody read the verdict, and end."""
+        """Print what is to be printed, let all ranks read the verdict, and end."""
         if not self._ending.acquire(blocking=False):
             return
         if verdict.kind == "stall":
@@ -418,7 +418,7 @@ class Watchdog:
             self._give_up(verdict)
 
     def _store_lost(self) -> None:
-        """Rank 0's process, its host or the way there is gone: nobody can tell, so each host says so itself."""
+        """Rank 0's process, its host or the way there is gone: it cannot say so, so each host does."""
         if not self._ending.acquire(blocking=False):
             return
         if self.local_rank == 0:

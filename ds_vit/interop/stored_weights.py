@@ -1,4 +1,4 @@
-"""Which weights a person means: a run's final ones, one of its checkpoints, or a file; raw or averaged (EMA)."""
+"""The weights that a path stands for: a run's final ones, one of its checkpoints, or a file; raw or averaged (EMA)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StoredWeights:
     Attributes:
         path: what `InitialCheckpoint` opens: a file, the index of a sharded one, or a folder of another tool.
         recipe: the config.yaml of the run that made them; None where they are no run's.
-        folder: where something about them is written unless a person says otherwise.
+        folder: where what is found out about them is written by default.
         kind: "raw" or "ema".
     """
 

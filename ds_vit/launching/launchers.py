@@ -277,7 +277,7 @@ class Slurm(Launcher):
         first = expand_nodelist(nodes)[0]
         if self.port or first.partition(".")[0] == socket.gethostname().partition(".")[0]:
             port = self._local_port()
-        else:  # on a login node: nobody can ask the first node without a step, and the job has it for itself
+        else:  # on a login node: the first node cannot be asked without a step, and the job has it for itself
             port = 20000 + int(self.environ["SLURM_JOB_ID"]) % 10000
         job = replace(job, environ={**job.environ, "MASTER_ADDR": first, "MASTER_PORT": str(port)})
         argv = [*self.srun, "--kill-on-bad-exit=1", sys.executable, "-u", *self._rank_words(job)]

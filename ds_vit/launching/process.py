@@ -1,6 +1,6 @@
 """This process among the run's ranks: what the launcher's environment says of it, and how the ranks meet.
 
-Below `launch/` the only file that reads a launcher's environment.
+No other file of the trainer reads from the environment which rank it is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Process:
 def _is_not_told(launcher: str, environ: Mapping[str, str]) -> bool:
     """Whether a rank's variable is there, but is not this process's.
 
-    The script of a Slurm job has SLURM_PROCID=0 without being anybody's task; `srun --mpi=pmi2` sets PMI_RANK without
+    The script of a Slurm job has SLURM_PROCID=0 without being a task; `srun --mpi=pmi2` sets PMI_RANK without
     the local rank that MPICH's and Intel's own mpirun add.
     """
     if launcher == "slurm":

@@ -205,7 +205,7 @@ def signal_ranks(run: str, signum: int) -> int:
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
             words = (folder / "cmdline").read_bytes().split(b"\0")
             names = {pair.partition(b"=")[0] for pair in (folder / "environ").read_bytes().split(b"\0")}
-            # A launcher on this host has the same words, but is nobody's rank.
+            # A launcher on this host has the same words, but is no rank.
             if f"--run={run}".encode() in words and b"RANK" in names:
                 os.kill(int(folder.name), signum)
                 count += 1
@@ -213,7 +213,7 @@ def signal_ranks(run: str, signum: int) -> int:
 
 
 def free_port(port: int = 0) -> int:
-    """A TCP port that nobody listens on, `port` itself where it is given.
+    """A TCP port that is free, `port` itself where it is given.
 
     Raises:
         ValueError: `port` is in use.

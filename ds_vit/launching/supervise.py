@@ -183,7 +183,7 @@ def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) 
     if guard == 0:
         os.setsid()
         os.dup2(reading, 0)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a launcher shall see that nobody reads its output any more
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a launcher shall see that its output is no longer read
         for signum in _SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
@@ -242,7 +242,7 @@ class _Lines:
             self._outcome.lost.append(lost.group(1))
         if _CHATTER.search(text):
             return
-        with contextlib.suppress(OSError):  # whoever read this may be gone; the run goes on
+        with contextlib.suppress(OSError):  # the reader may be gone; the run goes on
             self._to.write(line + b"\n")
             self._to.flush()
 
@@ -280,7 +280,7 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
 
 
 def describe(outcome: Outcome) -> list[str]:
-    """What a person should read last about an attempt; nothing where it succeeded."""
+    """The last lines to print about an attempt; none where it succeeded."""
     if outcome.code == OK:
         return []
     if outcome.code == INTERRUPTED:

@@ -45,7 +45,7 @@ class InitialCheckpoint:
 
     Attributes:
         newly_initialised: the classifier's parameters, where the file has none or one of another number of classes;
-            empty otherwise. They keep their drawn values; tell the person who runs it.
+            empty otherwise. They keep their drawn values, which the user should be told.
     """
 
     def __init__(self, path: str | Path, model: TimmViT) -> None:

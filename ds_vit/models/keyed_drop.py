@@ -72,7 +72,7 @@ class KeyedDropout(KeyedDrop):
 class KeyedPatchDropout(KeyedDrop):
     """Patch dropout (Li et al. 2022, https://arxiv.org/abs/2212.00794); timm's `PatchDropout` and `…WithIndices`.
 
-    Which patches stay can be asked again by later layers (`keep_indices`): a rotary table must be gathered alike.
+    Which patches stay can be asked again by later layers (`keep_indices`): a rotary table must be gathered likewise.
     """
 
     def __init__(self, name: str, prob: float, num_prefix_tokens: int, ordered: bool, with_indices: bool) -> None:

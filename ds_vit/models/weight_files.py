@@ -1,4 +1,4 @@
-"""Files of weights, whoever wrote them, as a mapping from timm's names to tensors that are read when asked for.
+"""Files of weights, of any tool, as a mapping from timm's names to tensors that are read when asked for.
 
 Accepted are .safetensors, the index.json of a sharded one, torch files (.pth, .pt, .bin, .tar; read with
 `weights_only=True`), and a folder that holds either: timm's own, or one of Hugging Face's `ViTForImageClassification`,
@@ -77,7 +77,7 @@ def deepspeed_checkpoint(folder: Path) -> Path | None:
 
 
 def _file_of(path: Path) -> Path:
-    """The file to open for what a person gave; ValueError where there is none."""
+    """The file to open for a path that was given; ValueError where there is none."""
     if not path.is_dir():
         return path
     found = [path / name for name in _IN_FOLDER if (path / name).is_file()]

@@ -247,7 +247,7 @@ class Reporter:
         self._scalar("checkpoint/pause_seconds", row["pause_seconds"], row["step"])
 
     def say(self, text: str) -> None:
-        """One line for whoever watches."""
+        """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:

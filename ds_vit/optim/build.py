@@ -134,7 +134,7 @@ def parameter_groups(
         parameters: (timm name, parameter), in the model's order.
         weight_decay: of the first group.
         undecayed: timm names that are not decayed.
-        fallback: timm names whose groups get `use_fallback`; None for an optimizer that treats all alike.
+        fallback: timm names whose groups get `use_fallback`; None for an optimizer that makes no difference.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
     groups = [

@@ -165,7 +165,7 @@ class WholeMatrices:
 
 
 def _owners(held: Sequence[Sequence[_Part]], costs: dict[str, float]) -> dict[str, int]:
-    """The rank that works on each matrix: the largest first, to whoever has least to do, or holds most of it."""
+    """The rank that works on each matrix: the largest first, to the rank with least to do, or that holds most of it."""
     holds = [defaultdict(int) for _ in held]
     for rank, parts in enumerate(held):
         for part in parts:

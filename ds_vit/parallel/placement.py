@@ -75,10 +75,10 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
     Args:
         layout: the degrees.
         process: this rank.
-        allowed: somebody wrote --tp-across-hosts.
+        allowed: --tp-across-hosts was given.
 
     Raises:
-        ValueError: a group crosses hosts and nobody has allowed it; or it was allowed, and none does.
+        ValueError: a group crosses hosts, which was not allowed; or it was allowed, and none does.
     """
     local = process.local_world_size
     crosses = layout.tp > 1 and local is not None and process.spans_hosts and local % layout.tp != 0

@@ -1,8 +1,9 @@
 """The map of ZeRO's flat memory: which part of which timm parameter lies where on this rank.
 
 DeepSpeed trains flat fp32 tensors, not parameters. What has to know parameters all the same (LAMB's norms, layer-wise
-decay, the moving average, gradient statistics, checkpoints) reads this map. It is the only file that looks into ZeRO's
-optimizers; tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
+decay, the moving average, gradient statistics, checkpoints) reads this map. No other file reads where ZeRO's
+optimizers keep what they train (engine/base.py reads their norms, loss scales and numbers of groups);
+tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 
 | wrapper | flat tensors | a parameter of this rank's tensor slice |
 |---|---|---|
@@ -209,7 +210,7 @@ class ZeroMap:
         return flat
 
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over `group`: one collective, none where there is nobody else."""
+        """The sum of a small tensor over `group`: one collective, none where the group is this rank alone."""
         if self.group_size == 1:
             return vector
         moved = vector.to(self.device)

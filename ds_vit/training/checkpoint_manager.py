@@ -39,7 +39,7 @@ class CheckpointManager:
         engine: running.
         ema: the moving average, or None.
         throughput: is paused while training stands still for a save.
-        signals: that this rank has had; None where nobody listens to them.
+        signals: that this rank has had; None where they are not listened for.
         history: what the session wants to find again after a resume, as plain data; asked for at every save.
     """
 

@@ -75,7 +75,7 @@ def make_schedule(
 
     Args:
         config: the flags.
-        explicit: which of them somebody has written.
+        explicit: which of them were given.
         data: the JSON.
         steps_per_epoch: optimizer steps.
         horizon: optimizer steps that the schedule is made for.

@@ -64,7 +64,7 @@ def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.
     if process.rank != 0:
         answer = folder / f".host-check-{run}-{process.rank}"
         started = time.time()
-        # A mark that a killed run left is old; rank 0's is renewed until everybody has answered.
+        # A mark that a killed run left is old; rank 0's is renewed until every host has answered.
         while not (call.exists() and call.stat().st_mtime > started - 5):
             if time.monotonic() > deadline:
                 raise ValueError(

@@ -151,7 +151,7 @@ def prepare(
 
     Args:
         config: the flags and the recipe.
-        explicit: which of them somebody wrote down.
+        explicit: which of them were given.
         process: this rank.
         on_cpu: there is no accelerator.
         stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
@@ -199,7 +199,7 @@ def prepare(
     notes += scaling
     clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
     if clip is None:
-        clip = 1.0  # DeepSpeed's own default; written down so that nobody has to know
+        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
         notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
     decay = _from_json_or_flag(
         config,

@@ -32,7 +32,7 @@ _IDENTITY = {
     "trained": "give the same --freeze or --linear-probe",
 }
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
-# Flags that say how or how long, not what: a change of these is nobody's concern.
+# Flags that say how or how long, not what: these may change without a word.
 _FREE_NAMES = """
     deepspeed_config pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
     grad_checkpointing checkpoint_interval keep_checkpoints log_interval stop_before_seconds time_limit log_samples

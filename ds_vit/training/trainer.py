@@ -40,7 +40,7 @@ class _Stop(Exception):
 
 
 class _RollBack(Exception):
-    """Leaves training at a step that was turned down, on all ranks alike."""
+    """Leaves training at a step that was turned down, on all ranks together."""
 
     def __init__(self, step: int, rejection: Rejection, diverged: Diverged) -> None:
         super().__init__(str(rejection))
@@ -57,7 +57,7 @@ class Trainer:
         folder: the output folder, shared by all ranks; rank 0 writes to it.
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
-        signals: that this rank has had, or None where nobody listens to them.
+        signals: that this rank has had, or None where they are not listened for.
     """
 
     def __init__(

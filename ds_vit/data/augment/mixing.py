@@ -1,7 +1,7 @@
 """Mixup and CutMix of adjacent pairs: timm's `pair` mode, with partners that do not depend on the micro-batch.
 
 Rows 2p and 2p + 1 of the global batch are partners. Each pair has a lambda and a box of its own, drawn by timm's
-Mixup from the key of row 2p; both partners are mixed with them, images and targets alike. (timm pairs the first row of
+Mixup from the key of row 2p; both partners are mixed with them, images as well as targets. (timm pairs the first row of
 a rank's batch with its last, which depends on the batch size and the number of ranks.)
 """
 

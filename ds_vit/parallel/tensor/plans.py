@@ -61,7 +61,7 @@ class CutPlan:
 
     Attributes:
         cut_class: the subclass that the module becomes.
-        counts: what the degree must divide, by the name that a person knows it under.
+        counts: what the degree must divide, by its name in messages.
         columns: linear maps whose output features are cut, weight and bias.
         rows: linear maps whose input features are cut; the bias is whole, and added once after the sum.
         summands: of the rows, those whose summands leave the region together.

@@ -304,7 +304,7 @@ def _port_problem(port: int) -> str:
 
 
 def _interfaces() -> Iterator[Interface]:
-    """The network interfaces with an address, or that are named by the person; by `ip`-free means."""
+    """The network interfaces with an address, or that the user names; by `ip`-free means."""
     addresses = _addresses()
     for folder in sorted(Path("/sys/class/net").glob("*")):
         kind = {"772": "loopback", "32": "infiniband"}.get(_text(folder / "type"), "ethernet")

@@ -190,7 +190,7 @@ def _best(function: Callable[[], Any], device: torch.device, times: int) -> floa
 
 
 def _end_with_input() -> None:
-    """Whoever started this rank holds its stdin: when that goes, nobody waits for the figures."""
+    """The doctor holds the stdin of the ranks it starts: when that closes, the figures are no longer wanted."""
     sys.stdin.read()
     os._exit(1)
 

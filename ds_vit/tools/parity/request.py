@@ -40,7 +40,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asked for.
+    """What is asked for on the command line.
 
     Attributes:
         values: flags of train.py that were written down, by their recipe names.
@@ -105,7 +105,7 @@ def parse_layouts(text: str) -> tuple[Cut, ...]:
 
 
 def default_layouts(world_size: int, *, stage: int) -> tuple[Cut, ...]:
-    """What is compared where nobody says: ZeRO stages, then degrees of 2, 3, 4 and 8 that divide the world.
+    """What is compared by default: ZeRO stages, then degrees of 2, 3, 4 and 8 that divide the world.
 
     Args:
         world_size: number of ranks.

@@ -64,7 +64,7 @@ class Curve:
 
 
 def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: Path) -> Plan:
-    """The plan of one layout: the person's flags and JSON, with what this layout changes.
+    """The plan of one layout: the user's flags and JSON, with what this layout changes.
 
     Args:
         request: what was asked for.
@@ -143,7 +143,7 @@ def survey(request: Request) -> Survey:
     """Prepare every layout on this rank, start none.
 
     Raises:
-        ValueError: the reference cannot be, or a layout that somebody asked for.
+        ValueError: the reference cannot be, or a layout that was asked for.
     """
     from torch.optim import SGD
 
@@ -261,7 +261,7 @@ def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(file))
         else:
             worst = worst_weight(file, weights)
-    dist.barrier()  # whoever left early would close the sockets that the others still read
+    dist.barrier()  # a rank that left early would close the sockets that the others still read
     return Curve(rows, worst)
 
 
