@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
-from ds_vit.config.rules import check
+from ds_vit.config.rules import EITHER, check, idle_names
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +42,13 @@ def build_parser(
         only: the flags that it takes, by their recipe names; None for all.
         show_defaults: whether --help shows training's defaults.
     """
-    parser = _Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
+    parser = _Parser(
+        prog=program,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description=description,
+        epilog="Every switch has a twin that turns it off, over a recipe too: --no-model-ema; --aug for --no-aug.",
+    )
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -59,6 +65,9 @@ def build_parser(
         options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
         if f.type == "bool":
             group.add_argument(*names, action="store_true", **options)
+            # The twin has the last word over a recipe's "true".
+            twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
+            group.add_argument(twin, action="store_false", dest=name, help=argparse.SUPPRESS)
             continue
         for key in ("type", "nargs", "choices", "metavar"):
             if meta[key] is not None:
@@ -184,12 +193,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
     return from_values(read_words(build_parser(), argv))
 
 
-def read_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> dict[str, Any]:
+def read_words(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, *, eval_only: bool = False
+) -> dict[str, Any]:
     """What stands on a command line of `build_parser`, over what stands in its --recipe; nothing is checked together.
 
     Args:
         parser: from `build_parser`, with further arguments or without.
         argv: the words; None for this process's.
+        eval_only: whether the program is one that evaluates, whatever the words are.
 
     Raises:
         ValueError: an unknown flag (the nearest is named), or a value of the wrong kind.
@@ -206,7 +218,26 @@ def read_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None = Non
     recipe = given.pop("recipe", None)
     if "model_kwargs" in given:
         given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
-    return {**(load_recipe(recipe) if recipe else {}), **given}
+    return over_recipe(load_recipe(recipe), given, eval_only=eval_only) if recipe else given
+
+
+def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_only: bool = False) -> dict[str, Any]:
+    """What is given, over a recipe; what the recipe says and this makes idle, or excludes, is left aside.
+
+    A training run's config.yaml serves for its evaluation, and `--no-aug` needs no edited recipe. What is idle by the
+    recipe itself stays in, for `check` to refuse.
+
+    Args:
+        recipe: from `load_recipe`.
+        given: on the command line, by recipe names; other names are passed through.
+        eval_only: as in `read_words`.
+    """
+    values = {**recipe, **given}
+    own = {name: value for name, value in values.items() if name in FIELDS}
+    idle = idle_names(RunConfig(**{**own, **({"eval_only": True} if eval_only else {})}))
+    aside = idle - idle_names(RunConfig(**recipe)) - given.keys()
+    aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in given and other not in given}
+    return {name: value for name, value in values.items() if name not in aside}
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:

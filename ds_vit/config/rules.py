@@ -5,6 +5,18 @@ from __future__ import annotations
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
 
+EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"))
+"""Flags of which one excludes the other."""
+
+# What evaluation alone looks at; every other flag is about training.
+_EVALUATION_NAMES = """
+    deepspeed_config pp tp tp_across_hosts sequence_parallel class_parallel pp_partition model model_kwargs num_classes
+    img_size initial_checkpoint dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
+    interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
+    stall_seconds verbose
+"""
+_EVALUATION = frozenset(_EVALUATION_NAMES.split())
+
 
 def check(config: RunConfig, explicit: frozenset[str]) -> None:
     """Refuse what cannot be, what contradicts itself, and what would have no effect.
@@ -28,6 +40,9 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         raise ValueError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise ValueError("--warmup-steps and --warmup-epochs are both given; keep one")
+    if config.drop and "drop_rate" in config.model_kwargs:
+        rate = config.model_kwargs["drop_rate"]
+        raise ValueError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
     for name, reason in _idle_flags(config):
         if written(name):
             raise ValueError(f"{spelling(name)} has no effect {reason}; drop it")
@@ -73,6 +88,7 @@ def _check_ranges(config: RunConfig) -> None:
         "aug_repeats",
         "grad_stats_interval",
         "rollback",
+        "check_replicas",
     ):
         value = getattr(config, name)
         must(value is None or value >= 0, name, "at least 0")
@@ -102,6 +118,11 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise ValueError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
 
 
+def idle_names(config: RunConfig) -> set[str]:
+    """The flags that do nothing beside these others, by their recipe names."""
+    return {name for name, _ in _idle_flags(config)}
+
+
 def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     """(flag, why it does nothing here) for this combination."""
     idle: list[tuple[str, str]] = []
@@ -111,7 +132,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
             "recount train_interpolation train_crop_mode"
         )
         idle += [(name, "under --no-aug") for name in names.split()]
-    if config.aa and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
+    if config.aa not in ("", "none") and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
         names = ("color_jitter", "color_jitter_prob")
         idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
     elif not config.color_jitter:
@@ -132,16 +153,12 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     if config.resume == "none":
         idle += [(name, "without --resume") for name in ("allow_batch_change", "allow_schedule_change")]
     if config.eval_only:
-        names = (
-            "resume",
-            "checkpoint_interval",
-            "keep_checkpoints",
-            "rollback",
-            "stop_before_seconds",
-            "time_limit",
-            "log_samples",
-        )
+        names = [name for name in FIELDS if name not in _EVALUATION]
         idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
+    elif not config.val_split:
+        names = ["eval_interval", "validation_batch_size", "crop_pct", "crop_mode"]
+        names += [] if config.no_aug else ["interpolation"]  # which training without augmentation resizes by
+        idle += [(name, "with --val-split '': nothing is evaluated") for name in names]
     if config.tp == 1:
         names = ("sequence_parallel", "class_parallel", "tp_across_hosts")
         idle += [(name, "without --tp") for name in names]

@@ -51,7 +51,7 @@ def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> di
     parser = flags.build_parser(program, "Exact top-1 and top-5 of weights, whatever the layout.", _FLAGS, False)
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
-    words = flags.read_words(parser, argv)
+    words = flags.read_words(parser, argv, eval_only=True)
     choice = [words.pop(name, default) for name, default in (("source", ""), ("weights", "raw"), ("checkpoint", ""))]
     return evaluate_weights(*choice, output=words.pop("output", None), process=process, **words)
 
@@ -86,8 +86,9 @@ def evaluate_weights(
     process = process or discover()
     found = find_weights(source, weights, checkpoint)
     stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
-    values = {name: value for name, value in stored.items() if name in _FROM_RUN}
-    values |= {**settings, "initial_checkpoint": str(found.path), "eval_only": True}
+    stored = {name: value for name, value in stored.items() if name in _FROM_RUN}
+    settings |= {"initial_checkpoint": str(found.path), "eval_only": True}
+    values = flags.over_recipe(stored, settings)
     if not values.get("deepspeed_config"):
         raise ValueError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)

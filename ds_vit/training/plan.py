@@ -494,4 +494,6 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
         values |= {"warmup_steps": plan.schedule.warmup_steps, "warmup_epochs": None}
         if config.epochs is None and config.max_steps is None:
             values["epochs"] = DEFAULT_EPOCHS
-    return {name: value for name, value in values.items() if value is not None}
+    # What was found out for a flag that does nothing here (the crop of a split that is not evaluated) would be refused.
+    idle = {name for name in flags.idle_names(config) if values[name] != flags.default_of(name)}
+    return {name: value for name, value in values.items() if value is not None and name not in idle}

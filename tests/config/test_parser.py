@@ -121,6 +121,20 @@ REFUSED = {
     "--keep-checkpoints -1": "--keep-checkpoints must be at least 0",
     "--time-limit soon": "--time-limit soon: write a number of seconds, or 90s",
     "--eval-only --checkpoint-interval 5": "--checkpoint-interval has no effect with --eval-only",
+    "--eval-only --model-ema": "--model-ema has no effect with --eval-only",
+    "--eval-only --lr 0.1": "--lr has no effect with --eval-only",
+    "--eval-only --epochs 3": "--epochs has no effect with --eval-only",
+    "--eval-only --sched linear": "--sched has no effect with --eval-only",
+    "--eval-only --spike-factor 3": "--spike-factor has no effect with --eval-only",
+    "--eval-only --grad-stats-interval 3": "--grad-stats-interval has no effect with --eval-only",
+    "--eval-only --mixup 0.8": "--mixup has no effect with --eval-only",
+    "--val-split= --eval-interval 2": "--eval-interval has no effect with --val-split ''",
+    "--val-split= --validation-batch-size 2": "--validation-batch-size has no effect with --val-split ''",
+    "--val-split= --crop-pct 0.9": "--crop-pct has no effect with --val-split ''",
+    "--val-split= --crop-mode squash": "--crop-mode has no effect with --val-split ''",
+    "--val-split= --interpolation nearest": "--interpolation has no effect with --val-split ''",
+    "--check-replicas -3": "--check-replicas must be at least 0, not -3",
+    "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",
     "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
     "--epochs 0": "--epochs must be at least 1, not 0",
     "--lr nan": "--lr must be a number >= 0, not nan",
@@ -157,6 +171,10 @@ def test_refused_in_plain_words(words):
         "--sched constant --min-lr 0",
         "--mixup 0 --cutmix 0",
         "--warmup-steps 0",
+        "--eval-only --sched constant --mixup 0 --no-model-ema --checkpoint-interval 0",
+        "--val-split= --eval-interval 0",
+        "--val-split= --no-aug --interpolation nearest",
+        "--drop 0 --model-kwargs drop_rate=0.2",
     ],
 )
 def test_neutral_values_are_never_without_effect(words):
@@ -191,6 +209,54 @@ def test_recipe_and_command_line(tmp_path):
     assert config.no_aug is True
     assert config.lr == 1e-3  # YAML reads 1e-3 as text
     assert {"epochs", "lr", "no_aug"} <= explicit
+
+
+SWITCHES = [name for name, field in flags.FIELDS.items() if field.type == "bool"]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_can_be_turned_off_over_a_recipe(tmp_path, name):
+    """A recipe's "true" that the command line cannot take back."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"{name}: true\n")
+    twin = "--aug" if name == "no_aug" else "--no-" + name.replace("_", "-")
+    config, explicit = parse(["--recipe", str(recipe), *BASE, twin])
+    assert getattr(config, name) is False
+    assert name in explicit
+    config, _ = parse([*BASE, twin])
+    assert getattr(config, name) is False
+
+
+def test_a_recipe_of_training_evaluates(tmp_path):
+    """What a recipe says and evaluation does not need is left aside; on the command line it is refused."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("checkpoint_interval: 5\nlog_samples: true\nlr: 0.1\nmodel_ema: true\nimg_size: 32\nseed: 3\n")
+    words = ["--recipe", str(recipe), *BASE]
+    trained, _ = parse(words)
+    assert (trained.checkpoint_interval, trained.lr, trained.model_ema) == ("5", 0.1, True)
+    config, explicit = parse([*words, "--eval-only"])
+    assert (config.checkpoint_interval, config.log_samples, config.lr, config.model_ema) == ("0", False, None, False)
+    assert (config.img_size, config.seed) == (32, 3)
+    assert not {"lr", "checkpoint_interval", "log_samples", "model_ema"} & explicit
+    with pytest.raises(ValueError, match="--lr has no effect with --eval-only"):
+        parse([*words, "--eval-only", "--lr", "0.1"])
+
+
+def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
+    """A recipe that can be used with no word of it changed; its own mistakes are refused as ever."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("aa: rand-m9\nmixup: 0.8\nmixup_prob: 0.5\ncrop_pct: 0.9\ncolor_jitter: 0.0\n")
+    words = ["--recipe", str(recipe), *BASE]
+    config, _ = parse([*words, "--no-aug", "--mixup", "0", "--val-split", ""])
+    assert (config.aa, config.mixup_prob, config.crop_pct) == ("", 1.0, None)
+    recipe.write_text("warmup_steps: 7\nfreeze: [blocks.0]\n")
+    config, _ = parse([*words, "--warmup-epochs", "2", "--linear-probe"])
+    assert (config.warmup_steps, config.warmup_epochs, config.freeze, config.linear_probe) == (None, 2, (), True)
+    recipe.write_text("aa: rand-m9\ncolor_jitter: 0.2\n")
+    with pytest.raises(ValueError, match="--color-jitter has no effect under --aa"):
+        parse(words)
+    config, _ = parse([*words, "--aa", "none"])
+    assert (config.aa, config.color_jitter) == ("", 0.2)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from ds_vit.train import main
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
-BASE = [
-    *("--model", oracle.MODEL, *oracle.kwargs_words(TINY), "--img-size", 16, "--workers", 0, "--log-interval", 1),
-    *("--warmup-steps", 1, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"),
+MODEL = [
+    *("--model", oracle.MODEL, *oracle.kwargs_words(TINY), "--img-size", 16, "--workers", 0),
+    *("--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"),
 ]
+BASE = [*MODEL, "--log-interval", 1, "--warmup-steps", 1]
 
 
 def brute_force(flops, memory, stages):
@@ -169,10 +170,11 @@ def test_monitor_in_a_pipeline(ranks, tmp_path):
 
 def test_weights_of_all_stages_are_saved(ranks, tmp_path):
     """A stage's weights missing from model.safetensors; another layout must evaluate them to the same accuracy."""
-    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "-b", 8]
+    data = ["--dataset", "digits", "-b", 8]
+    argv = [*BASE, *data, "--max-steps", 2]
     train_in(ranks, 4, [*argv, "--pp", 2, "--output", tmp_path / "run"])
     weights = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
-    [again] = train_in(ranks, 1, [*argv, *weights, "--eval-only"])
+    [again] = train_in(ranks, 1, [*MODEL, *data, *weights, "--eval-only"])
     last = read_rows(tmp_path / "run")[-1]
     assert (again["top1"], again["images"]) == (last["top1"], last["images"])
     assert again["loss"] == pytest.approx(last["loss"], rel=RTOL)

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.slow
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
 TINY = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 6}
-BASE = [
-    *("--model", oracle.MODEL, *oracle.kwargs_words(TINY), "--img-size", 16, "--workers", 0, "--log-interval", 1),
-    *("--warmup-steps", 1, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"),
+MODEL = [
+    *("--model", oracle.MODEL, *oracle.kwargs_words(TINY), "--img-size", 16, "--workers", 0),
+    *("--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"),
 ]
+BASE = [*MODEL, "--log-interval", 1, "--warmup-steps", 1]
 
 
 @pytest.fixture(scope="module")
@@ -204,10 +205,11 @@ def test_check_replicas_sees_tensor_parallel_copies(ranks, tmp_path):
 
 def test_weights_of_a_cut_run_evaluate_alike(ranks, tmp_path):
     """The saved weights in another layout."""
-    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "-b", 8]
+    data = ["--dataset", "digits", "-b", 8]
+    argv = [*BASE, *data, "--max-steps", 2]
     train_in(ranks, 4, [*argv, "--tp", 2, "--output", tmp_path / "run"])
     weights = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
-    [again] = train_in(ranks, 3, [*argv, *weights, "--eval-only", "--tp", 3])
+    [again] = train_in(ranks, 3, [*MODEL, *data, *weights, "--eval-only", "--tp", 3])
     last = read_rows(tmp_path / "run")[-1]
     assert (again["top1"], again["images"]) == (last["top1"], last["images"])
     assert again["loss"] == pytest.approx(last["loss"], rel=RTOL)

@@ -51,7 +51,7 @@ def run_folder(ranks, real_images, tmp_path_factory):
     oracle.cifar_folder(real_images / "cifar10" / "test.tar", data, IMAGES, "val")
     argv = ["--model", oracle.MODEL, *oracle.kwargs_words(KWARGS), "--img-size", oracle.IMG_SIZE, "--data-dir", data]
     argv += ["--deepspeed_config", CONFIGS / "cpu_zero2_fp32.json", "-b", 5, "--max-steps", 1, "--workers", 0]
-    argv += ["--crop-pct", 1.0, "--mixup", 0.8, "--drop-path", 0.1, "--val-split", ""]
+    argv += ["--crop-pct", 1.0, "--mixup", 0.8, "--drop-path", 0.1, "--val-split", "val"]
     train_in(ranks, 2, [*argv, "--output", base / "run"])
     weights = base / "run" / "model.safetensors"
     oracle.write_weights(weights, num_classes=10, **KWARGS)

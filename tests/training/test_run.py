@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 CONFIGS = ROOT / "ds_configs"
 MODEL = ["--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16]
 DIGITS = [*MODEL, "--dataset", "digits", "--workers", 0, "--log-interval", 1, "-b", 16, "--warmup-steps", 1]
+EVALUATED = [*MODEL, "--dataset", "digits", "--workers", 0, "-b", 16, "--eval-only"]
 
 TRAIN_KEYS = {
     *("kind", "step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator"),
@@ -105,13 +106,36 @@ def test_config_yaml_runs_the_same_again(ranks, tmp_path, digits_run):
 def test_eval_only_of_the_final_weights(ranks, tmp_path, digits_run):
     """The saved weights must be the trained ones: another rank count evaluates them to the same accuracy."""
     output = digits_run[0]
-    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "--eval-only", "--output", tmp_path / "e"]
+    argv = [*EVALUATED, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "--output", tmp_path / "e"]
     argv += ["--initial-checkpoint", output / "model.safetensors"]
     [row] = [row for row in train_in(ranks, 3, argv) if row["kind"] == "eval"]
     last = read_rows(output)[-1]
     assert (row["top1"], row["top5"], row["images"]) == (last["top1"], last["top5"], last["images"])
     assert row["loss"] == pytest.approx(last["loss"], rel=1e-5)
     assert not (tmp_path / "e" / "model.safetensors").exists()
+
+
+def test_config_yaml_evaluates_its_weights(ranks, tmp_path):
+    """README's command, after a run with checkpoints, a list of samples and all that evaluation has no use for."""
+    config = json_file(tmp_path, "cpu_zero1_fp32.json", gradient_clipping="auto")
+    argv = [*DIGITS, "--deepspeed_config", config, "--max-steps", 2, "--lr", 0.01, "--model-ema", "--clip-grad", 0.5]
+    argv += ["--checkpoint-interval", 1, "--log-samples", "--mixup", 0.8, "--eval-interval", 2]
+    trained = train_in(ranks, 1, [*argv, "--output", tmp_path / "run"])
+    argv = ["--recipe", tmp_path / "run" / "config.yaml", "--eval-only", "--output", tmp_path / "check"]
+    argv += ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
+    [row] = train_in(ranks, 2, argv)
+    [last] = [row for row in trained if row["kind"] == "eval"]
+    assert (row["top1"], row["top5"], row["images"]) == (last["top1"], last["top5"], last["images"])
+    assert not (tmp_path / "check" / "samples").exists()
+    assert json.loads((tmp_path / "check" / "summary.json").read_text())["last_top1"] == last["top1"]
+
+
+def test_config_yaml_of_a_run_without_evaluation(ranks, tmp_path):
+    """A crop that was resolved for a split that nobody evaluates, and is then refused as without effect."""
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 1, "--val-split", ""]
+    first = train_in(ranks, 1, [*argv, "--output", tmp_path / "run"])
+    again = train_in(ranks, 1, ["--recipe", tmp_path / "run" / "config.yaml", "--output", tmp_path / "again"])
+    assert_same_curve(first, again, rtol=1e-6)
 
 
 def test_python_api(ranks, tmp_path):
@@ -368,7 +392,7 @@ def test_initial_weights_of_another_size(ranks, tmp_path):
     oracle.write_weights(tmp_path / "w.safetensors", num_classes=10)
     state = load_file(str(tmp_path / "w.safetensors"))
     torch.save({"state_dict": state}, tmp_path / "w.pth")
-    argv = [*DIGITS, "--img-size", 48, "--initial-checkpoint", tmp_path / "w.pth", "--eval-only"]
+    argv = [*EVALUATED, "--img-size", 48, "--initial-checkpoint", tmp_path / "w.pth", "--eval-only"]
     argv += ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"]
     [row] = train_in(ranks, 1, argv)
     model = timm.create_model(oracle.MODEL, num_classes=10, img_size=48, **oracle.KWARGS)

@@ -32,7 +32,10 @@ _SMALL_TENSOR = 1e-3
 
 _OPTIMIZER_FLAGS = ("lr", "weight_decay", "clip_grad")
 _SCHEDULE_FLAGS = ("sched", "warmup_steps", "warmup_epochs", "warmup_lr", "min_lr", "wsd_decay_fraction", "epochs")
-_IDLE_FLAGS = ("output", "log_interval", "eval_interval", "val_split", "validation_batch_size")
+_IDLE_FLAGS = (
+    *("output", "log_interval", "eval_interval", "val_split", "validation_batch_size"),
+    *("crop_pct", "crop_mode"),
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
 def _idle(request: Request) -> list[str]:
     """The flags that were written down and do nothing here, by their recipe names."""
     idle = _IDLE_FLAGS if request.own_optimizer else (*_IDLE_FLAGS, *_OPTIMIZER_FLAGS, *_SCHEDULE_FLAGS)
+    idle += () if request.values.get("no_aug") else ("interpolation",)
     return [name for name in idle if name in request.values]
 
 
