@@ -21,7 +21,7 @@ from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.train import guarded
+from ds_vit.training.program import guarded
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
 _FROM_RUN = (
