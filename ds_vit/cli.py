@@ -17,8 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_vit.launching.process import Process
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
+from ds_vit.training.program import guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,16 +78,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ds_vit.tools import evaluate
 
         return evaluate.main(argv[1:], "ds-vit eval")
-    try:
-        if argv[:1] in (["export"], ["import"]):
-            from ds_vit import interop
+    alone = Process("none", 0, 1, 0, 1)
+    return guarded("ds-vit", lambda process: _run(argv), "nothing was written", alone)
 
-            return interop.main(argv)
-        arguments = build_parser().parse_args(argv)
-        return arguments.run(arguments)
-    except ValueError as error:
-        print(f"ds-vit: error: {error}", file=sys.stderr)
-        return 2
+
+def _run(argv: Sequence[str]) -> int:
+    if argv[:1] in (["export"], ["import"]):
+        from ds_vit import interop
+
+        return interop.main(argv)
+    arguments = build_parser().parse_args(argv)
+    return arguments.run(arguments)
 
 
 def _bench_step(arguments: argparse.Namespace) -> int:

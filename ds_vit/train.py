@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from ds_vit import config as flags
 from ds_vit.config.durations import parse_seconds
-from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
+from ds_vit.engine.base import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
-from ds_vit.launching.process import Process, job_end, rendezvous
-from ds_vit.training.program import guarded
+from ds_vit.launching.process import Process, job_end
+from ds_vit.training.program import guarded, process_group
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,13 +72,9 @@ def run(
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     check_shared(config.output or DEFAULT_PARENT, process)
 
-    if on_cpu:
-        share_cores(process.local_world_size)
-    made_group = init_distributed(rendezvous(process))
-    if signals is not None:
-        signals.ranks_have_met = True
-    finished = False
-    try:
+    with process_group(process, on_cpu=on_cpu):
+        if signals is not None:
+            signals.ranks_have_met = True
         # One name on every rank: the clocks of two hosts differ.
         folder = [config.output or default_folder(config.model)]
         dist.broadcast_object_list(folder, src=0)
@@ -91,9 +87,4 @@ def run(
         )
         with watchdog:
             summary = Trainer(plan, Path(folder[0]), started, watchdog, signals).run()
-        finished = True
-        return summary
-    finally:
-        # After an error another rank may be inside a collective, where a goodbye would wait for it.
-        if made_group and finished:
-            dist.destroy_process_group()
+    return summary

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Gather, Piece
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
+from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 WEIGHT_BYTES = 5 * 10**9
@@ -261,7 +262,7 @@ class Saver:
         `ema.safetensors`, or shards with an index (all ranks).
 
         Raises:
-            ValueError: on every rank, with what went wrong on which.
+            NotSaved: on every rank, with what went wrong on which.
         """
         self.wait()
         kinds = tuple(kind for kind in self.holding.kinds() if not kind.startswith(OPTIMIZER))
@@ -272,7 +273,7 @@ class Saver:
             error = self._on_first_rank(lambda: self._place_weights(temporary, folder, kinds, entries))
         if error:
             self._on_first_rank(lambda: folders.remove(temporary))
-            raise ValueError(f"the weights could not be written to {folder}: {error}")
+            raise NotSaved(f"the weights could not be written to {folder}: {error}")
 
     def _place_weights(
         self, temporary: Path, folder: Path, kinds: tuple[str, ...], entries: Sequence[FileEntry]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.engine.step_guard import Rejection, StepGuard
+from ds_vit.launching.process import port_in_words
 from ds_vit.models import timm_names
 from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.zero_map import build_zero_map
@@ -71,13 +72,17 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
 
     Returns:
         Whether the process group was made here (and is to be destroyed by the caller).
+
+    Raises:
+        UserError: the port where they are to meet is taken.
     """
     import deepspeed
 
     # On a CPU DeepSpeed would compile a shared-memory collective first: 50 s, and an error where ninja is missing.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     mine = not dist.is_initialized()
-    deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
+    with port_in_words():
+        deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
     return mine
 
 

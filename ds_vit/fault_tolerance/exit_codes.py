@@ -3,11 +3,13 @@
 | code | meaning | what to do |
 |---|---|---|
 | 0 | completed | |
-| 2 | input that cannot be: nothing was trained | read the one line |
+| 1 | a bug, or what nobody foresaw: its traceback is shown | start again, and report it |
+| 2 | input that cannot be: found before training, but for an image that is damaged | read the one line |
 | 3 | diverged: loss or gradient not finite, or a spike | the line says where it began; older checkpoints are intact |
+| 4 | `--check-replicas` found ranks with other weights than their replicas | go back to what was saved before |
 | 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
 | 72 | a rank was lost or ended with an error: it has been named, the others ended | start again |
-| 74 | a checkpoint could not be written; what was told to be trained is trained | see the warnings; make room |
+| 74 | trained, and a checkpoint or the weights could not be written | see the warnings; make room |
 | 75 | interrupted by a signal or a time limit, and saved | start again with `--resume auto` |
 | 130 | Ctrl-C | |
 """
@@ -15,8 +17,10 @@
 from __future__ import annotations
 
 OK = 0
+BUG = 1  # Python's own, for an exception that nobody catches
 BAD_INPUT = 2
 DIVERGED = 3
+DRIFTED = 4
 STALLED = 71
 LOST = 72
 UNSAVED = 74  # EX_IOERR

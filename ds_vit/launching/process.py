@@ -5,11 +5,13 @@ No other file of the trainer reads from the environment which rank it is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import expand_counts, expand_nodelist
 
 _OMPI = "OMPI_COMM_WORLD_"
@@ -122,3 +124,23 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
         environ.update({name: str(value) for name, value in ranks.items()})
         return {"auto_mpi_discovery": False}
     return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500"))}
+
+
+@contextlib.contextmanager
+def port_in_words(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Within the block ranks meet, of which one listens at MASTER_PORT.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistNetworkError
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = int(environ.get("MASTER_PORT", "29500"))
+        raise UserError(
+            f"port {port}, at which the ranks were to meet, is taken on {socket.gethostname()}, as by another run: "
+            f"give this one its own, by --master_port {port + 1} before launch/train.py (of deepspeed and torchrun) or "
+            f"MASTER_PORT={port + 1} in the environment"
+        ) from None

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, INTERRUPTED, OK, UNSAVED
+from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTERRUPTED, OK, UNSAVED
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
-_FINAL = (OK, BAD_INPUT, DIVERGED, UNSAVED)  # the same start would end the same way
+# The same start would end the same way; and what is saved after a drift has it in it, so that a person must choose.
+_FINAL = (OK, BAD_INPUT, DIVERGED, DRIFTED, UNSAVED)
 _KILLED = 128 + signal.SIGKILL
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, _KILLED)  # by the launcher, after another's end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
+from ds_vit.engine.base import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
-from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.training.program import guarded
+from ds_vit.launching.process import Process, discover
+from ds_vit.training.program import guarded, process_group
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
 _FROM_RUN = (
@@ -128,12 +128,8 @@ def _run(
             f"({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
         )
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
-    if on_cpu:
-        share_cores(process.local_world_size)
-    made_group = init_distributed(rendezvous(process))
     started = time.perf_counter()
-    finished = False
-    try:
+    with process_group(process, on_cpu=on_cpu):
         engine = build_engine(plan, device_of(process.local_rank))
         accuracy = evaluate(engine, *InputPipeline(plan, engine, Throughput()).evaluation(), bce=config.bce_loss)
         result = {
@@ -166,8 +162,4 @@ def _run(
             ]
             print_table(make_console(), "evaluation", rows)
         engine.close()
-        finished = True
-        return result
-    finally:
-        if made_group and finished:  # after an error another rank may be inside a collective
-            dist.destroy_process_group()
+    return result

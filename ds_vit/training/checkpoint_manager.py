@@ -22,6 +22,7 @@ from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, ve
 from ds_vit.checkpoint.snapshot import Holding, Save, Saver
 from ds_vit.config.durations import Interval
 from ds_vit.engine.base import Engine
+from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.models import names_and_shapes
 from ds_vit.monitoring.metrics import Reporter, Throughput
@@ -61,7 +62,7 @@ class CheckpointManager:
         self.throughput = throughput
         self.reporter: Reporter | None = None
         self.num_failed = 0
-        """Checkpoints that could not be written."""
+        """Checkpoints that could not be written, the weights of the end among them."""
         self.stopped_unsaved = False
         """The run was told to stop, and the step that it stopped at could not be written."""
         self.skipped_batches = 0
@@ -211,8 +212,15 @@ class CheckpointManager:
             self._collect()
 
     def save_weights(self, folder: Path) -> None:
-        """`model.safetensors`, and `ema.safetensors` where there is an average, written by all ranks."""
-        self._saver.save_weights(folder)
+        """`model.safetensors`, and `ema.safetensors` where there is an average, written by all ranks.
+
+        Weights that could not be written count among `num_failed`, and a line says why.
+        """
+        try:
+            self._saver.save_weights(folder)
+        except NotSaved as error:
+            self.num_failed += 1
+            self._say(f"WARNING: {error}; the checkpoints are as they were")
 
     def _begin(self, step: int) -> None:
         self.throughput.pause()

@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import Diverged
-from ds_vit.launching.process import Process, discover
+from ds_vit.launching.process import Process, discover, rendezvous
 
 
-def guarded(program: str, body: Callable[[Process], int], interrupted: str) -> int:
-    """Run the body of a program that a launcher starts once a rank; what is wrong with its input becomes one line.
+def guarded(program: str, body: Callable[[Process], int], interrupted: str, process: Process | None = None) -> int:
+    """Run the body of a program; an error for people becomes one line.
 
     Args:
         program: its name in messages.
         body: what it does, given this rank; gives the exit code.
         interrupted: what to say after Ctrl-C.
+        process: this rank; None for what the launcher's environment says.
 
     Returns:
-        The exit code, as `main`.
+        One of `fault_tolerance.exit_codes`.
     """
-    rank, is_local_main = 0, True
+    is_local_main = True
     try:
-        process = discover()
-        rank, is_local_main = process.rank, process.local_rank == 0
+        process = process or discover()
+        is_local_main = process.local_rank == 0
         return body(process)
     except ValueError as error:
         # A ValueError that was not raised in this package is a bug, and shows where.
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         if not raised_in.is_relative_to(Path(__file__).parents[1]):
             traceback.print_exc()
-            return 1
+            return exit_codes.BUG
+        num_met = _ranks_that_have_met()
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
-        if is_local_main or dist.is_initialized():
-            where = f" (rank {rank})" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        if is_local_main or num_met:
+            where = f" (rank {process.rank})" if num_met > 1 else ""
             print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
-        return exit_codes.BAD_INPUT
+        return error.exit_code if isinstance(error, UserError) else exit_codes.BAD_INPUT
     except Diverged as error:
         if is_local_main:
             print(f"{program}: {error}", file=sys.stderr, flush=True)
@@ -52,3 +54,25 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str) -> i
         if is_local_main:
             print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
         return exit_codes.CTRL_C
+
+
+def _ranks_that_have_met() -> int:
+    """The size of the process group, 0 before there is one; torch is not imported for the question."""
+    dist = sys.modules.get("torch.distributed")
+    return dist.get_world_size() if dist is not None and dist.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def process_group(process: Process, *, on_cpu: bool) -> Iterator[None]:
+    """Meet the other ranks for the block, unless somebody has brought us together already."""
+    import torch.distributed as dist
+
+    from ds_vit.engine.base import init_distributed, share_cores
+
+    if on_cpu:
+        share_cores(process.local_world_size)
+    made_group = init_distributed(rendezvous(process))
+    yield
+    # Not after an error: another rank may be inside a collective, where a goodbye would wait for it.
+    if made_group:
+        dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.engine.base import Engine
+from ds_vit.fault_tolerance.errors import ReplicasDiffer
 from ds_vit.models import timm_names
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,8 +33,8 @@ def check_replicas(engine: Engine, step: int) -> None:
         step: named in the message.
 
     Raises:
-        ValueError: on every rank; names the first parameters that differ on this rank's groups, or says that another
-            rank found some.
+        ReplicasDiffer: on every rank; names the first parameters that differ on this rank's groups, or says that
+            another rank found some.
     """
     names = timm_names(engine.module)
     parameters = list(engine.module.named_parameters())
@@ -53,7 +54,7 @@ def check_replicas(engine: Engine, step: int) -> None:
     total = int(engine.sum(torch.tensor(len(found), device=engine.device)))
     if total:
         what = f"{len(found)} parameters differ: {', '.join(found[:5])}" if found else "another rank found a difference"
-        raise ValueError(
+        raise ReplicasDiffer(
             f"--check-replicas: at step {step} ranks that should hold the same weights do not; {what}; "
             "the run cannot be trusted from here on: go back to what was saved before"
         )

@@ -269,6 +269,42 @@ def test_bad_image_skipped_and_counted(ranks, tmp_path, folder):
     assert_same_curve(*runs, rtol=1e-5)
 
 
+def meet_at_a_taken_port(argv, with_relauncher):
+    """On a rank that stands alone: main, at a port that somebody else listens on."""
+    import os
+    import socket
+
+    import deepspeed
+
+    dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+        if with_relauncher:
+            from ds_vit.launching.process import discover
+            from ds_vit.tools.parity.relaunch import Relauncher
+
+            with pytest.raises(ValueError, match=f"port {port}"):
+                Relauncher(discover())
+        return port, *run_main(argv)
+
+
+def test_a_port_that_is_taken(ranks, tmp_path, folder):
+    """A second run on one machine, at the launcher's default port: torch's page of C++ frames."""
+    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "-b", "2", "--output", str(tmp_path / "out")]
+    [(port, code, said)] = ranks.run(1, meet_at_a_taken_port, argv, True)
+    assert code == 2
+    [line] = [line for line in said.splitlines() if line.startswith("train.py: error")]
+    assert f"port {port}, at which the ranks were to meet, is taken" in line
+    assert f"--master_port {port + 1}" in line
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_bug_shows_its_traceback(capsys, monkeypatch):
     """A ValueError that is not one of ours must not be dressed up as bad input."""
     import ds_vit.train

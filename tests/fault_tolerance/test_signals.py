@@ -175,6 +175,24 @@ def small_disk(folder: Path, size: str) -> None:
         pytest.skip(f"this machine mounts no tmpfs: {done.stderr.decode().strip()}")
 
 
+def test_weights_that_do_not_fit(ranks, tmp_path, whole):
+    # Catches: "nothing was trained" (code 2) and no summary after a run that was trained to its end.
+    output = tmp_path / "run"
+    try:
+        small_disk(output, "120k")  # the weights take 0.15 MB
+        results = ranks.run(2, train_with, words("--max-steps", 12, "--output", output), str(output), 0, 15, NEVER)
+        assert [code for code, _, _ in results] == [exit_codes.UNSAVED] * 2
+        assert "WARNING: the weights could not be written" in results[0][1]
+        assert "No space left" in results[0][1]
+        assert_same_curve(whole, read_rows(output), rtol=1e-6)
+        assert (summary(output)["exit"], summary(output)["steps"]) == ("not all saved", 12)
+        assert not (output / "model.safetensors").exists()
+        assert not (output / ".weights.partial").exists()
+    finally:
+        if os.path.ismount(output):
+            subprocess.run(["umount", str(output)], check=True)
+
+
 @pytest.mark.parametrize("trouble", ["full", "read-only", "no folder"])
 def test_a_disk_that_refuses(ranks, tmp_path, whole, trouble):
     # Catches: a crash, a half checkpoint, a rank that waits for another's file, a success that is none.

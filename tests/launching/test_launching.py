@@ -242,9 +242,9 @@ if count < 2: raise RuntimeError(f"broken {count}")
     assert any("RuntimeError: broken 0" in line for line in said)
 
 
-@pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (1, 3), (75, 3)])
+@pytest.mark.parametrize(("code", "starts"), [(2, 1), (3, 1), (4, 1), (1, 3), (75, 3)])
 def test_what_is_started_again(code, starts, tmp_path):
-    # Catches: bad input or a diverged run tried again and again; an interrupted one given up.
+    # Catches: bad input, a diverged or a drifted run tried again and again; an interrupted one given up.
     script = f"open('tries', 'a').write('x')\nraise SystemExit({code})"
     ended, said = supervise(tmp_path, script, restarts=2)
     assert ended == code

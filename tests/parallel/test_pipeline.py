@@ -10,6 +10,7 @@ from curves import assert_same_curve, evals, read_rows, train_in
 from project import ROOT
 from runs import KINDS, count_decodes, drift
 
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
@@ -251,7 +252,7 @@ def test_check_replicas_finds_one_bit(ranks, tmp_path, stage):
         config,
     ]
     said = ranks.run(2, drift, [str(a) for a in [*argv, "--output", tmp_path / "run"]], 1)
-    assert [code for code, _ in said] == [2, 2]
+    assert [code for code, _ in said] == [exit_codes.DRIFTED] * 2
     assert "at step 2" in said[0][1]
     assert "(data-parallel ranks)" in said[0][1]
     assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from ds_vit.launching.process import discover
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.launching.process import Process
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.tools.parity.relaunch import Failure, Relauncher
 from ds_vit.tools.parity.request import Cut, Request, parse
 from ds_vit.tools.parity.runs import Curve, Survey, survey, train_one
+from ds_vit.training.program import guarded
 
 # The largest relative deviations of (loss, gradient norm, weights) that are rounding. In fp32 all are below 2e-6 where
 # nothing is wrong. In bf16 the loss may be 0.3 % away; the norm and the weights, of which some start at zero and so
@@ -73,30 +75,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 where every layout trains the same; 1 where one deviates by more than the tolerance, or fails; 2 for input
         that cannot be, where one line on stderr says what is wrong and what to do.
     """
-    is_main = True
-    try:
-        process = discover()
-        is_main = process.rank == 0
+
+    def body(process: Process) -> int:
         request = parse(argv)
-    except ValueError as error:
-        _complain(error, is_main)
-        if not is_main:
-            time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
-        return 2
-    ranks = Relauncher(process, verbose=bool(request.values.get("verbose")))
-    try:
-        code = int(compare(ranks, request, ranks.run(survey, request)))
-    except Failure as error:
-        _complain(error, is_main)
-        code = 2 if error.refused else 1
-    sys.stdout.flush()
-    ranks.close()
-    return code
+        ranks = Relauncher(process, verbose=bool(request.values.get("verbose")))
+        try:
+            code = int(compare(ranks, request, ranks.run(survey, request)))
+        except Failure as error:
+            if process.rank == 0:
+                print(f"parity.py: error: {error}", file=sys.stderr, flush=True)
+            code = exit_codes.BAD_INPUT if error.refused else 1
+        sys.stdout.flush()
+        ranks.close()
+        return code
 
-
-def _complain(error: Exception, is_main: bool) -> None:
-    if is_main:
-        print(f"parity.py: error: {error}", file=sys.stderr, flush=True)
+    return guarded("parity.py", body, "nothing was compared")
 
 
 def compare(ranks: Relauncher, request: Request, found: Survey) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, rendezvous
 
-from ds_vit.launching.process import Process
+from ds_vit.launching.process import Process, port_in_words
 from ds_vit.launching.process import rendezvous as launcher_rendezvous
 
 GRACE_SECONDS = 10.0
@@ -80,7 +80,8 @@ class Relauncher:
         self.process = process
         self.silent = not (verbose and process.rank == 0)
         self._address = os.environ["MASTER_ADDR"]
-        self._store: Store = next(rendezvous("env://"))[0]
+        with port_in_words():
+            self._store: Store = next(rendezvous("env://"))[0]
         self._jobs = 0
         self._context = multiprocessing.get_context("forkserver")
         accelerated = torch.accelerator.is_available()

@@ -1,0 +1,26 @@
+"""Errors for people: what is said in one line, and the exit code of a program that ends by it.
+
+Every other exception is a bug: it shows its traceback, and a launcher may start the run again.
+"""
+
+from __future__ import annotations
+
+from ds_vit.fault_tolerance import exit_codes
+
+
+class UserError(ValueError):
+    """Input that cannot be. The message is one line: what is wrong, with the numbers, and what to do."""
+
+    exit_code = exit_codes.BAD_INPUT
+
+
+class NotSaved(UserError):
+    """What was trained could not be written, on any rank alike."""
+
+    exit_code = exit_codes.UNSAVED
+
+
+class ReplicasDiffer(UserError):
+    """Ranks that should hold the same weights do not: the machine or a reduction is at fault, and the run with it."""
+
+    exit_code = exit_codes.DRIFTED
