@@ -60,6 +60,7 @@ def run(
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.fault_tolerance.watchdog import Watchdog
+    from ds_vit.training.evaluation_run import run_evaluation
     from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.training.plan import prepare
     from ds_vit.training.resume import goes_on_in
@@ -74,7 +75,8 @@ def run(
 
     with process_group(process, on_cpu=on_cpu):
         if signals is not None:
-            signals.ranks_have_met = True
+            signals.ranks_have_met = not config.eval_only
+            signals.moment = "while no training is under way"
         # One name on every rank: the clocks of two hosts differ.
         folder = [config.output or default_folder(config.model)]
         dist.broadcast_object_list(folder, src=0)
@@ -86,5 +88,8 @@ def run(
             folder=Path(folder[0]),
         )
         with watchdog:
-            summary = Trainer(plan, Path(folder[0]), started, watchdog, signals).run()
+            if config.eval_only:
+                summary = run_evaluation(plan, Path(folder[0]), started, watchdog)
+            else:
+                summary = Trainer(plan, Path(folder[0]), started, watchdog, signals).run()
     return summary

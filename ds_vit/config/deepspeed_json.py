@@ -524,7 +524,7 @@ def for_evaluation(data: Mapping[str, Any], *, pp: int) -> dict[str, Any]:
     zero = data.get("zero_optimization") or {}
     if zero.get("stage") == 3 and pp == 1:
         out["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
-    return {**out, "optimizer": {"type": "SGD"}, "gradient_clipping": 0.0}
+    return out
 
 
 def resolve(

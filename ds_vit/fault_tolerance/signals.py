@@ -60,12 +60,14 @@ class Signals:
 
     Attributes:
         received: number of the first signal, 0 before one has come.
-        ranks_have_met: until this is set, a signal ends the process at once.
+        ranks_have_met: until this is set, a signal ends the process at once; a run that only evaluates leaves it so.
+        moment: when a signal came that ends the process at once, for people.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.ranks_have_met = False
+        self.moment = "before the ranks have met"
 
     @contextlib.contextmanager
     def installed(self, *, is_local_main: bool = True) -> Iterator[Signals]:
@@ -109,9 +111,7 @@ class Signals:
                 if not self.ranks_have_met:
                     if is_local_main:
                         name = signal.Signals(received[0]).name
-                        print(
-                            f"train.py: {name} before the ranks have met: nothing to save", file=sys.stderr, flush=True
-                        )
+                        print(f"train.py: {name} {self.moment}: nothing to save", file=sys.stderr, flush=True)
                     os._exit(exit_codes.INTERRUPTED)
 
 

@@ -114,10 +114,8 @@ def _run(
 
     from ds_vit.engine.base import device_of
     from ds_vit.models import num_parameters
-    from ds_vit.monitoring.metrics import Throughput, make_console, print_table
-    from ds_vit.training.build import build_engine
-    from ds_vit.training.evaluate import evaluate
-    from ds_vit.training.inputs import InputPipeline
+    from ds_vit.monitoring.metrics import make_console, print_table
+    from ds_vit.training.evaluation_run import evaluate_plan
     from ds_vit.training.plan import prepare
 
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -130,8 +128,7 @@ def _run(
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):
-        engine = build_engine(plan, device_of(process.local_rank))
-        accuracy = evaluate(engine, *InputPipeline(plan, engine, Throughput()).evaluation(), bce=config.bce_loss)
+        engine, accuracy, num_skipped = evaluate_plan(plan, device_of(process.local_rank))
         result = {
             "source": source,
             "weights": found.kind,
@@ -143,14 +140,14 @@ def _run(
             "data": config.dataset or config.data_dir,
             "val_split": config.val_split,
             **dataclasses.asdict(accuracy),
-            "skipped_images": len(plan.val_source) - accuracy.images,
+            "skipped_images": num_skipped,
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
             temporary = file.with_name(f".{file.name}.partial")
             temporary.write_text(json.dumps(result, indent=2) + "\n")
             temporary.replace(file)
-            skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
+            skipped = f", {num_skipped} skipped" if num_skipped else ""
             rows = [
                 ("model", f"{config.model}, {plan.layout}, {plan.precision.name}"),
                 ("weights", f"{found.path} ({found.kind})"),

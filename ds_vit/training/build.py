@@ -39,6 +39,8 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     Layers are filled one at a time: full, then cut to this rank's tensor slice, then (ZeRO-3) partitioned, so that no
     rank holds more than one layer whole.
     """
+    if plan.config.tf32:
+        torch.set_float32_matmul_precision("high")
     layout = plan.layout
     topology = ProcessTopology(axes=list(AXES), dims=list(layout.dims))
     grid = None
@@ -78,8 +80,6 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if tp is not None and plan.class_parallel:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     config = dict(plan.deepspeed)
-    if plan.config.eval_only:
-        del config["optimizer"]
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
     engine: Engine
@@ -125,7 +125,7 @@ def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:
 
 
 def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
-    if plan.config.eval_only:
+    if plan.optimizer is None:
         return None
     names = timm_names(model)
     parameters = [(names[local], p) for local, p in model.named_parameters()]

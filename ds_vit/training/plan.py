@@ -47,7 +47,8 @@ DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up
 class Plan:
     """A run, resolved: what `train.py` carries out.
 
-    `step` counts optimizer steps. The schedule is None where the JSON's scheduler sets the learning rate.
+    `step` counts optimizer steps. The schedule is None where the JSON's scheduler sets the learning rate. A plan of
+    evaluation alone has no optimizer, no rate and no steps.
     """
 
     config: RunConfig
@@ -68,10 +69,10 @@ class Plan:
     train_source: Source
     val_source: Source | None
     order: SampleOrder
-    optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+    optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None
     fallback: frozenset[str] | None  # what Muon leaves to AdamW; None for other optimizers
     weight_decay: float
-    lr: float
+    lr: float | None
     schedule: Schedule | None
     total_steps: int
     horizon: int
@@ -184,32 +185,7 @@ def prepare(
         fixed = isinstance(data.get("train_batch_size"), int)
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         notes += [*resume.notes, *kept]
-    optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
-    if optimizer is Muon and not {"nesterov", "adjust_lr_fn"} & arguments.keys():
-        notes.append(
-            "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
-            "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
-        )
-    if optimizer is torch.optim.Rprop:
-        notes.append("Rprop begins with step sizes of the first learning rate and never reads it again: no schedule")
-    if config.layer_decay not in (None, 1.0):
-        check_layer_decay(optimizer, arguments)
-    lr = learning_rate(config, optimizer, arguments, path)
-    lr, scaling = scaled_by_batch(config, lr, batch.global_batch)
-    notes += scaling
-    clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
-    if clip is None:
-        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
-        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
-    decay = _from_json_or_flag(
-        config,
-        "weight_decay",
-        arguments.get("weight_decay"),
-        DEFAULT_WEIGHT_DECAY,
-        path,
-        "optimizer.params.weight_decay",
-    )
-    check_weight_decay(optimizer, decay)
+    rule = None if config.eval_only else _update_rule(config, data, batch, path, notes)
 
     train_source, val_source = _open_sources(config)
     for split, source in ((config.train_split, train_source), (config.val_split, val_source)):
@@ -247,7 +223,7 @@ def prepare(
     if config.check_replicas:
         _check_has_replicas(config, layout, data.get("zero_optimization", {}).get("stage", 0))
     image, augment, mix = _pixels(config, model)
-    if mix.active and batch.global_batch % 2 and not config.eval_only:
+    if mix.active and batch.global_batch % 2:
         raise ValueError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
@@ -257,12 +233,14 @@ def prepare(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
-    patterns = arguments.pop("fallback_list", ())
-    fallback = fallback_names(model, patterns) if optimizer is Muon else None
-    total_steps, horizon = steps(config, order.steps_per_epoch)
-    schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, lr, path, notes)
-    warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
-    resolved = _resolve_json(config, data, batch, clip, lr, decay, model, warmup, horizon, precision, path)
+    fallback, total_steps, horizon, schedule, warmup = None, 0, 0, None, 1
+    if rule is not None:
+        patterns = rule.arguments.pop("fallback_list", ())
+        fallback = fallback_names(model, patterns) if rule.optimizer is Muon else None
+        total_steps, horizon = steps(config, order.steps_per_epoch)
+        schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, rule.lr, path, notes)
+        warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
+    resolved = _resolve_json(config, data, batch, rule, model, warmup, horizon, precision, path)
     plan = Plan(
         config=dataclasses.replace(config, num_classes=num_classes),
         process=process,
@@ -282,12 +260,12 @@ def prepare(
         train_source=train_source,
         val_source=val_source,
         order=order,
-        optimizer=(optimizer, {**arguments, "lr": lr}),
+        optimizer=rule and (rule.optimizer, {**rule.arguments, "lr": rule.lr}),
         fallback=fallback,
-        weight_decay=decay or 0.0,
-        lr=lr,
+        weight_decay=(rule and rule.decay) or 0.0,
+        lr=rule and rule.lr,
         schedule=schedule,
-        total_steps=0 if config.eval_only else total_steps,
+        total_steps=total_steps,
         horizon=horizon,
         notes=tuple(notes),
         resume=resume,
@@ -298,6 +276,50 @@ def prepare(
     changes = check_same_run(resume, plan.identity, resolved_flags(plan))
     changes += check_same_schedule(resume, plan.rates, batch.global_batch, allow=config.allow_schedule_change)
     return dataclasses.replace(plan, notes=(*plan.notes, *changes))
+
+
+@dataclass(frozen=True)
+class _UpdateRule:
+    """What an optimizer step does: the optimizer and its arguments, the rate, weight decay and clipping."""
+
+    optimizer: type[torch.optim.Optimizer]
+    arguments: dict[str, Any]
+    lr: float
+    decay: float | None
+    clip: float
+
+
+def _update_rule(
+    config: RunConfig, data: Mapping[str, Any], batch: deepspeed_json.BatchSizes, path: str, notes: list[str]
+) -> _UpdateRule:
+    """The JSON's optimizer and what the flags say to it; lines for people are added to `notes`."""
+    optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
+    if optimizer is Muon and not {"nesterov", "adjust_lr_fn"} & arguments.keys():
+        notes.append(
+            "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
+            "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
+        )
+    if optimizer is torch.optim.Rprop:
+        notes.append("Rprop begins with step sizes of the first learning rate and never reads it again: no schedule")
+    if config.layer_decay not in (None, 1.0):
+        check_layer_decay(optimizer, arguments)
+    lr = learning_rate(config, optimizer, arguments, path)
+    lr, scaling = scaled_by_batch(config, lr, batch.global_batch)
+    notes += scaling
+    clip = _from_json_or_flag(config, "clip_grad", data.get("gradient_clipping"), 0.0, path, "gradient_clipping")
+    if clip is None:
+        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
+        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
+    decay = _from_json_or_flag(
+        config,
+        "weight_decay",
+        arguments.get("weight_decay"),
+        DEFAULT_WEIGHT_DECAY,
+        path,
+        "optimizer.params.weight_decay",
+    )
+    check_weight_decay(optimizer, decay)
+    return _UpdateRule(optimizer, arguments, lr, decay, clip)
 
 
 def _check_types(config: RunConfig, precision: deepspeed_json.Precision, on_cpu: bool) -> None:
@@ -428,9 +450,7 @@ def _resolve_json(
     config: RunConfig,
     data: Mapping[str, Any],
     batch: deepspeed_json.BatchSizes,
-    clip: float,
-    lr: float,
-    decay: float | None,
+    rule: _UpdateRule | None,
     model: torch.nn.Module,
     warmup: int,
     horizon: int,
@@ -440,12 +460,12 @@ def _resolve_json(
     """The JSON as DeepSpeed gets it. Bucket sizes follow the width, as in Hugging Face's integration."""
     width = model.embed_dim
     auto = {
-        "optimizer.params.lr": lr,
-        "optimizer.params.weight_decay": decay,
+        "optimizer.params.lr": rule and rule.lr,
+        "optimizer.params.weight_decay": rule and rule.decay,
         "scheduler.params.warmup_num_steps": warmup,
         "scheduler.params.total_num_steps": horizon,
         "scheduler.params.warmup_min_lr": config.warmup_lr,
-        "scheduler.params.warmup_max_lr": lr,
+        "scheduler.params.warmup_max_lr": rule and rule.lr,
         "bf16.enabled": precision.name == "bf16",
         "fp16.enabled": precision.name == "fp16",
         "communication_data_type": None,
@@ -454,11 +474,14 @@ def _resolve_json(
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
         "zero_optimization.stage3_param_persistence_threshold": 10 * width,
     }
+    clip = 0.0 if rule is None else rule.clip
     resolved = deepspeed_json.resolve(data, batch=batch, gradient_clipping=clip, auto=auto, path=path)
+    if rule is None:
+        return resolved
     params = dict(resolved["optimizer"].get("params") or {})
-    params["lr"] = lr
-    if decay is not None:
-        params["weight_decay"] = decay
+    params["lr"] = rule.lr
+    if rule.decay is not None:
+        params["weight_decay"] = rule.decay
     resolved["optimizer"] = {**resolved["optimizer"], "params": params}
     return resolved
 

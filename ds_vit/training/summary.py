@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from rich.console import Console
 
+from ds_vit import config as flags
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
-from ds_vit.monitoring.metrics import Throughput
+from ds_vit.monitoring.metrics import Throughput, make_console, print_table
 from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.parallel.placement import Placement
 from ds_vit.training.evaluate import Accuracy
-from ds_vit.training.plan import Plan
+from ds_vit.training.plan import Plan, resolved_flags
 
 Rows = list[tuple[str, str]]
 
@@ -43,13 +49,7 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
     data = f"{len(plan.train_source):,} images in {plan.train_source.num_classes} classes"
     if plan.val_source is not None:
         data += f", {len(plan.val_source):,} for evaluation"
-    schedule, warmup = "the JSON's scheduler", ""
-    if plan.schedule is not None:
-        schedule, warmup = plan.schedule.name, f", {plan.schedule.warmup_steps:,} of warm-up"
-    clip = plan.deepspeed["gradient_clipping"]
-    optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
-    per_epoch = plan.order.steps_per_epoch
-    rows = [
+    return [
         ("model", plan.config.model),
         ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
         ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
@@ -57,13 +57,24 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         ("precision", _precision(plan, device)),
         ("data", data),
         ("global batch", str(plan.batch)),
+        *(_update_rows(plan) if plan.optimizer is not None else []),
+        ("output", str(folder)),
+    ]
+
+
+def _update_rows(plan: Plan) -> Rows:
+    """How many steps, and what each does."""
+    schedule, warmup = "the JSON's scheduler", ""
+    if plan.schedule is not None:
+        schedule, warmup = plan.schedule.name, f", {plan.schedule.warmup_steps:,} of warm-up"
+    clip = plan.deepspeed["gradient_clipping"]
+    optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
+    per_epoch = plan.order.steps_per_epoch
+    return [
         ("steps", f"{plan.total_steps:,} ({per_epoch:,} an epoch, schedule over {plan.horizon:,}{warmup})"),
         ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
         *_rules(plan),
-        ("output", str(folder)),
     ]
-    of_training = ("steps", "optimizer") if plan.config.eval_only else ()
-    return [row for row in rows if row[0] not in of_training]
 
 
 def _precision(plan: Plan, device: torch.device) -> str:
@@ -153,12 +164,50 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
-        rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and were replaced"))
-    weights = ""
-    if summary["exit"] != "interrupted" and not plan.config.eval_only:
-        weights = "model.safetensors, ema.safetensors, " if plan.config.model_ema else "model.safetensors, "
+        instead = "do not count" if plan.config.eval_only else "were replaced"
+        rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and {instead}"))
+    names = ("model.safetensors", "ema.safetensors")
+    weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
         ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),
     ]
     return rows
+
+
+def show_start(plan: Plan, folder: Path, flops: int, device: torch.device) -> Console | None:
+    """Write config.yaml (enough to run again) and deepspeed.json, and show what the run is (a collective).
+
+    Args:
+        plan: the run.
+        folder: its output folder.
+        flops: forward FLOPs of an image.
+        device: where this rank computes.
+
+    Returns:
+        The console of rank 0, None on the others.
+    """
+    console = make_console() if dist.get_rank() == 0 else None
+    if console is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(flags.to_yaml(resolved_flags(plan)))
+        (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n")
+        for note in plan.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_table(console, "ds_vit", start_rows(plan, flops, device, folder))
+    if plan.process.spans_hosts:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        if console is not None and len(set(hosts)) > 1:
+            print_table(console, "placement", Placement(plan.layout, tuple(hosts)).rows())
+    return console
+
+
+def show_end(plan: Plan, folder: Path, summary: dict[str, Any], console: Console | None) -> None:
+    """Write summary.json and show it, where there is a console."""
+    if console is None:
+        return
+    temporary = folder / ".summary.json.partial"
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.replace(folder / "summary.json")
+    print_table(console, "done", end_rows(plan, summary, folder))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
 
-from ds_vit import config as flags
 from ds_vit.engine.base import Inputs, StepResult, device_of
 from ds_vit.engine.step_guard import Rejection
 from ds_vit.fault_tolerance.exit_codes import Diverged
@@ -23,16 +18,15 @@ from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.gradients import GradientHealth
-from ds_vit.monitoring.metrics import Reporter, Throughput, make_console, peak_tflops, print_table
+from ds_vit.monitoring.metrics import Reporter, Throughput, peak_tflops
 from ds_vit.optim.ema import Ema
-from ds_vit.parallel.placement import Placement
 from ds_vit.training.build import build_engine
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluate import Accuracy, evaluate
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.plan import Plan, resolved_flags
+from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
-from ds_vit.training.summary import end_rows, start_rows, summarise
+from ds_vit.training.summary import show_end, show_start, summarise
 
 
 class _Stop(Exception):
@@ -88,25 +82,15 @@ class Trainer:
             What summary.json holds, on every rank.
         """
         plan = self.plan
-        console = make_console() if dist.get_rank() == 0 else None
-        if console is not None:
-            self._write_config()
-            for note in plan.notes:
-                console.print(note, markup=False, highlight=False, soft_wrap=True)
-            print_table(console, "ds_vit", start_rows(plan, self.flops, self.device, self.folder))
-        if plan.process.spans_hosts:
-            self._show_placement(console)
-        if plan.config.tf32:
-            torch.set_float32_matmul_precision("high")
+        console = show_start(plan, self.folder, self.flops, self.device)
         self.watchdog.beat(0, "building the model", patience=4)
         self.engine = build_engine(plan, self.device)
         self.ema: Ema | None = None
-        if not plan.config.eval_only:
-            if plan.config.model_ema:
-                self.ema = Ema(self.engine.zero_map, plan.config.model_ema_decay, plan.config.model_ema_warmup)
-            if plan.config.spike_factor is not None:
-                self.engine.guard.watch_spikes(plan.config.spike_factor)
-            self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
+        if plan.config.model_ema:
+            self.ema = Ema(self.engine.zero_map, plan.config.model_ema_decay, plan.config.model_ema_warmup)
+        if plan.config.spike_factor is not None:
+            self.engine.guard.watch_spikes(plan.config.spike_factor)
+        self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
         samples = self.folder / "samples" if plan.config.log_samples else None
         self.inputs = InputPipeline(plan, self.engine, self.throughput, samples)
         done = self._restore()
@@ -118,12 +102,9 @@ class Trainer:
                 self.checkpoint_manager.reporter = self.reporter
         exit_word = "completed"
         try:
-            if plan.config.eval_only:
-                self._evaluate(step=0)
-            else:
-                self._train(done)
-                self._save()
-                exit_word = "not all saved" if self.checkpoint_manager.num_failed else exit_word
+            self._train(done)
+            self._save()
+            exit_word = "not all saved" if self.checkpoint_manager.num_failed else exit_word
         except Interrupted:
             exit_word = "not all saved" if self.checkpoint_manager.stopped_unsaved else "interrupted"
         finally:
@@ -140,25 +121,12 @@ class Trainer:
             steps=self.step,
             exit_word=exit_word,
         )
-        if console is not None:
-            temporary = self.folder / ".summary.json.partial"
-            temporary.write_text(json.dumps(summary, indent=2) + "\n")
-            temporary.replace(self.folder / "summary.json")
-            print_table(console, "done", end_rows(plan, summary, self.folder))
+        show_end(plan, self.folder, summary, console)
         self.engine.close()
         return summary
 
-    def _show_placement(self, console: Console | None) -> None:
-        """Which ranks sit on which host, on rank 0's console (a collective)."""
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        if console is not None and len(set(hosts)) > 1:
-            print_table(console, "placement", Placement(self.plan.layout, tuple(hosts)).rows())
-
     def _restore(self) -> int:
         """Take up what was saved, if this run goes on; gives the steps that are done (a collective)."""
-        if self.plan.config.eval_only:
-            return 0
         shared = (self.engine, self.ema, self.throughput, self.signals, self._history)
         self.checkpoint_manager = CheckpointManager(self.plan, self.folder, *shared)
         if self.plan.resume is not None:
@@ -385,7 +353,7 @@ class Trainer:
             "evaluated_step": self.evaluated_step,
             "skipped_steps": self.skipped_steps,
             "rollbacks": self.rollbacks,
-            "spikes": self.engine.guard.recent() if not self.plan.config.eval_only else [],
+            "spikes": self.engine.guard.recent(),
             "skipped_images": self.before["skipped_images"] + skipped,
             "wall_seconds": self.before["wall_seconds"] + time.perf_counter() - self.started,
             "trained_images": self.throughput.total_images,
@@ -402,9 +370,3 @@ class Trainer:
         self.before = {name: history[name] for name in self.before}
         self.throughput.total_images = history["trained_images"]
         self.throughput.total_seconds = history["trained_seconds"]
-
-    def _write_config(self) -> None:
-        """config.yaml (enough to run again) and deepspeed.json, before anything is trained."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(flags.to_yaml(resolved_flags(self.plan)))
-        (self.folder / "deepspeed.json").write_text(json.dumps(self.plan.deepspeed, indent=2) + "\n")

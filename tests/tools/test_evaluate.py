@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torchvision
+import yaml
 from project import ROOT
 from safetensors.torch import load_file, save_file
 
@@ -179,6 +180,38 @@ def test_a_bare_file_and_a_folder_without_training_images(ranks, run_folder, by_
     shutil.rmtree(tmp_path / "data" / "test" / "airplane")
     _, err = failed(ranks, argv)
     assert "9 classes, the model 10" in err
+
+
+def train_main_on_rank(argv):
+    """On a rank: launch/train.py's exit code."""
+    from ds_vit.train import main
+
+    return main(argv)
+
+
+def test_eval_only_is_the_same_evaluation(ranks, run_folder, tmp_path):
+    """Two roads that part: a pretended optimizer in the files, images that are counted on one of them alone."""
+    data = tmp_path / "data"
+    shutil.copytree(run_folder.parent / "data" / "train", data / "train")
+    shutil.copytree(run_folder.parent / "data" / "val", data / "val")
+    bad = next(data.glob("val/*/*"))
+    bad.write_bytes(b"not a picture")
+    words = ["--data-dir", data, "--on-bad-image", "skip"]
+    result = evaluate(ranks, 1, tmp_path, run_folder, *words)
+    output = tmp_path / "out"
+    words = ["--recipe", run_folder / "config.yaml", "--initial-checkpoint", run_folder / "model.safetensors", *words]
+    argv = [str(word) for word in [*words, "--eval-only", "--output", output]]
+    assert ranks.run(2, train_main_on_rank, argv) == [0, 0]
+    [row] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert (row["kind"], row["step"]) == ("eval", 0)
+    assert (row["top1"], row["top5"], row["images"]) == (result["top1"], result["top5"], IMAGES - 1)
+    assert row["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["last_top1"], summary["eval_images"]) == (row["top1"], IMAGES - 1)
+    assert (summary["skipped_images"], result["skipped_images"]) == (1, 1)
+    assert (summary["steps"], summary["exit"]) == (0, "completed")
+    assert not {"optimizer", "scheduler"} & json.loads((output / "deepspeed.json").read_text()).keys()
+    assert "lr" not in yaml.safe_load((output / "config.yaml").read_text())
 
 
 def failed(ranks, argv):
