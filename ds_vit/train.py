@@ -60,6 +60,7 @@ def run(
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.fault_tolerance.watchdog import Watchdog
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.evaluation_run import run_evaluation
     from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
     from ds_vit.training.plan import prepare
@@ -88,8 +89,9 @@ def run(
             folder=Path(folder[0]),
         )
         with watchdog:
+            groups = build_groups(plan.layout, saves=not config.eval_only)
             if config.eval_only:
-                summary = run_evaluation(plan, Path(folder[0]), started, watchdog)
+                summary = run_evaluation(plan, Path(folder[0]), groups, started, watchdog)
             else:
-                summary = Trainer(plan, Path(folder[0]), started, watchdog, signals).run()
+                summary = Trainer(plan, Path(folder[0]), groups, started, watchdog, signals).run()
     return summary

@@ -26,6 +26,7 @@ def start(argv):
     from ds_vit import config as flags
     from ds_vit.engine.base import init_distributed, quiet_deepspeed
     from ds_vit.launching.process import discover, rendezvous
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.plan import prepare
 
@@ -34,4 +35,4 @@ def start(argv):
     config, explicit = flags.parse([str(word) for word in argv])
     plan = prepare(config, explicit, process, on_cpu=True)
     init_distributed(rendezvous(process))
-    return build_engine(plan, torch.device("cpu"))
+    return build_engine(plan, torch.device("cpu"), build_groups(plan.layout))

@@ -69,6 +69,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.optim.ema import Ema
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.checkpoint_manager import CheckpointManager
     from ds_vit.training.inputs import InputPipeline
@@ -80,7 +81,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
     config, explicit = flags.parse([*argv, "--output", folder])
     plan = prepare(config, explicit, discover(), on_cpu=True)
-    engine = build_engine(plan, device_of(0))
+    engine = build_engine(plan, device_of(0), build_groups(plan.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
     inputs = InputPipeline(plan, engine, throughput).training()
     for _ in range(2):

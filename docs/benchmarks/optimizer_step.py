@@ -23,6 +23,7 @@ from timm.optim import Lamb, muon, param_groups_weight_decay
 from ds_vit import config as flags
 from ds_vit.engine.base import Engine, device_of, init_distributed, quiet_deepspeed
 from ds_vit.launching.process import discover, rendezvous
+from ds_vit.parallel.groups import build_groups
 from ds_vit.training.build import build_engine
 from ds_vit.training.plan import prepare
 
@@ -45,7 +46,7 @@ def start(model: str, optimizer: str, on_cpu: bool) -> Engine:
         process = discover()
         plan = prepare(config, explicit, process, on_cpu=on_cpu)
     init_distributed(rendezvous(process))
-    return build_engine(plan, device_of(0))
+    return build_engine(plan, device_of(0), build_groups(plan.layout))
 
 
 def timed(step: Callable[[], None]) -> float:

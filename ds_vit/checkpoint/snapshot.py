@@ -6,7 +6,6 @@ its own, so that it never meets training's collectives.
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import threading
@@ -205,14 +204,15 @@ class Saver:
         parent: the folder `checkpoints`, the same one on all ranks; made when it is needed.
         holding: what this rank holds.
         keep: checkpoints to keep beside the best one; 0 keeps all.
+        group: of all ranks, over gloo; nobody else uses it while a save is under way.
     """
 
-    def __init__(self, parent: Path, holding: Holding, keep: int) -> None:
+    def __init__(self, parent: Path, holding: Holding, keep: int, group: dist.ProcessGroup) -> None:
         self.parent = parent
         self.holding = holding
         self.keep = keep
         self.rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        self._group = group
         self._host = HostCopy()
         self._held: list[Sequence[Piece]] | None = None
         self._gathers: dict[tuple[str, ...], Gather] = {}

@@ -25,6 +25,7 @@ from torch import nn
 from ds_vit.engine.step_guard import Rejection, StepGuard
 from ds_vit.launching.process import port_in_words
 from ds_vit.models import timm_names
+from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.zero_map import build_zero_map
 
@@ -127,7 +128,7 @@ class Engine(ABC):
         model: what DeepSpeed shall train.
         optimizer: over the model's trained parameters; None for evaluation alone.
         config: the DeepSpeed JSON with every "auto" resolved.
-        grid: DeepSpeed's PipelineParallelGrid of the layout; None where the layout is data-parallel alone.
+        groups: of the run.
         whole_logits: puts logits together that are cut over classes (a collective of the tensor-parallel group).
     """
 
@@ -136,7 +137,7 @@ class Engine(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         config: Mapping[str, Any],
-        grid: Any | None = None,
+        groups: Groups,
         whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
         import deepspeed
@@ -144,7 +145,7 @@ class Engine(ABC):
         config = copy.deepcopy(dict(config))
         self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.accumulation = int(config["gradient_accumulation_steps"])
-        self.grid = grid
+        self.groups = groups
         self._whole_logits = whole_logits
         self._clip = float(config["gradient_clipping"])
         self._norm: torch.Tensor | None = None
@@ -170,9 +171,9 @@ class Engine(ABC):
 
             self.engine._take_model_step = clip_and_take_step
         if optimizer is not None:
-            if grid is not None and grid.get_pipe_parallel_world_size() > 1:
+            if groups.layout.pp > 1:
                 self._count_groups_of_other_stages()
-            self.zero_map = build_zero_map(self.engine, grid, timm_names(self.engine.module))
+            self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
 
     def _initialize_arguments(self) -> dict[str, Any]:
@@ -306,12 +307,12 @@ class Engine(ABC):
         if scaler is not None:
             scaler.unscale_(self.engine.optimizer)
         trained = [p for p in self.engine.module.parameters() if p.grad is not None]
-        once = self.grid is None or self.grid.get_slice_parallel_rank() == 0
-        counted = [p.grad for p in trained if once or getattr(p, "tensor_model_parallel", False)]
+        first = self.groups.tp_rank == 0
+        counted = [p.grad for p in trained if first or getattr(p, "tensor_model_parallel", False)]
         norm = nn.utils.get_total_norm(counted).to(self.device)
-        if self.grid is not None:
+        if self.groups.replica is not None:
             square = norm.square()
-            dist.all_reduce(square, group=self.grid.get_model_parallel_group())
+            dist.all_reduce(square, group=self.groups.replica)
             norm = square.sqrt()
         if self._clip > 0:
             nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
@@ -385,24 +386,22 @@ class Engine(ABC):
     @property
     def _hands_out(self) -> bool:
         """Whether this rank's values are needed for the whole model: the first of its data and tensor groups."""
-        if self.grid is None:
-            return dist.get_rank() == 0
-        return self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0
+        return self.groups.dp_rank == 0 and self.groups.tp_rank == 0
 
     def _whole(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Put the tensor-parallel slices of a parameter together (a collective of the tensor-parallel group)."""
         description: TensorSlice | None = getattr(tensor, "tp_slice", None)
-        if self.grid is None or description is None or description.dim is None:
+        if self.groups.tp is None or description is None or description.dim is None:
             return value
         value = value.contiguous()
         slices = [torch.empty_like(value) for _ in range(description.size)]
-        dist.all_gather(slices, value, group=self.grid.get_slice_parallel_group())
+        dist.all_gather(slices, value, group=self.groups.tp)
         return assemble(slices, description)
 
     def _gather_state(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
         """Bring the parts of the pipeline stages together on rank 0."""
         first = dist.get_rank() == 0
-        if self.grid is None:
+        if self.groups.layout.pp == 1:
             return own if first else None
         parts: list[dict[str, torch.Tensor]] | None = [{} for _ in range(dist.get_world_size())] if first else None
         dist.gather_object(own if self._hands_out else {}, parts)
@@ -428,7 +427,7 @@ class PlainEngine(Engine):
         optimizer: over the model's trained parameters.
         loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
         config: the DeepSpeed JSON with every "auto" resolved.
-        shared: `grid` and `whole_logits`, as for `Engine`.
+        shared: `groups` and `whole_logits`, as for `Engine`.
     """
 
     def __init__(
@@ -444,7 +443,7 @@ class PlainEngine(Engine):
         super().__init__(model, optimizer, config, **shared)
 
     def _initialize_arguments(self) -> dict[str, Any]:
-        return {} if self.grid is None else {"mpu": self.grid}
+        return {} if self.groups.grid is None else {"mpu": self.groups.grid}
 
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
@@ -469,7 +468,7 @@ class PlainEngine(Engine):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """As `Engine.forward_batches`."""
         self.engine.eval()
-        counts = self.grid is None or self.grid.get_slice_parallel_rank() == 0
+        counts = self.groups.tp_rank == 0
         for _ in range(num_batches):
             images, keys, targets, valid = next(batches)
             logits = self._whole_logits(self.engine(images, keys)).float()

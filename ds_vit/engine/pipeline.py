@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from ds_vit.engine.base import EVAL_CHUNK, Engine, EvalInputs, Inputs, Loss, StepResult
+from ds_vit.engine.workarounds import one_grid
 from ds_vit.models import BlockLayer, BlockRun
+from ds_vit.parallel.groups import Groups
 
 
 class StagedViT(PipelineModule):
@@ -27,7 +28,7 @@ class StagedViT(PipelineModule):
     Args:
         layers: all layers of the model; those of this stage are filled, the others may stay on the meta device.
         bounds: first layer of each stage, and the number of layers: stage i has `layers[bounds[i]:bounds[i + 1]]`.
-        topology: DeepSpeed's, with the axes pipe, data and model.
+        groups: of the run.
         loss: `loss(logits, targets) → fp32 scalar`.
         checkpoint_interval: recompute every so many blocks (0: none).
         checkpoint_function: `checkpoint_function(function, *tensors)`.
@@ -37,7 +38,7 @@ class StagedViT(PipelineModule):
         self,
         layers: Sequence[nn.Module],
         bounds: Sequence[int],
-        topology: ProcessTopology,
+        groups: Groups,
         loss: Loss,
         *,
         checkpoint_interval: int,
@@ -46,8 +47,8 @@ class StagedViT(PipelineModule):
         self._bounds = list(bounds)
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its seeds, which are not ours
-            super().__init__(list(layers), topology=topology, loss_fn=loss)
+        with contextlib.redirect_stdout(io.StringIO()), one_grid(groups.grid):  # it prints seeds, which are not ours
+            super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=loss)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds
@@ -86,7 +87,7 @@ class PipeEngine(Engine):
         # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.
         config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
         config.pop("activation_checkpointing", None)
-        super().__init__(model, optimizer, config, grid=model._grid, **shared)
+        super().__init__(model, optimizer, config, **shared)
 
     def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
         """As `Engine.train_step`; stages between the first and the last take nothing from `inputs`."""
@@ -104,7 +105,7 @@ class PipeEngine(Engine):
         """As `Engine.forward_batches`."""
         engine = self.engine
         at_end = engine.is_first_stage() or engine.is_last_stage()
-        counts = engine.is_last_stage() and self.grid.get_slice_parallel_rank() == 0
+        counts = engine.is_last_stage() and self.groups.tp_rank == 0
         monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
         for start in range(0, num_batches, EVAL_CHUNK):
             size = min(EVAL_CHUNK, num_batches - start)

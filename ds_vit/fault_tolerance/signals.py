@@ -142,13 +142,14 @@ class Deadline:
 
 
 class Ballot:
-    """The ranks' common answer to small questions, once a step; a gloo group of its own, so no device is waited for."""
+    """The ranks' common answer to small questions, once a step.
 
-    def __init__(self) -> None:
-        import torch.distributed as dist
+    Args:
+        group: of all ranks, over gloo, so that no device is waited for; None where there is one rank.
+    """
 
-        several = dist.get_world_size() > 1
-        self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Of each value the largest over all ranks (a collective)."""

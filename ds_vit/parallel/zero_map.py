@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorSlice
 
 
@@ -218,12 +219,12 @@ class ZeroMap:
         return moved.to(vector.device)
 
 
-def build_zero_map(engine: Any, grid: Any | None, names: Mapping[str, str]) -> ZeroMap:
+def build_zero_map(engine: Any, groups: Groups, names: Mapping[str, str]) -> ZeroMap:
     """The map of an initialised DeepSpeed engine (a collective of all ranks).
 
     Args:
         engine: DeepSpeed's.
-        grid: DeepSpeed's PipelineParallelGrid; None where the layout is data-parallel alone.
+        groups: of the run.
         names: from the names of `engine.module.named_parameters()` to timm's.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
@@ -237,44 +238,27 @@ def build_zero_map(engine: Any, grid: Any | None, names: Mapping[str, str]) -> Z
         shards = list(_partitioned(optimizer, timm))
     frozen = [_frozen(p, timm[id(p)]) for p in parameters.values() if not p.requires_grad]
     own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
-    dp_rank = dist.get_rank() if grid is None else grid.get_data_parallel_rank()
-    tp_rank = 0 if grid is None else grid.get_slice_parallel_rank()
-    group, size = _stage_group(grid)
     return ZeroMap(
         shards=shards,
         frozen=frozen,
         stage=stage,
-        dp_rank=dp_rank,
-        tp_rank=tp_rank,
-        group=group,
-        group_size=size,
-        names=_all_names(own, grid),
+        dp_rank=groups.dp_rank,
+        tp_rank=groups.tp_rank,
+        group=groups.stage,
+        group_size=groups.layout.dp * groups.layout.tp,
+        names=_all_names(own, groups),
         device=engine.device,
         _optimizer=optimizer,
         _by_parameter={id(shard.parameter): shard for shard in shards},
     )
 
 
-def _stage_group(grid: Any | None) -> tuple[dist.ProcessGroup | None, int]:
-    """The ranks of this pipeline stage (None: all), and how many."""
-    world = dist.get_world_size()
-    if grid is None or grid.get_pipe_parallel_world_size() == 1:
-        return None, world
-    own, size = None, 0
-    for stage in range(grid.get_pipe_parallel_world_size()):
-        ranks = sorted(grid._topo.filter_match(pipe=stage))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own, size = group, len(ranks)
-    return own, size
-
-
-def _all_names(own: tuple[str, ...], grid: Any | None) -> tuple[str, ...]:
+def _all_names(own: tuple[str, ...], groups: Groups) -> tuple[str, ...]:
     """The names of all pipeline stages, in their order."""
-    if grid is None or grid.get_pipe_parallel_world_size() == 1:
+    if groups.layout.pp == 1:
         return own
     stages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stages, (grid.get_stage_id(), own))
+    dist.all_gather_object(stages, (groups.pipeline_stage, own))
     by_stage = dict(stages)
     names = [name for stage in sorted(by_stage) for name in by_stage[stage]]
     assert len(set(names)) == len(names), "a parameter that lives on two pipeline stages"

@@ -80,6 +80,7 @@ def bench_step(
     import timm
     from deepspeed.accelerator import get_accelerator
 
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.plan import prepare
 
@@ -89,7 +90,7 @@ def bench_step(
     plan = prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
     made_group = init_distributed(rendezvous(process))
     device = device_of(process.local_rank)
-    engine = build_engine(plan, device)
+    engine = build_engine(plan, device, build_groups(plan.layout))
 
     cls, arguments = plan.optimizer
     options = {"img_size": img_size} if img_size else {}

@@ -115,6 +115,7 @@ def _run(
     from ds_vit.engine.base import device_of
     from ds_vit.models import num_parameters
     from ds_vit.monitoring.metrics import make_console, print_table
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.evaluation_run import evaluate_plan
     from ds_vit.training.plan import prepare
 
@@ -128,7 +129,7 @@ def _run(
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):
-        engine, accuracy, num_skipped = evaluate_plan(plan, device_of(process.local_rank))
+        engine, accuracy, num_skipped = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.layout))
         result = {
             "source": source,
             "weights": found.kind,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.utils.checkpoint
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from ds_vit.engine.base import Engine, Loss, PlainEngine
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
@@ -27,13 +24,13 @@ from ds_vit.models import (
     timm_names,
 )
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
-from ds_vit.parallel.layout import AXES
+from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel, class_parallel_loss, cut_layer, gather_logits
 from ds_vit.tasks.losses import build_loss
 from ds_vit.training.plan import Plan
 
 
-def build_engine(plan: Plan, device: torch.device) -> Engine:
+def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective).
 
     Layers are filled one at a time: full, then cut to this rank's tensor slice, then (ZeRO-3) partitioned, so that no
@@ -42,14 +39,9 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
     layout = plan.layout
-    topology = ProcessTopology(axes=list(AXES), dims=list(layout.dims))
-    grid = None
-    if layout.tp > 1 and layout.pp == 1:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
-            grid = PipelineParallelGrid(topology=topology)
     layers = take_apart(plan.model)
     own = layers[plan.bounds[plan.pipeline_stage] : plan.bounds[plan.pipeline_stage + 1]]
-    tp = tensor_parallel(plan, topology)
+    tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
 
     def on_layer(layer: Layer) -> None:
         if tp is not None:
@@ -60,9 +52,8 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
                 norms_in_fp32(layer)
         freeze(layer, plan.frozen)
         if plan.stage == 3:
-            group = grid and grid.get_data_parallel_group()
             deepspeed.zero.Init(
-                module=layer, config_dict_or_path=dict(plan.deepspeed), data_parallel_group=group, mpu=grid
+                module=layer, config_dict_or_path=dict(plan.deepspeed), data_parallel_group=groups.dp, mpu=groups.grid
             )
 
     initialise(
@@ -76,7 +67,7 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
         on_layer=on_layer,
     )
     loss = _loss(plan, tp)
-    shared: dict[str, Any] = {}
+    shared: dict[str, Any] = {"groups": groups}
     if tp is not None and plan.class_parallel:
         shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
     config = dict(plan.deepspeed)
@@ -88,12 +79,12 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
             layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
         )
         optimizer = _optimizer(plan, model, device)
-        engine = PlainEngine(model, optimizer, loss, config, grid=grid, **shared)
+        engine = PlainEngine(model, optimizer, loss, config, **shared)
     else:
         staged = StagedViT(
             layers,
             plan.bounds,
-            topology,
+            groups,
             loss,
             checkpoint_interval=interval,
             checkpoint_function=checkpoint,
@@ -103,25 +94,6 @@ def build_engine(plan: Plan, device: torch.device) -> Engine:
     if optimizer is not None:
         attach(optimizer, engine.zero_map, plan.model, plan.config.layer_decay)
     return engine
-
-
-def tensor_parallel(plan: Plan, topology: Any) -> TensorParallel | None:
-    """This rank among the ranks that share its layers, or None where layers are not cut (a collective)."""
-    if plan.layout.tp == 1:
-        return None
-    rank = plan.process.rank
-    own = None
-    for ranks in topology.get_axis_comm_lists("model"):
-        group = torch.distributed.new_group(ranks)
-        if rank in ranks:
-            own = group
-    assert own is not None
-    return TensorParallel(
-        rank=plan.layout.tp_rank(rank),
-        size=plan.layout.tp,
-        group=own,
-        sequence_parallel=plan.config.sequence_parallel,
-    )
 
 
 def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:

@@ -37,7 +37,7 @@ class CheckpointManager:
     Args:
         plan: the run.
         folder: its output folder, shared by all ranks.
-        engine: running.
+        engine: running, with the groups that saving takes.
         ema: the moving average, or None.
         throughput: is paused while training stands still for a save.
         signals: that this rank has had; None where they are not listened for.
@@ -71,9 +71,9 @@ class CheckpointManager:
         self._history = history
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
-        self._ballot = Ballot()
+        self._ballot = Ballot(engine.groups.ballots)
         holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model))
-        self._saver = Saver(self.parent, holding, config.keep_checkpoints)
+        self._saver = Saver(self.parent, holding, config.keep_checkpoints, engine.groups.files)
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
         self._failed_step: int | None = None  # of the last save that came to nothing
         self._saved_at = time.monotonic()

@@ -14,6 +14,7 @@ from ds_vit.engine.base import Engine, EvalInputs, device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.metrics import Reporter, Throughput
+from ds_vit.parallel.groups import Groups
 from ds_vit.training.build import build_engine
 from ds_vit.training.evaluate import Accuracy, evaluate
 from ds_vit.training.inputs import InputPipeline
@@ -24,6 +25,7 @@ from ds_vit.training.summary import show_end, show_start, summarise
 def evaluate_plan(
     plan: Plan,
     device: torch.device,
+    groups: Groups,
     watched: Callable[[Iterator[EvalInputs]], Iterator[EvalInputs]] = lambda batches: batches,
 ) -> tuple[Engine, Accuracy, int]:
     """Build the model of a plan and evaluate it (a collective).
@@ -31,23 +33,25 @@ def evaluate_plan(
     Args:
         plan: of evaluation alone.
         device: where this rank computes.
+        groups: of the run.
         watched: wraps the batches, to see them pass.
 
     Returns:
         The engine; the accuracy, the same on every rank; how many images of the split could not be decoded.
     """
-    engine = build_engine(plan, device)
+    engine = build_engine(plan, device, groups)
     batches, num_batches = InputPipeline(plan, engine, Throughput()).evaluation()
     accuracy = evaluate(engine, watched(batches), num_batches, bce=plan.config.bce_loss)
     return engine, accuracy, len(plan.val_source) - accuracy.images
 
 
-def run_evaluation(plan: Plan, folder: Path, started: float, watchdog: Watchdog) -> dict[str, Any]:
+def run_evaluation(plan: Plan, folder: Path, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
     """`--eval-only`: evaluate, and write a run's files (a collective).
 
     Args:
         plan: of evaluation alone.
         folder: the output folder, shared by all ranks; rank 0 writes to it.
+        groups: of the run.
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
 
@@ -62,7 +66,7 @@ def run_evaluation(plan: Plan, folder: Path, started: float, watchdog: Watchdog)
         return watchdog.micro_batches(batches)
 
     watchdog.beat(0, "building the model", patience=4)
-    engine, accuracy, num_skipped = evaluate_plan(plan, device, watched)
+    engine, accuracy, num_skipped = evaluate_plan(plan, device, groups, watched)
     if console is not None:
         reporter = Reporter(folder, total_steps=0, first_step=0, events=engine.write_events, console=console)
         reporter.eval({"step": 0, **dataclasses.asdict(accuracy)})

@@ -146,7 +146,7 @@ class InputPipeline:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         rank = self.plan.process.rank
         leader = rank - self.plan.layout.tp_rank(rank)
-        dist.broadcast(tensor, leader, group=self.engine.grid.get_slice_parallel_group())
+        dist.broadcast(tensor, leader, group=self.engine.groups.tp)
 
     def _share(self, inputs: Inputs) -> Inputs:
         """Hand the inputs to the ranks that hold the other slices."""

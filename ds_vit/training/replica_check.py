@@ -39,11 +39,10 @@ def check_replicas(engine: Engine, step: int) -> None:
     names = timm_names(engine.module)
     parameters = list(engine.module.named_parameters())
     sums = torch.stack([checksum(p) for _, p in parameters]).to(engine.device)
-    data_group = None if engine.grid is None else engine.grid.get_data_parallel_group()
-    comparisons = [("data", data_group, torch.ones(len(sums), dtype=torch.bool))]
-    if engine.grid is not None and engine.grid.get_slice_parallel_world_size() > 1:
+    comparisons = [("data", engine.groups.dp, torch.ones(len(sums), dtype=torch.bool))]
+    if engine.groups.tp is not None:
         common = torch.tensor([not getattr(p, "tensor_model_parallel", False) for _, p in parameters])
-        comparisons.append(("tensor", engine.grid.get_slice_parallel_group(), common))
+        comparisons.append(("tensor", engine.groups.tp, common))
     found: list[str] = []
     for kind, group, counts in comparisons:
         low, high = sums.clone(), sums.clone()

@@ -20,6 +20,7 @@ from ds_vit.models import forward_flops
 from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Reporter, Throughput, peak_tflops
 from ds_vit.optim.ema import Ema
+from ds_vit.parallel.groups import Groups
 from ds_vit.training.build import build_engine
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluate import Accuracy, evaluate
@@ -49,16 +50,24 @@ class Trainer:
     Args:
         plan: what to do.
         folder: the output folder, shared by all ranks; rank 0 writes to it.
+        groups: of the run.
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
         signals: that this rank has had, or None where they are not listened for.
     """
 
     def __init__(
-        self, plan: Plan, folder: Path, started: float, watchdog: Watchdog, signals: Signals | None = None
+        self,
+        plan: Plan,
+        folder: Path,
+        groups: Groups,
+        started: float,
+        watchdog: Watchdog,
+        signals: Signals | None = None,
     ) -> None:
         self.plan = plan
         self.folder = folder
+        self.groups = groups
         self.started = started
         self.watchdog = watchdog
         self.signals = signals
@@ -84,7 +93,7 @@ class Trainer:
         plan = self.plan
         console = show_start(plan, self.folder, self.flops, self.device)
         self.watchdog.beat(0, "building the model", patience=4)
-        self.engine = build_engine(plan, self.device)
+        self.engine = build_engine(plan, self.device, self.groups)
         self.ema: Ema | None = None
         if plan.config.model_ema:
             self.ema = Ema(self.engine.zero_map, plan.config.model_ema_decay, plan.config.model_ema_warmup)

@@ -234,3 +234,25 @@ def adagrad_on_a_rank(stage):
 def test_zero_makes_an_adagrad_of_its_own(ranks, stage):
     """optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay."""
     assert ranks.run(1, adagrad_on_a_rank, stage) == [[0]]
+
+
+def grids_on_a_rank():
+    """Grids that DeepSpeed makes by itself for a pipeline of two stages."""
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe import module
+
+    made = []
+
+    class Counted(module.PipelineParallelGrid):
+        def __init__(self, **arguments):
+            made.append(1)
+            super().__init__(**arguments)
+
+    module.PipelineParallelGrid = Counted
+    PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
+    return len(made)
+
+
+def test_a_pipeline_makes_a_grid_of_its_own(ranks):
+    """engine/workarounds.py one_grid gives it the run's, or every group would be there twice."""
+    assert ranks.run(2, grids_on_a_rank) == [1, 1]

@@ -220,10 +220,11 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
     from ds_vit.engine.base import device_of
     from ds_vit.models import timm_state_dict
     from ds_vit.monitoring.metrics import Throughput
+    from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.inputs import InputPipeline
 
-    engine = build_engine(plan, device_of(plan.process.local_rank))
+    engine = build_engine(plan, device_of(plan.process.local_rank), build_groups(plan.layout))
     inputs = InputPipeline(plan, engine, Throughput()).training()
     rows = []
     for step in range(plan.total_steps):

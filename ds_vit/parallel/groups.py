@@ -1,0 +1,113 @@
+"""The process groups of a run: made once, here alone, and handed down.
+
+| group | its ranks | who uses it |
+|---|---|---|
+| the world | all: torch's default group | means of the loss, counts of evaluation, checkpoints read by all |
+| `dp` | of one stage and one tensor slice: copies of the same weights | ZeRO's sums and partitions, `check_replicas` |
+| `tp` | that share the layers of a replica's stage | the cut layers, a replica's inputs, `check_replicas` |
+| `stage` | that hold a pipeline stage's parameters between them, dp x tp | the ZeRO map: norms, ratios, matrices |
+| `replica` | that hold a whole model between them, pp x tp | the gradient norm without ZeRO |
+| `files` | all, over gloo | the thread that writes checkpoints, beside training's collectives |
+| `ballots` | all, over gloo | whether to stop or to save, once a step, without waiting for the device |
+
+A group is None where it is all ranks, or where there is nobody to share with. DeepSpeed's own point-to-point groups of
+a pipeline are in `grid`, which DeepSpeed alone reads. The watchdog asks nobody and needs no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_vit.parallel.layout import AXES, Layout
+from ds_vit.parallel.tensor import TensorParallel
+
+_FILES_TIMEOUT = datetime.timedelta(hours=2)  # a full disk or a slow file system holds up the writers, not training
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's process groups; the table above says which ranks are in each, and when one is None.
+
+    Attributes:
+        layout: how the world is cut.
+        rank: this one, of the world.
+        dp, tp, stage, replica: of the training's device.
+        files, ballots: of the host; None in a run that saves nothing.
+        grid: DeepSpeed's PipelineParallelGrid of the same groups; None where the layout is data-parallel alone.
+    """
+
+    layout: Layout
+    rank: int
+    dp: dist.ProcessGroup | None = None
+    tp: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
+    replica: dist.ProcessGroup | None = None
+    files: dist.ProcessGroup | None = None
+    ballots: dist.ProcessGroup | None = None
+    grid: Any | None = None
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's data-parallel coordinate."""
+        return self.layout.dp_rank(self.rank)
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's tensor-parallel coordinate."""
+        return self.layout.tp_rank(self.rank)
+
+    @property
+    def pipeline_stage(self) -> int:
+        """The pipeline stage that this rank is in."""
+        return self.layout.stage(self.rank)
+
+    def tensor_parallel(self, *, sequence_parallel: bool) -> TensorParallel | None:
+        """This rank among those that share its layers, or None where layers are not cut."""
+        if self.tp is None:
+            return None
+        return TensorParallel(self.tp_rank, self.layout.tp, self.tp, sequence_parallel)
+
+
+def build_groups(layout: Layout, *, saves: bool = False) -> Groups:
+    """Make the process groups of a layout (a collective of all ranks, which have met).
+
+    Args:
+        layout: as large as the world.
+        saves: with the groups of the host, which checkpoints and their ballots take.
+    """
+    rank, several = dist.get_rank(), layout.world_size > 1
+    assert layout.world_size == dist.get_world_size(), f"{layout} in a world of {dist.get_world_size()}"
+    grid = _grid(layout) if layout.pp * layout.tp > 1 else None
+    stages = [[r for r in range(layout.world_size) if layout.stage(r) == stage] for stage in range(layout.pp)]
+    return Groups(
+        layout=layout,
+        rank=rank,
+        dp=grid and grid.get_data_parallel_group(),
+        tp=grid.get_slice_parallel_group() if layout.tp > 1 else None,
+        stage=_own_of(stages, rank) if layout.pp > 1 else None,
+        replica=grid and grid.get_model_parallel_group(),
+        files=dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if saves else None,
+        ballots=dist.new_group(backend="gloo") if saves and several else None,
+        grid=grid,
+    )
+
+
+def _grid(layout: Layout) -> Any:
+    """DeepSpeed's groups: over each axis, over a replica, and from stage to stage."""
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
+        return PipelineParallelGrid(topology=ProcessTopology(axes=list(AXES), dims=list(layout.dims)))
+
+
+def _own_of(lists: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    """A group for each list of ranks, made by all; gives the one that this rank is in."""
+    groups = [dist.new_group(list(ranks)) for ranks in lists]
+    return next(group for ranks, group in zip(lists, groups, strict=True) if rank in ranks)
