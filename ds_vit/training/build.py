@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import deepspeed
 import torch
 import torch.utils.checkpoint
 
@@ -15,26 +14,24 @@ from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.models import (
     Layer,
     SequentialViT,
-    cast_block_buffers,
-    freeze,
     initialise,
     no_weight_decay_names,
-    norms_in_fp32,
     take_apart,
     timm_names,
 )
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import TensorParallel, class_parallel_loss, cut_layer, gather_logits
+from ds_vit.parallel.tensor import TensorParallel, class_parallel_loss, gather_logits
 from ds_vit.tasks.losses import build_loss
+from ds_vit.training.layer_converters import layer_converters
 from ds_vit.training.plan import Plan
 
 
 def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective).
 
-    Layers are filled one at a time: full, then cut to this rank's tensor slice, then (ZeRO-3) partitioned, so that no
-    rank holds more than one layer whole.
+    Layers are filled one at a time, each converted before the next one (layer_converters.py), so that no rank holds
+    more than one layer whole.
     """
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
@@ -42,19 +39,11 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     layers = take_apart(plan.model)
     own = layers[plan.bounds[plan.pipeline_stage] : plan.bounds[plan.pipeline_stage + 1]]
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
+    converters = layer_converters(plan, groups)
 
     def on_layer(layer: Layer) -> None:
-        if tp is not None:
-            cut_layer(layer, tp, class_parallel=plan.class_parallel)
-        if plan.precision.compute != "float32":
-            cast_block_buffers(layer, getattr(torch, plan.precision.compute))
-            if plan.config.norm_dtype == "float32":
-                norms_in_fp32(layer)
-        freeze(layer, plan.frozen)
-        if plan.stage == 3:
-            deepspeed.zero.Init(
-                module=layer, config_dict_or_path=dict(plan.deepspeed), data_parallel_group=groups.dp, mpu=groups.grid
-            )
+        for convert in converters:
+            convert(layer)
 
     initialise(
         plan.model,

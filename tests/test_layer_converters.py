@@ -1,0 +1,39 @@
+"""Which converters a run applies to its layers, and in which order."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.layout import Layout
+from ds_vit.training.layer_converters import layer_converters
+
+ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_partition"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "norms", "tp", "expected"),
+    [
+        (1, "float32", "float32", 1, ["freeze"]),
+        (2, "bfloat16", "model", 1, ["cast_block_buffers", "freeze"]),
+        (1, "bfloat16", "float32", 2, ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze"]),
+        (3, "float32", "float32", 2, ["cut_layer", "freeze", "_partition"]),
+        (3, "bfloat16", "float32", 2, ALL),
+    ],
+)
+def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, expected):
+    """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
+    plan = SimpleNamespace(
+        stage=stage,
+        precision=SimpleNamespace(compute=compute),
+        config=SimpleNamespace(norm_dtype=norms, sequence_parallel=False),
+        class_parallel=False,
+        frozen=frozenset(),
+        deepspeed={},
+    )
+    groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
+    names = []
+    for converter in layer_converters(plan, groups):
+        function = getattr(converter, "func", converter)  # a partial's
+        names.append(function.__qualname__.split(".")[0])
+    assert names == expected
