@@ -25,6 +25,7 @@ from torch import nn
 from ds_vit.engine.step_guard import Rejection, StepGuard
 from ds_vit.launching.process import port_in_words
 from ds_vit.models import timm_names
+from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.zero_map import build_zero_map
@@ -152,8 +153,8 @@ class Engine(ABC):
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             config["gradient_clipping"] = 0.0
-        if str(config.get("optimizer", {}).get("type")).lower() == "muon":
-            del config["optimizer"]  # DeepSpeed would orthogonalize gradients itself, before our Muon does
+        if optimizer is not None and not rules_of(type(optimizer)).shown_to_deepspeed:
+            config.pop("optimizer", None)
         config["zero_allow_untested_optimizer"] = True
         config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         config.setdefault("steps_per_print", 2**63 - 1)

@@ -21,6 +21,7 @@ from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.optim.rules import NotProportional, OptimizerRules
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
@@ -37,13 +38,8 @@ _REFUSED_ARGUMENTS = {
     "tensor, so it would be something else in every layout",
 }
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
-_NO_LAYER_DECAY = ("ASGD", "Rprop")
-_DEEPSPEEDS_MUON = {
-    "muon_lr": 'write it as "lr"',
-    "adam_lr": 'write "fallback_lr_scale": adam_lr / lr',
-    "ns_method": 'write "ns_dtype": "bfloat16" for speed, or delete it',
-    "per_head_muon": "a matrix is orthogonalized whole; delete it",
-}
+_RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": NotProportional()}
+_ELEMENTWISE = OptimizerRules()
 _NOT_ELEMENTWISE = {
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
@@ -93,16 +89,15 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         cls = getattr(torch.optim, known[lowered])
     for key in _IMPLEMENTATION:
         params.pop(key, None)
-    accepted = set(inspect.signature(cls.__init__).parameters) - {"self", "params"}
-    if cls is Muon:
-        accepted.add("fallback_list")  # of names; `fallback_names` reads it
+    rules = rules_of(cls)
+    accepted = {*inspect.signature(cls.__init__).parameters, *rules.own_arguments} - {"self", "params"}
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
         raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
         if key in _REFUSED_ARGUMENTS and key in accepted and params[key]:
             raise ValueError(f"{path}: optimizer.params.{key} of {cls.__name__}: {_REFUSED_ARGUMENTS[key]}; delete it")
-        if cls is Muon and key in _DEEPSPEEDS_MUON:
-            raise ValueError(f"{path}: optimizer.params.{key}: Muon here is timm's; {_DEEPSPEEDS_MUON[key]}")
+        if key in rules.spelled_otherwise:
+            raise ValueError(f"{path}: optimizer.params.{key}: {rules.spelled_otherwise[key]}")
         if key not in accepted:
             close = difflib.get_close_matches(key, sorted(accepted), n=1)
             hint = f"; the nearest is {close[0]!r}" if close else ""
@@ -113,9 +108,21 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     return cls, params
 
 
+def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
+    """What a class of `optimizer_class` needs beside its arithmetic."""
+    return getattr(cls, "rules", None) or _RULES.get(cls.__name__, _ELEMENTWISE)
+
+
+def identity_remedies() -> dict[str, str]:
+    """For all optimizers: key of `OptimizerRules.identity` → what to do where a checkpoint has another value."""
+    rules = [rules_of(cls) for cls in _OURS.values()]
+    return {key: remedy for each in (*rules, *_RULES.values()) for key, remedy in each.remedies.items()}
+
+
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
     """Have the optimizer look at its arguments before there is a process group; others look at rate and decay."""
-    arguments = {k: value for k, value in params.items() if k not in ("lr", "weight_decay", "fallback_list")}
+    others = {"lr", "weight_decay", *rules_of(cls).own_arguments}
+    arguments = {key: value for key, value in params.items() if key not in others}
     try:
         cls([torch.zeros(1, requires_grad=True)], lr=1.0, **arguments)
     except (TypeError, ValueError) as error:
@@ -128,7 +135,8 @@ def parameter_groups(
     undecayed: frozenset[str],
     fallback: frozenset[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """At most two groups: decayed, and not decayed; for Muon each in two again. Frozen parameters are in none.
+    """At most two groups: decayed, and not decayed; each in two again where some get another update. Frozen parameters
+    are in none.
 
     Args:
         parameters: (timm name, parameter), in the model's order.
@@ -159,7 +167,8 @@ def build_optimizer(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
     """Make the optimizer with torch's fused implementation where the class has one for this device, else foreach."""
-    arguments = {key: value for key, value in arguments.items() if key != "weight_decay"}
+    others = {"weight_decay", *rules_of(cls).own_arguments}
+    arguments = {key: value for key, value in arguments.items() if key not in others}
     accepted = inspect.signature(cls.__init__).parameters
     if "fused" in accepted and device.type in ("cpu", "cuda"):
         arguments["fused"] = True
@@ -174,7 +183,7 @@ def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, 
     Raises:
         ValueError: names those it works with.
     """
-    if cls.__name__ in _NO_LAYER_DECAY:
+    if not rules_of(cls).proportional:
         raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
     if arguments.get("corrected_weight_decay"):
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from ds_vit.optim.layer_decay import LayerDecay
 from ds_vit.optim.matrices import WholeMatrices
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.optim.rules import OptimizerRules
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,6 +50,44 @@ def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozense
         for name, parameter in shapes.items()
         if not timms._is_suitable_for_muon(parameter) or any(fnmatchcase(name, pattern) for pattern in patterns)
     )
+
+
+class MuonRules(OptimizerRules):
+    """Matrices get Muon, the others AdamW, and `fallback_list` names more of those."""
+
+    own_arguments = frozenset({"fallback_list"})
+    spelled_otherwise = MappingProxyType(
+        {
+            "muon_lr": 'Muon here is timm\'s; write it as "lr"',
+            "adam_lr": 'Muon here is timm\'s; write "fallback_lr_scale": adam_lr / lr',
+            "ns_method": 'Muon here is timm\'s; write "ns_dtype": "bfloat16" for speed, or delete it',
+            "per_head_muon": "Muon here is timm's; a matrix is orthogonalized whole; delete it",
+        }
+    )
+    shown_to_deepspeed = False  # it would orthogonalize gradients itself, before this Muon does
+    remedies = MappingProxyType({"left_to_adamw": "give the same fallback_list"})
+
+    def notes(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Where DeepSpeed's Muon would do something else."""
+        if {"nesterov", "adjust_lr_fn"} & arguments.keys():
+            return []
+        return [
+            "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
+            "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
+        ]
+
+    def fallback(self, model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
+        """See `fallback_names`."""
+        return fallback_names(model, arguments.get("fallback_list", ()))
+
+    def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
+        """The two rules keep different states."""
+        return {"left_to_adamw": dict.fromkeys(sorted(fallback or ()), "AdamW's")}
+
+    def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:
+        """How many tensors get which rule."""
+        left = len((fallback or frozenset()).intersection(trained))
+        return [("Muon", f"of {len(trained) - left} matrices; AdamW for {left} tensors")]
 
 
 class Muon(PerParameterOptimizer):
@@ -80,6 +120,8 @@ class Muon(PerParameterOptimizer):
     Raises:
         ValueError: a value out of range, or a name that does not exist.
     """
+
+    rules = MuonRules()
 
     def __init__(
         self,

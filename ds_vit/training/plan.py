@@ -27,7 +27,7 @@ from ds_vit.models import (
     image_size,
     names_and_shapes,
 )
-from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class
+from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
 from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 from ds_vit.parallel.layout import Layout
@@ -70,7 +70,7 @@ class Plan:
     val_source: Source | None
     order: SampleOrder
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None
-    fallback: frozenset[str] | None  # what Muon leaves to AdamW; None for other optimizers
+    fallback: frozenset[str] | None  # what the optimizer gives another update; None where all are treated alike
     weight_decay: float
     lr: float | None
     schedule: Schedule | None
@@ -93,7 +93,7 @@ class Plan:
             "class_names": list(self.train_source.class_names),
             "samples": self.train_source.fingerprint,
             "optimizer": self.optimizer[0].__name__,
-            "left_to_adamw": None if self.fallback is None else dict.fromkeys(sorted(self.fallback), "AdamW's"),
+            **rules_of(self.optimizer[0]).identity(self.fallback),
             "trained": [name for name in names_and_shapes(self.model) if name not in self.frozen],
         }
 

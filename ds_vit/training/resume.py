@@ -13,6 +13,7 @@ from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step
 from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_json import BatchSizes
 from ds_vit.data import SampleOrder
+from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule
 
 FOLDER = "checkpoints"
@@ -28,7 +29,7 @@ _IDENTITY = {
     "class_names": "give the same training data, with the same names of class folders",
     "samples": "give the same images under the same names in the same classes; the folder itself may be another",
     "optimizer": "name the same optimizer in the JSON",
-    "left_to_adamw": "give the same fallback_list",
+    **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
 }
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
@@ -158,7 +159,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     saved = resume.checkpoint.state
     notes = []
     for key, remedy in _IDENTITY.items():
-        old, new = saved["run"].get(key), identity[key]
+        old, new = saved["run"].get(key), identity.get(key)
         if key in _SINCE_LATER and key not in saved["run"] and new is not None:
             notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
         elif old != new:

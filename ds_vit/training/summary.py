@@ -17,6 +17,7 @@ from ds_vit import config as flags
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, make_console, print_table
+from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.placement import Placement
 from ds_vit.training.evaluate import Accuracy
@@ -91,9 +92,7 @@ def _rules(plan: Plan) -> Rows:
     if plan.weight_decay:
         free = no_weight_decay_names(plan.model).intersection(trained)
         rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
-    if plan.fallback is not None:
-        left = len(plan.fallback.intersection(trained))
-        rows.append(("Muon", f"of {len(trained) - left} matrices; AdamW for {left} tensors"))
+    rows += rules_of(plan.optimizer[0]).rows(trained, plan.fallback)
     if plan.config.layer_decay not in (None, 1.0):
         scales, layers = layer_scales(plan.model, plan.config.layer_decay), layers_of(trained)
         # A layer's parameters share a factor, but for what timm puts elsewhere: the last one's is the layer's own.

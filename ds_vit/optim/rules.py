@@ -1,0 +1,64 @@
+"""What an optimizer says of itself beside its arithmetic, so that nobody else asks which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class OptimizerRules:
+    """The rules of an elementwise optimizer that treats all parameters alike; another one overrides what differs.
+
+    An optimizer of this package has its rules as its class attribute `rules`; those of others are in build.py.
+
+    Attributes:
+        own_arguments: arguments of the JSON that are for these rules, and not for the constructor.
+        spelled_otherwise: arguments that DeepSpeed's optimizer of this name has, and what to write instead.
+        proportional: the update is proportional to the learning rate, which layer-wise decay takes for granted.
+        shown_to_deepspeed: the JSON's block may be read by DeepSpeed, which then knows the optimizer by its name.
+        remedies: key of `identity` → what to do where a checkpoint has another value.
+    """
+
+    own_arguments: ClassVar[frozenset[str]] = frozenset()
+    spelled_otherwise: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    proportional: ClassVar[bool] = True
+    shown_to_deepspeed: ClassVar[bool] = True
+    remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def notes(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Lines for people about what these arguments of the JSON mean here."""
+        return []
+
+    def fallback(self, model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str] | None:
+        """timm names of the parameters that get another update, in groups with `use_fallback`; None: all alike.
+
+        Args:
+            model: the whole one; its parameters' names and shapes alone are looked at.
+            arguments: of the JSON, `own_arguments` among them.
+
+        Raises:
+            ValueError: an argument that does not fit the model.
+        """
+        return None
+
+    def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
+        """What must be the same in a run that goes on from a checkpoint, as plain data."""
+        return {}
+
+    def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:
+        """Rows for the table of a run's start.
+
+        Args:
+            trained: timm names of the trained parameters.
+            fallback: what `fallback` gave.
+        """
+        return []
+
+
+class NotProportional(OptimizerRules):
+    """Of an optimizer that is elementwise, and whose update is not proportional to the learning rate."""
+
+    proportional = False
