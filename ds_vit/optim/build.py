@@ -21,7 +21,7 @@ from ds_vit.optim.lars import Lars
 from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
-from ds_vit.optim.rules import NotProportional, OptimizerRules
+from ds_vit.optim.rules import NotProportional, OptimizerRules, RpropRules
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
@@ -38,7 +38,7 @@ _REFUSED_ARGUMENTS = {
     "tensor, so it would be something else in every layout",
 }
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
-_RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": NotProportional()}
+_RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": RpropRules()}
 _ELEMENTWISE = OptimizerRules()
 _NOT_ELEMENTWISE = {
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",

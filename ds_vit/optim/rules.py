@@ -62,3 +62,11 @@ class NotProportional(OptimizerRules):
     """Of an optimizer that is elementwise, and whose update is not proportional to the learning rate."""
 
     proportional = False
+
+
+class RpropRules(NotProportional):
+    """Of torch's Rprop."""
+
+    def notes(self, arguments: Mapping[str, Any]) -> list[str]:
+        """As `OptimizerRules.notes`."""
+        return ["Rprop begins with step sizes of the first learning rate and never reads it again: no schedule"]

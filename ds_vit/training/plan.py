@@ -28,7 +28,6 @@ from ds_vit.models import (
     names_and_shapes,
 )
 from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
-from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import check_tp_inside_hosts
@@ -235,8 +234,7 @@ def prepare(
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
     fallback, total_steps, horizon, schedule, warmup = None, 0, 0, None, 1
     if rule is not None:
-        patterns = rule.arguments.pop("fallback_list", ())
-        fallback = fallback_names(model, patterns) if rule.optimizer is Muon else None
+        fallback = rules_of(rule.optimizer).fallback(model, rule.arguments)
         total_steps, horizon = steps(config, order.steps_per_epoch)
         schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, rule.lr, path, notes)
         warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
@@ -294,13 +292,7 @@ def _update_rule(
 ) -> _UpdateRule:
     """The JSON's optimizer and what the flags say to it; lines for people are added to `notes`."""
     optimizer, arguments = optimizer_class(data.get("optimizer") or {}, path)
-    if optimizer is Muon and not {"nesterov", "adjust_lr_fn"} & arguments.keys():
-        notes.append(
-            "Muon is timm's, not DeepSpeed's: no nesterov, and a rate scaled by 0.2·√max(out, in), unless "
-            "optimizer.params say nesterov or adjust_lr_fn; see docs/optimizers.md"
-        )
-    if optimizer is torch.optim.Rprop:
-        notes.append("Rprop begins with step sizes of the first learning rate and never reads it again: no schedule")
+    notes += rules_of(optimizer).notes(arguments)
     if config.layer_decay not in (None, 1.0):
         check_layer_decay(optimizer, arguments)
     lr = learning_rate(config, optimizer, arguments, path)
