@@ -59,6 +59,7 @@ def run(
     quiet_deepspeed(config.verbose)
     from deepspeed.accelerator import get_accelerator
 
+    from ds_vit.config.run_folder import RunFolder
     from ds_vit.fault_tolerance.watchdog import Watchdog
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.evaluation_run import run_evaluation
@@ -90,8 +91,9 @@ def run(
         )
         with watchdog:
             groups = build_groups(plan.layout, saves=not config.eval_only)
+            run_folder = RunFolder(Path(folder[0]))
             if config.eval_only:
-                summary = run_evaluation(plan, Path(folder[0]), groups, started, watchdog)
+                summary = run_evaluation(plan, run_folder, groups, started, watchdog)
             else:
-                summary = Trainer(plan, Path(folder[0]), groups, started, watchdog, signals).run()
+                summary = Trainer(plan, run_folder, groups, started, watchdog, signals).run()
     return summary

@@ -8,7 +8,6 @@ def test_zero_stage_does_not_matter(ranks):
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ranks import RankPool
+
+from ds_vit.config.run_folder import RunFolder
 
 Row = Mapping[str, Any]
 
@@ -25,8 +26,7 @@ _MAX_LINES = 12
 
 def read_rows(output: str | Path) -> list[dict[str, Any]]:
     """All rows of `metrics.jsonl` in a run's output folder, as written."""
-    with (Path(output) / "metrics.jsonl").open() as lines:
-        return [json.loads(line) for line in lines]
+    return RunFolder(Path(output)).rows()
 
 
 def train_rows(rows: Sequence[Row]) -> list[Row]:

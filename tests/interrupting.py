@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ds_vit.config.run_folder import RunFolder
+
 TINY = [
     *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--log-interval", 1),
     *("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2", "num_heads=2", "--epochs", 1, "--warmup-steps", 2),
@@ -21,13 +23,13 @@ TINY = [
 
 def metrics_bytes(output: Path) -> int:
     """Size of metrics.jsonl."""
-    path = output / "metrics.jsonl"
+    path = RunFolder(output).metrics
     return path.stat().st_size if path.exists() else 0
 
 
 def last_step(output: Path, since: int = 0) -> int:
     """The step of the last whole row of kind "train" in metrics.jsonl behind its first bytes; 0 where there is none."""
-    path = output / "metrics.jsonl"
+    path = RunFolder(output).metrics
     rows = path.read_bytes()[since:].decode(errors="replace").splitlines() if path.exists() else []
     for row in reversed(rows):
         with contextlib.suppress(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import oracle
 from curves import train_in
 from project import ROOT
 from ranks import RankPool
+
+from ds_vit.config.run_folder import RunFolder
 
 GLOBAL_BATCH = 16
 NASTY = """out 'it' "$(touch pwned)"; touch pwned `touch pwned` $HOME & * \\"""
@@ -42,9 +43,8 @@ def alone(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
 
 def last_step(output: Path) -> int:
     """The last step that `metrics.jsonl` has; 0 while there is none."""
-    path = output / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return max((row["step"] for row in rows if row["kind"] == "train"), default=0)
+    folder = RunFolder(output)
+    return max((row["step"] for row in folder.rows("train")), default=0) if folder.metrics.exists() else 0
 
 
 def explain(done: subprocess.CompletedProcess, output: Path | None = None) -> str:

@@ -64,6 +64,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
 
     from ds_vit import config as flags
     from ds_vit.checkpoint.snapshot import Holding, share_bytes
+    from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.base import device_of, quiet_deepspeed
     from ds_vit.launching.process import discover
     from ds_vit.models import names_and_shapes
@@ -89,7 +90,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
         engine.train_step(inputs)
         between = time.perf_counter() - begin
     average.update()
-    checkpoint_manager = CheckpointManager(plan, Path(folder), engine, average, throughput, None, lambda: {})
+    checkpoint_manager = CheckpointManager(plan, RunFolder(Path(folder)), engine, average, throughput, None, lambda: {})
     checkpoint_manager.reporter = rows = Rows()
     shapes = names_and_shapes(plan.model)
     holding = Holding(engine.zero_map, average.tensors, shapes)

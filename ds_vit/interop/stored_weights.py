@@ -6,9 +6,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_vit.checkpoint import Damaged, open_checkpoint
+from ds_vit.checkpoint import Damaged, marked, open_checkpoint
+from ds_vit.config.run_folder import WEIGHTS, RunFolder, weights_in
 
-_FILES = {"raw": "model", "ema": "ema"}  # kind of weights → how its files' names begin
 _POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
 
 
@@ -39,47 +39,41 @@ class StoredWeights:
             return
         try:
             checkpoint = open_checkpoint(folder)
-            checkpoint.verify([name for name in checkpoint.files if name.startswith(_FILES[self.kind])])
+            checkpoint.verify([name for name in checkpoint.files if name.startswith(WEIGHTS[self.kind])])
         except Damaged as error:
             raise ValueError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
 
 
-def _weights_in(folder: Path, kind: str) -> Path | None:
-    """The weights of a kind in a folder: the index where they are sharded, else the file."""
-    stem = _FILES[kind]
-    candidates = (folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors")
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _pointed_at(run: Path, pointer: str) -> Path | None:
+def _pointed_at(checkpoints: Path, pointer: str) -> Path | None:
     """The checkpoint folder that `checkpoints/latest` or `checkpoints/best` names; None without that file."""
-    file = run / "checkpoints" / pointer
-    if not file.is_file():
+    name = marked(checkpoints, pointer)
+    if name is None:
         return None
-    folder = run / "checkpoints" / file.read_text().strip()
+    folder = checkpoints / name
     if not folder.is_dir():
+        file = checkpoints / pointer
         raise ValueError(f"{file} names {folder.name}, which does not exist; name a folder with --checkpoint")
     return folder
 
 
-def _places(run: Path, checkpoint: str) -> list[Path]:
+def _places(run: RunFolder, checkpoint: str) -> list[Path]:
     """The folders that `checkpoint` means in a run, the preferred one first."""
     if checkpoint in _POINTERS:
-        folder = _pointed_at(run, checkpoint)
+        folder = _pointed_at(run.checkpoints, checkpoint)
         if folder is None:
-            raise ValueError(f"--checkpoint {checkpoint}: there is no {run / 'checkpoints' / checkpoint}")
+            raise ValueError(f"--checkpoint {checkpoint}: there is no {run.checkpoints / checkpoint}")
         return [folder]
     if checkpoint:
-        folders = [path for path in (run / "checkpoints" / checkpoint, Path(checkpoint)) if path.is_dir()]
+        folders = [path for path in (run.checkpoints / checkpoint, Path(checkpoint)) if path.is_dir()]
         if not folders:
-            there = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+            there = sorted(path.name for path in run.checkpoints.glob("step-*"))
             raise ValueError(
-                f"--checkpoint {checkpoint}: no such folder, in {run / 'checkpoints'} or by itself; "
+                f"--checkpoint {checkpoint}: no such folder, in {run.checkpoints} or by itself; "
                 f"there {'are ' + ', '.join(there) if there else 'is none'}"
             )
         return folders[:1]
-    latest = _pointed_at(run, "latest")
-    return [run, *([latest] if latest else [])]
+    latest = _pointed_at(run.checkpoints, "latest")
+    return [run.path, *([latest] if latest else [])]
 
 
 def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") -> StoredWeights:
@@ -98,24 +92,24 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
     source = Path(source)
     if not source.exists():
         raise ValueError(f"{source} does not exist; give a run's folder, a checkpoint or a file of weights")
-    is_run = source.is_dir() and ((source / "config.yaml").is_file() or (source / "checkpoints").is_dir())
+    is_run = source.is_dir() and RunFolder(source).holds_run
     if checkpoint and not is_run:
         raise ValueError(f"--checkpoint {checkpoint} has no effect: {source} is not a run's folder; drop it")
-    if source.is_file() or not (is_run or _weights_in(source, "raw")):
+    if source.is_file() or not (is_run or weights_in(source, "raw")):
         if kind != "raw":
             raise ValueError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
         return StoredWeights(source, None, source if source.is_dir() else source.parent, kind)
-    places = _places(source, checkpoint) if is_run else [source]
+    places = _places(RunFolder(source), checkpoint) if is_run else [source]
     for place in places:
-        path = _weights_in(place, kind)
+        path = weights_in(place, kind)
         if path is not None:
             break
     else:
         where = " or ".join(str(place) for place in places)
-        hint = "; it has raw weights" if kind == "ema" and any(_weights_in(place, "raw") for place in places) else ""
-        raise ValueError(f"there is no {_FILES[kind]}.safetensors (or its index.json) in {where}{hint}")
+        hint = "; it has raw weights" if kind == "ema" and any(weights_in(place, "raw") for place in places) else ""
+        raise ValueError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
     run = place if is_run and place == source else place.parent.parent
-    recipe = run / "config.yaml"
+    recipe = RunFolder(run).config
     return StoredWeights(
         path=path,
         recipe=recipe if recipe.is_file() else None,
@@ -127,7 +121,7 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a command line the arguments of `find_weights`."""
     parser.add_argument("source", metavar="RUN", help="a run's folder, a checkpoint, or a file of weights")
-    parser.add_argument("--weights", choices=tuple(_FILES), help="the weights, or their moving average [raw]")
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="the weights, or their moving average [raw]")
     parser.add_argument(
         "--checkpoint",
         metavar="NAME",

@@ -5,10 +5,11 @@ Reads the rows of kind "gradients" that --grad-stats-interval writes (`optim/hea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ds_vit.config.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,14 +29,10 @@ def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the run has none, or not of this step (those that it has are named).
     """
-    path = run / "metrics.jsonl"
-    if not path.is_file():
+    folder = RunFolder(run)
+    if not folder.metrics.is_file():
         raise ValueError(f"{run}: there is no metrics.jsonl; give a run's --output folder")
-    rows = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row["kind"] == "gradients":
-            rows[row["step"]] = row
+    rows = {row["step"]: row for row in folder.rows("gradients")}
     if not rows:
         raise ValueError(f"{run}: no gradient statistics; train with --grad-stats-interval 100")
     if step is None:
@@ -132,7 +129,7 @@ def titles(run: Path, row: Mapping[str, Any]) -> str:
     """Model, precision and step, as far as the run's folder tells."""
     parts: Sequence[str] = [run.name]
     try:
-        summary = json.loads((run / "summary.json").read_text())
+        summary = RunFolder(run).read_summary()
         parts = [summary["model"], summary["precision"]]
     except (OSError, ValueError, KeyError):
         pass

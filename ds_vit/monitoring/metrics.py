@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ds_vit.config.run_folder import RunFolder
+
 # Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
 # name that is part of the device's name counts.
 _PEAK_TFLOPS = {
@@ -113,7 +115,7 @@ class Reporter:
     """Writes a run's figures and shows them; exists on rank 0 alone.
 
     Args:
-        folder: the run's output folder; metrics.jsonl and tensorboard/ are made in it.
+        folder: of the run; metrics.jsonl and tensorboard/ are made in it.
         total_steps: where the progress bar ends.
         first_step: steps that were done before (0 for a new run).
         events: DeepSpeed's monitors, `events([(name, value, images seen)])`.
@@ -122,7 +124,7 @@ class Reporter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder,
         *,
         total_steps: int,
         first_step: int = 0,
@@ -133,11 +135,11 @@ class Reporter:
 
         self.console = console or make_console()
         self._events = events
-        _cut_torn_line(folder / "metrics.jsonl")
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        _cut_torn_line(folder.metrics)
+        self._file = folder.metrics.open("a", encoding="utf-8")
         # What an interrupted run drew beyond the step that this one goes on from is hidden.
         purge = {"purge_step": first_step + 1} if first_step else {}
-        self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
+        self._board = SummaryWriter(str(folder.tensorboard), **purge)
         self._figures = self._accuracy = ""
         self._progress: Progress | None = None
         self._total = total_steps

@@ -7,7 +7,6 @@ deepspeed launch/eval.py runs/first --pp 2 --weights ema
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.engine.base import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
@@ -92,7 +92,7 @@ def evaluate_weights(
     if not values.get("deepspeed_config"):
         raise ValueError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
-    file = Path(output) if output else found.folder / "eval.json"
+    file = Path(output) if output else RunFolder(found.folder).evaluation
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
@@ -145,9 +145,7 @@ def _run(
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
-            temporary = file.with_name(f".{file.name}.partial")
-            temporary.write_text(json.dumps(result, indent=2) + "\n")
-            temporary.replace(file)
+            write_json(file, result)
             skipped = f", {num_skipped} skipped" if num_skipped else ""
             rows = [
                 ("model", f"{config.model}, {plan.layout}, {plan.precision.name}"),

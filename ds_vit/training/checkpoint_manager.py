@@ -21,6 +21,7 @@ from ds_vit.checkpoint import Checkpoint, newest, open_checkpoint, remove_leftov
 from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, verify_together
 from ds_vit.checkpoint.snapshot import Holding, Save, Saver
 from ds_vit.config.durations import Interval
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
@@ -28,7 +29,7 @@ from ds_vit.models import names_and_shapes
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.training.plan import Plan, resolved_flags
-from ds_vit.training.resume import FOLDER, first_step, skipped_batches
+from ds_vit.training.resume import first_step, skipped_batches
 
 
 class CheckpointManager:
@@ -36,7 +37,7 @@ class CheckpointManager:
 
     Args:
         plan: the run.
-        folder: its output folder, shared by all ranks.
+        folder: of its output, shared by all ranks.
         engine: running, with the groups that saving takes.
         ema: the moving average, or None.
         throughput: is paused while training stands still for a save.
@@ -47,7 +48,7 @@ class CheckpointManager:
     def __init__(
         self,
         plan: Plan,
-        folder: Path,
+        folder: RunFolder,
         engine: Engine,
         ema: Ema | None,
         throughput: Throughput,
@@ -56,7 +57,7 @@ class CheckpointManager:
     ) -> None:
         config = plan.config
         self.plan = plan
-        self.parent = folder / FOLDER
+        self.parent = folder.checkpoints
         self.engine = engine
         self.ema = ema
         self.throughput = throughput

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine, EvalInputs, device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
@@ -45,7 +45,7 @@ def evaluate_plan(
     return engine, accuracy, len(plan.val_source) - accuracy.images
 
 
-def run_evaluation(plan: Plan, folder: Path, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
+def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
     """`--eval-only`: evaluate, and write a run's files (a collective).
 
     Args:

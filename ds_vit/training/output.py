@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.launching.process import Process
 
 DEFAULT_PARENT = "runs"
@@ -30,7 +31,7 @@ def check_folder(output: str, *, goes_on: bool = False) -> None:
         ValueError: says which and what to do.
     """
     folder = Path(output)
-    if (folder / "metrics.jsonl").exists() and not goes_on:
+    if RunFolder(folder).metrics.exists() and not goes_on:
         raise ValueError(
             f"--output {output} already holds a run (metrics.jsonl); choose another folder, remove it, or "
             "go on with it by --resume auto"

@@ -12,11 +12,10 @@ from typing import Any
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
 from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
 from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule
-
-FOLDER = "checkpoints"
 
 # What must be the same in the run that goes on, and what to do about it.
 _IDENTITY = {
@@ -84,7 +83,9 @@ def find(config: RunConfig) -> Resume | None:
                 return Resume(open_checkpoint(path), falls_back=False)
             except Damaged as error:
                 raise ValueError(f"--resume {path}: {error}; give another one, or its run's folder") from None
-    parent = path / FOLDER if config.resume == "auto" or (path / FOLDER).is_dir() else path
+    parent = RunFolder(path).checkpoints
+    if config.resume != "auto" and not parent.is_dir():
+        parent = path
     checkpoint, notes = newest(parent)
     if checkpoint is not None:
         return Resume(checkpoint, falls_back=True, notes=tuple(notes))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ds_vit import config as flags
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, make_console, print_table
@@ -174,7 +175,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     return rows
 
 
-def show_start(plan: Plan, folder: Path, flops: int, device: torch.device) -> Console | None:
+def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device) -> Console | None:
     """Write config.yaml (enough to run again) and deepspeed.json, and show what the run is (a collective).
 
     Args:
@@ -188,12 +189,12 @@ def show_start(plan: Plan, folder: Path, flops: int, device: torch.device) -> Co
     """
     console = make_console() if dist.get_rank() == 0 else None
     if console is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(flags.to_yaml(resolved_flags(plan)))
-        (folder / "deepspeed.json").write_text(json.dumps(plan.deepspeed, indent=2) + "\n")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
+        folder.deepspeed.write_text(json.dumps(plan.deepspeed, indent=2) + "\n")
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        print_table(console, "ds_vit", start_rows(plan, flops, device, folder))
+        print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
     if plan.process.spans_hosts:
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
@@ -202,11 +203,9 @@ def show_start(plan: Plan, folder: Path, flops: int, device: torch.device) -> Co
     return console
 
 
-def show_end(plan: Plan, folder: Path, summary: dict[str, Any], console: Console | None) -> None:
+def show_end(plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None) -> None:
     """Write summary.json and show it, where there is a console."""
     if console is None:
         return
-    temporary = folder / ".summary.json.partial"
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(folder / "summary.json")
-    print_table(console, "done", end_rows(plan, summary, folder))
+    write_json(folder.summary, summary)
+    print_table(console, "done", end_rows(plan, summary, folder.path))

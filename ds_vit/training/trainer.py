@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Inputs, StepResult, device_of
 from ds_vit.engine.step_guard import Rejection
 from ds_vit.fault_tolerance.exit_codes import Diverged
@@ -49,7 +49,7 @@ class Trainer:
 
     Args:
         plan: what to do.
-        folder: the output folder, shared by all ranks; rank 0 writes to it.
+        folder: of the output, shared by all ranks; rank 0 writes to it.
         groups: of the run.
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
@@ -59,7 +59,7 @@ class Trainer:
     def __init__(
         self,
         plan: Plan,
-        folder: Path,
+        folder: RunFolder,
         groups: Groups,
         started: float,
         watchdog: Watchdog,
@@ -100,7 +100,7 @@ class Trainer:
         if plan.config.spike_factor is not None:
             self.engine.guard.watch_spikes(plan.config.spike_factor)
         self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
-        samples = self.folder / "samples" if plan.config.log_samples else None
+        samples = self.folder.samples if plan.config.log_samples else None
         self.inputs = InputPipeline(plan, self.engine, self.throughput, samples)
         done = self._restore()
         if console is not None:
@@ -151,7 +151,7 @@ class Trainer:
         self.watchdog.beat(self.step, "saving", patience=4)
         self.checkpoint_manager.finish(self.step)
         self.watchdog.beat(self.step, "saving the weights", patience=4)
-        self.checkpoint_manager.save_weights(self.folder)
+        self.checkpoint_manager.save_weights(self.folder.path)
 
     def _train(self, first_step: int) -> None:
         """Steps until the end; after each rollback from the step that it led to."""

@@ -1,0 +1,113 @@
+"""A run's output folder (`--output`): where everything in it lies, and how it is read. No engine, no ranks.
+
+config.yaml, deepspeed.json     all settings, resolved: enough to run again
+metrics.jsonl, tensorboard/     what was measured
+summary.json                    what came of it
+checkpoints/                    see ds_vit/checkpoint/folder.py
+model.safetensors               the final weights; ema.safetensors their average (or shards and an index)
+samples/                        the samples of each step, a file for each rank (--log-samples)
+eval.json                       what `ds-vit eval` measured
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = {"raw": "model", "ema": "ema"}
+"""Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output folder of a run, which need not exist yet.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The flags, as a recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The JSON that DeepSpeed got."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder of events."""
+        return self.path / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        """Written at the end."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder around the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        """The folder of --log-samples."""
+        return self.path / "samples"
+
+    @property
+    def evaluation(self) -> Path:
+        """Written by `ds-vit eval`."""
+        return self.path / "eval.json"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has written here, or a checkpoint of one lies here."""
+        return self.config.is_file() or self.checkpoints.is_dir()
+
+    def rows(self, *kinds: str) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, as written: those of these kinds, or all.
+
+        Raises:
+            OSError: there is no such file.
+        """
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [row for row in rows if not kinds or row["kind"] in kinds]
+
+    def read_summary(self) -> dict[str, Any]:
+        """The contents of summary.json.
+
+        Raises:
+            OSError: the run has not come to an end.
+        """
+        return json.loads(self.summary.read_text())
+
+
+def weights_in(folder: Path, kind: str) -> Path | None:
+    """The weights of a kind in a run's or a checkpoint's folder: the index where they are sharded, else the file.
+
+    Args:
+        folder: to look into.
+        kind: "raw" or "ema".
+    """
+    stem = WEIGHTS[kind]
+    candidates = (folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    """Write a small file that a reader sees whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(contents, indent=2) + "\n")
+    temporary.replace(path)
