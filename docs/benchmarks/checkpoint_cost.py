@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,8 +91,9 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
         engine.train_step(inputs)
         between = time.perf_counter() - begin
     average.update()
-    checkpoint_manager = CheckpointManager(plan, RunFolder(Path(folder)), engine, average, throughput, None, lambda: {})
-    checkpoint_manager.reporter = rows = Rows()
+    rows, nothing = Rows(), SimpleNamespace(state_dict=dict)
+    run_folder = RunFolder(Path(folder))
+    checkpoint_manager = CheckpointManager(plan, run_folder, engine, average, throughput, None, nothing, rows)
     shapes = names_and_shapes(plan.model)
     holding = Holding(engine.zero_map, average.tensors, shapes)
 

@@ -56,6 +56,7 @@ class RunConfig:
     check_replicas: int = _flag(0, _R, "steps between bitwise comparisons of replicas", neutral=(0,), type=int)
     pp_partition: str = _flag("", _R, "first layer of each stage and the number of layers: 0,7,14", neutral=("",))
 
+    task: str = _flag("classification", _M, "what is trained for", neutral=("classification",))
     model: str = _flag("vit_base_patch16_224", _M, "timm name of a VisionTransformer or Eva model")
     model_kwargs: Mapping[str, Any] = _flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
     num_classes: int | None = _flag(None, _M, "classes of the head (default: the data's)", type=int)

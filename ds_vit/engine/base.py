@@ -29,18 +29,13 @@ from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.zero_map import build_zero_map
+from ds_vit.tasks import Batch, Loss
 
-# Pixels [B, 3, H, W] in the model's type, int64 sample keys [B], targets [B] or [B, C]; all on the engine's device.
-# In a pipeline the first stage alone has pixels and the last alone has targets: None elsewhere.
-Inputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-# The same for evaluation, and which rows count: bool [B].
-EvalInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
 # two such chunks a run can be stopped.
 EVAL_CHUNK = 32
 # What DeepSpeed's DynamicLossScaler counts.
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def quiet_deepspeed(verbose: bool) -> None:
@@ -130,7 +125,8 @@ class Engine(ABC):
         optimizer: over the model's trained parameters; None for evaluation alone.
         config: the DeepSpeed JSON with every "auto" resolved.
         groups: of the run.
-        whole_logits: puts logits together that are cut over classes (a collective of the tensor-parallel group).
+        input_names: the fields of a batch that the model takes, in its order; the keys follow them.
+        whole_outputs: puts outputs together that are cut over classes (a collective of the tensor-parallel group).
     """
 
     def __init__(
@@ -139,7 +135,8 @@ class Engine(ABC):
         optimizer: torch.optim.Optimizer | None,
         config: Mapping[str, Any],
         groups: Groups,
-        whole_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+        input_names: Sequence[str] = ("images",),
+        whole_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs,
     ) -> None:
         import deepspeed
 
@@ -147,7 +144,8 @@ class Engine(ABC):
         self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
         self.accumulation = int(config["gradient_accumulation_steps"])
         self.groups = groups
-        self._whole_logits = whole_logits
+        self._input_names = tuple(input_names)
+        self._whole_outputs = whole_outputs
         self._clip = float(config["gradient_clipping"])
         self._norm: torch.Tensor | None = None
         if self.stage == 0:
@@ -189,6 +187,11 @@ class Engine(ABC):
     def device(self) -> torch.device:
         """Where the inputs have to be."""
         return self.engine.device
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank's rows count in an evaluation: those of the last stage, once a tensor-parallel group."""
+        return self.groups.tp_rank == 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -257,13 +260,11 @@ class Engine(ABC):
             self.set_lr(progress["lr"])
 
     @abstractmethod
-    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
-        """One optimizer step: `accumulation` micro-batches are taken from `inputs`."""
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """One optimizer step: `accumulation` micro-batches are taken from `batches`."""
 
     @abstractmethod
-    def forward_batches(
-        self, batches: Iterator[EvalInputs], num_batches: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
         """Run the model without gradients or anything random (a collective; to be iterated to its end).
 
         Args:
@@ -271,9 +272,13 @@ class Engine(ABC):
             num_batches: how many; the same on every rank.
 
         Yields:
-            (logits fp32 [B, C], targets, valid) of each batch, on the ranks whose rows count: those of the last
-            pipeline stage, one of each tensor-parallel group.
+            (outputs of the last layer in fp32, batch) of each batch, on the ranks whose rows count: those of the
+            last pipeline stage, one of each tensor-parallel group.
         """
+
+    def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
+        """What the first layer takes; a rank whose stage is another has the keys alone."""
+        return (*(batch.get(name) for name in self._input_names), batch["keys"])
 
     def _result(self, loss: torch.Tensor) -> StepResult:
         rejection = self.guard.rejection
@@ -426,9 +431,9 @@ class PlainEngine(Engine):
     Args:
         model: `forward(images, keys) → logits [B, C]`.
         optimizer: over the model's trained parameters.
-        loss: `loss(logits, targets) → fp32 scalar`, the mean over a micro-batch.
+        loss: the mean over a micro-batch.
         config: the DeepSpeed JSON with every "auto" resolved.
-        shared: `groups` and `whole_logits`, as for `Engine`.
+        shared: `groups`, `input_names` and `whole_outputs`, as for `Engine`.
     """
 
     def __init__(
@@ -446,14 +451,14 @@ class PlainEngine(Engine):
     def _initialize_arguments(self) -> dict[str, Any]:
         return {} if self.groups.grid is None else {"mpu": self.groups.grid}
 
-    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
         self.engine.train()
         self.guard.begin()
         self._total = None
         for _ in range(self.accumulation):
-            images, keys, targets = next(inputs)
-            loss = self._loss(self.engine(images, keys), targets)
+            batch = next(batches)
+            loss = self._loss(self.engine(*self._inputs(batch)), batch)
             self.engine.backward(loss)
             self._total = loss.detach() if self._total is None else self._total + loss.detach()
             self.engine.step()
@@ -464,14 +469,11 @@ class PlainEngine(Engine):
         return self._total, self.accumulation
 
     @torch.no_grad()
-    def forward_batches(
-        self, batches: Iterator[EvalInputs], num_batches: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         self.engine.eval()
-        counts = self.groups.tp_rank == 0
         for _ in range(num_batches):
-            images, keys, targets, valid = next(batches)
-            logits = self._whole_logits(self.engine(images, keys)).float()
-            if counts:
-                yield logits, targets, valid
+            batch = next(batches)
+            outputs = self._whole_outputs(self.engine(*self._inputs(batch))).float()
+            if self.counts_rows:
+                yield outputs, batch

@@ -16,10 +16,11 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_vit.engine.base import EVAL_CHUNK, Engine, EvalInputs, Inputs, Loss, StepResult
+from ds_vit.engine.base import Engine, StepResult
 from ds_vit.engine.workarounds import one_grid
 from ds_vit.models import BlockLayer, BlockRun
 from ds_vit.parallel.groups import Groups
+from ds_vit.tasks import Batch, Loss
 
 
 class StagedViT(PipelineModule):
@@ -29,7 +30,8 @@ class StagedViT(PipelineModule):
         layers: all layers of the model; those of this stage are filled, the others may stay on the meta device.
         bounds: first layer of each stage, and the number of layers: stage i has `layers[bounds[i]:bounds[i + 1]]`.
         groups: of the run.
-        loss: `loss(logits, targets) → fp32 scalar`.
+        loss: the mean over a micro-batch.
+        target_names: the fields of a batch that the loss takes; the keys come with them.
         checkpoint_interval: recompute every so many blocks (0: none).
         checkpoint_function: `checkpoint_function(function, *tensors)`.
     """
@@ -40,6 +42,7 @@ class StagedViT(PipelineModule):
         bounds: Sequence[int],
         groups: Groups,
         loss: Loss,
+        target_names: Sequence[str],
         *,
         checkpoint_interval: int,
         checkpoint_function: Callable,
@@ -47,8 +50,13 @@ class StagedViT(PipelineModule):
         self._bounds = list(bounds)
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
+        self.target_names = (*target_names, "keys")
+
+        def of_tuple(outputs: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+            return loss(outputs, dict(zip(self.target_names, targets, strict=True)))
+
         with contextlib.redirect_stdout(io.StringIO()), one_grid(groups.grid):  # it prints seeds, which are not ours
-            super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=loss)
+            super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=of_tuple)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds
@@ -89,36 +97,44 @@ class PipeEngine(Engine):
         config.pop("activation_checkpointing", None)
         super().__init__(model, optimizer, config, **shared)
 
-    def train_step(self, inputs: Iterator[Inputs]) -> StepResult:
-        """As `Engine.train_step`; stages between the first and the last take nothing from `inputs`."""
+    @property
+    def counts_rows(self) -> bool:
+        """As `Engine.counts_rows`."""
+        return self.engine.is_last_stage() and super().counts_rows
+
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """As `Engine.train_step`; stages between the first and the last take nothing from `batches`."""
         self.guard.begin()
-        loss = self.engine.train_batch(((images, keys), targets) for images, keys, targets in inputs)
+        loss = self.engine.train_batch(self._pair(batch) for batch in batches)
         return self._result(loss.float())
+
+    def _pair(self, batch: Batch) -> tuple[tuple, tuple]:
+        """(what the first stage takes, what the loss takes); DeepSpeed looks at a stage's own part alone."""
+        return self._inputs(batch), tuple(batch.get(name) for name in self.module.target_names)
 
     def _current_loss(self) -> tuple[torch.Tensor | None, int]:
         total = self.engine.total_loss if self.engine.is_last_stage() else None
         return total, 0 if total is None else self.accumulation
 
-    def forward_batches(
-        self, batches: Iterator[EvalInputs], num_batches: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         engine = self.engine
         at_end = engine.is_first_stage() or engine.is_last_stage()
-        counts = engine.is_last_stage() and self.groups.tp_rank == 0
         monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
-        for start in range(0, num_batches, EVAL_CHUNK):
-            size = min(EVAL_CHUNK, num_batches - start)
-            chunk = [next(batches) for _ in range(size)] if at_end else []
-            feed = iter([((images, keys), targets) for images, keys, targets, _ in chunk])
-            engine.total_loss = None  # eval_batch would go on adding to training's
-            engine.reset_activation_shape()
-            outputs = engine.eval_batch(
-                feed, compute_loss=False, reduce_output=None, bcast_loss=False, num_micro_batches=size
-            )
-            for logits, (_, _, targets, valid) in zip(outputs if engine.is_last_stage() else [], chunk, strict=False):
-                whole = self._whole_logits(logits).float()
-                if counts:
-                    yield whole, targets, valid
+        chunk = [next(batches) for _ in range(num_batches)] if at_end else []
+        engine.total_loss = None  # eval_batch would go on adding to training's
+        engine.reset_activation_shape()
+        outputs = engine.eval_batch(
+            iter([self._pair(batch) for batch in chunk]),
+            compute_loss=False,
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=num_batches,
+        )
+        if engine.is_last_stage():
+            for output, batch in zip(outputs, chunk, strict=True):
+                whole = self._whole_outputs(output).float()
+                if self.counts_rows:
+                    yield whole, batch
         engine.reset_activation_shape()
         engine.monitor.enabled = monitoring

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.tasks import Figure
 
 # Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
 # name that is part of the device's name counts.
@@ -104,6 +105,9 @@ class Throughput:
         return rate, waiting
 
 
+Events = Callable[[Sequence[tuple[str, float, int]]], None]
+
+
 def _plain(value: Any) -> Any:
     """JSON has no nan or infinity: they become null."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -117,32 +121,32 @@ class Reporter:
     Args:
         folder: of the run; metrics.jsonl and tensorboard/ are made in it.
         total_steps: where the progress bar ends.
-        first_step: steps that were done before (0 for a new run).
-        events: DeepSpeed's monitors, `events([(name, value, images seen)])`.
         console: where to speak; a terminal gets a progress bar, anything else plain lines.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        total_steps: int,
-        first_step: int = 0,
-        events: Callable[[Sequence[tuple[str, float, int]]], None] | None = None,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, folder: RunFolder, *, total_steps: int, console: Console) -> None:
+        self.console = console
+        self._folder = folder
+        self._total = total_steps
+        self._events: Events | None = None
+        self._figures = self._quality = ""
+        self._progress: Progress | None = None
+
+    def start(self, first_step: int = 0, events: Events | None = None) -> None:
+        """Open the files and the bar; until then there is `say` alone.
+
+        Args:
+            first_step: steps that were done before (0 for a new run).
+            events: DeepSpeed's monitors, `events([(name, value, images seen)])`.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
-        self.console = console or make_console()
         self._events = events
-        _cut_torn_line(folder.metrics)
-        self._file = folder.metrics.open("a", encoding="utf-8")
+        _cut_torn_line(self._folder.metrics)
+        self._file = self._folder.metrics.open("a", encoding="utf-8")
         # What an interrupted run drew beyond the step that this one goes on from is hidden.
         purge = {"purge_step": first_step + 1} if first_step else {}
-        self._board = SummaryWriter(str(folder.tensorboard), **purge)
-        self._figures = self._accuracy = ""
-        self._progress: Progress | None = None
-        self._total = total_steps
+        self._board = SummaryWriter(str(self._folder.tensorboard), **purge)
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]train"),
@@ -154,7 +158,7 @@ class Reporter:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, figures="")
+            self._task = self._progress.add_task("train", total=self._total, completed=first_step, figures="")
             self._progress.start()
 
     def advance(self, step: int) -> None:
@@ -172,7 +176,7 @@ class Reporter:
         self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
         self._figures = f"loss {row['loss']:.4f}  {row['images_per_second']:.1f} img/s"
         if self._progress:
-            self._progress.update(self._task, completed=step, figures=self._figures + self._accuracy)
+            self._progress.update(self._task, completed=step, figures=self._figures + self._quality)
         else:
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
@@ -180,21 +184,26 @@ class Reporter:
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
             )
 
-    def eval(self, row: Mapping[str, Any], kind: str = "eval") -> None:
-        """A row of kind "eval", or "eval_ema" for the moving average of the weights."""
+    def eval(self, row: Mapping[str, Any], figures: Sequence[Figure], kind: str = "eval") -> None:
+        """A row of kind "eval", or "eval_ema" for the moving average of the weights.
+
+        Args:
+            row: step, images, and a value for each figure.
+            figures: the task's metrics; the progress bar shows the first.
+            kind: as above.
+        """
         self._write({"kind": kind, **row})
-        for key in ("top1", "top5", "loss"):
-            self._scalar(f"{kind}/{key}", row[key], row["step"])
-        self._monitor(row["step"], "Eval" if kind == "eval" else "EvalEma", row, ("top1", "top5", "loss"))
+        names = [figure.name for figure in figures]
+        for name in names:
+            self._scalar(f"{kind}/{name}", row[name], row["step"])
+        self._monitor(row["step"], "Eval" if kind == "eval" else "EvalEma", row, names)
         if kind == "eval":
-            self._accuracy = f"  top-1 {row['top1']:.2f} %"
+            self._quality = f"  {figures[0].label} {figures[0].value(row)}"
         if self._progress:
-            self._progress.update(self._task, figures=self._figures + self._accuracy)
+            self._progress.update(self._task, figures=self._figures + self._quality)
         what = "eval" if kind == "eval" else "eval of the average"
-        self.say(
-            f"{what} at step {row['step']}: top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %  "
-            f"loss {row['loss']:.5f}  over {row['images']} images"
-        )
+        values = "  ".join(f"{figure.label} {figure.value(row)}" for figure in figures)
+        self.say(f"{what} at step {row['step']}: {values}  over {row['images']} images")
 
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
         """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
+from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, own_classes, reduce_from_region
+
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -95,3 +97,43 @@ def build_loss(**settings: Any) -> Loss:
 
         return smoothed
     return lambda logits, targets: module(logits.float(), targets)
+
+
+def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
+    """`build_loss` for a classifier that is cut over the classes.
+
+    Args:
+        tp: this rank's place in the group.
+        num_classes: C, without padding.
+        settings: as for `loss_rule`.
+
+    Returns:
+        `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
+        (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
+
+    Raises:
+        ValueError: as `loss_rule`.
+    """
+    rule = loss_rule(**settings)
+    first, count = own_classes(num_classes, tp)
+    off_value = rule.number_smoothing / num_classes
+
+    def own_targets(targets: torch.Tensor) -> torch.Tensor:
+        """float32 [B, n]: what timm's losses make of the targets, this rank's classes of it."""
+        if targets.ndim > 1:
+            own = targets[:, first : first + count].float()
+            if rule.multi_hot_smoothing:
+                own = own * (1.0 - rule.multi_hot_smoothing) + 0.5 * rule.multi_hot_smoothing
+        else:
+            classes = torch.arange(first, first + count, device=targets.device)
+            own = torch.where(targets[:, None] == classes, 1.0 - rule.number_smoothing + off_value, off_value)
+        return own if rule.threshold is None else own.gt(rule.threshold).float()
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        own_logits = logits[:, :count].float()
+        if not rule.binary:
+            return SoftmaxCrossEntropy.apply(own_logits, own_targets(targets), tp)
+        own_sum = F.binary_cross_entropy_with_logits(own_logits, own_targets(targets), reduction="sum")
+        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.sum_classes else num_classes))
+
+    return loss

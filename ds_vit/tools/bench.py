@@ -118,7 +118,7 @@ def bench_step(
     mine = images.to(engine.dtype)
 
     def ours() -> None:
-        engine.train_step(iter([(mine, keys, targets)]))
+        engine.train_step(iter([{"images": mine, "keys": keys, "targets": targets}]))
 
     best = {plain: float("inf"), ours: float("inf")}
     for side in best:

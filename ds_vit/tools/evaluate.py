@@ -129,7 +129,7 @@ def _run(
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):
-        engine, accuracy, num_skipped = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.layout))
+        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.layout))
         result = {
             "source": source,
             "weights": found.kind,
@@ -140,20 +140,18 @@ def _run(
             "precision": plan.precision.name,
             "data": config.dataset or config.data_dir,
             "val_split": config.val_split,
-            **dataclasses.asdict(accuracy),
-            "skipped_images": num_skipped,
+            **figures,
+            "skipped_images": len(plan.val_source) - figures["images"],
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
             write_json(file, result)
-            skipped = f", {num_skipped} skipped" if num_skipped else ""
+            skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
             rows = [
                 ("model", f"{config.model}, {plan.layout}, {plan.precision.name}"),
                 ("weights", f"{found.path} ({found.kind})"),
-                ("top-1", f"{accuracy.top1:.3f} %"),
-                ("top-5", f"{accuracy.top5:.3f} %"),
-                ("loss", f"{accuracy.loss:.6f}"),
-                ("images", f"{accuracy.images:,}{skipped}"),
+                *((figure.label, figure.value(figures, more_digits=1)) for figure in plan.task.figures),
+                ("images", f"{figures['images']:,}{skipped}"),
                 ("written to", str(file)),
             ]
             print_table(make_console(), "evaluation", rows)

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ds_vit.engine.base import Engine, Loss, PlainEngine
+from ds_vit.engine.base import Engine, PlainEngine
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.models import (
     Layer,
     SequentialViT,
     initialise,
     no_weight_decay_names,
-    take_apart,
     timm_names,
 )
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import TensorParallel, class_parallel_loss, gather_logits
-from ds_vit.tasks.losses import build_loss
+from ds_vit.parallel.tensor import gather_logits
 from ds_vit.training.layer_converters import layer_converters
 from ds_vit.training.plan import Plan
 
@@ -36,7 +34,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
     layout = plan.layout
-    layers = take_apart(plan.model)
+    layers = plan.task.layers(plan.model)
     own = layers[plan.bounds[plan.pipeline_stage] : plan.bounds[plan.pipeline_stage + 1]]
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
     converters = layer_converters(plan, groups)
@@ -55,10 +53,15 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
         checkpoint=plan.initial_checkpoint,
         on_layer=on_layer,
     )
-    loss = _loss(plan, tp)
-    shared: dict[str, Any] = {"groups": groups}
-    if tp is not None and plan.class_parallel:
-        shared["whole_logits"] = lambda logits: gather_logits(logits, plan.config.num_classes, tp)
+    cut_over_classes = tp if plan.class_parallel else None
+    loss = plan.task.loss(cut_over_classes)
+    fields = plan.task.fields(training=True)
+    shared: dict[str, Any] = {
+        "groups": groups,
+        "input_names": [field.name for field in fields if field.stage == "first"],
+    }
+    if cut_over_classes is not None:
+        shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
     config = dict(plan.deepspeed)
     checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
     interval = plan.checkpointing.interval
@@ -75,6 +78,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
             plan.bounds,
             groups,
             loss,
+            [field.name for field in fields if field.stage == "last"],
             checkpoint_interval=interval,
             checkpoint_function=checkpoint,
         )
@@ -95,20 +99,6 @@ def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torc
     # With the optimizer offloaded, its step runs on the CPU.
     offloaded = (plan.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
     return build_optimizer(cls, groups, arguments, torch.device("cpu") if offloaded else device)
-
-
-def _loss(plan: Plan, tp: TensorParallel | None) -> Loss:
-    settings: dict[str, Any] = {
-        "soft_targets": plan.mix.active,
-        "smoothing": plan.config.smoothing,
-        "bce": plan.config.bce_loss,
-        "bce_sum": plan.config.bce_sum,
-        "bce_target_thresh": plan.config.bce_target_thresh,
-        "multi_label": plan.train_source.multi_label,
-    }
-    if tp is not None and plan.class_parallel:
-        return class_parallel_loss(tp=tp, num_classes=plan.config.num_classes, **settings)
-    return build_loss(**settings)
 
 
 _checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)

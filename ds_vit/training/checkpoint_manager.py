@@ -9,10 +9,10 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,16 @@ from ds_vit.training.plan import Plan, resolved_flags
 from ds_vit.training.resume import first_step, skipped_batches
 
 
+class Stateful(Protocol):
+    """What a checkpoint keeps as plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As it is now (a collective)."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As it was then."""
+
+
 class CheckpointManager:
     """Saves and restores one run.
 
@@ -42,7 +52,8 @@ class CheckpointManager:
         ema: the moving average, or None.
         throughput: is paused while training stands still for a save.
         signals: that this rank has had; None where they are not listened for.
-        history: what the session wants to find again after a resume, as plain data; asked for at every save.
+        trainer: is asked for its state at every save, and given it back.
+        reporter: of rank 0; None elsewhere.
     """
 
     def __init__(
@@ -53,7 +64,8 @@ class CheckpointManager:
         ema: Ema | None,
         throughput: Throughput,
         signals: Signals | None,
-        history: Callable[[], Mapping[str, Any]],
+        trainer: Stateful,
+        reporter: Reporter | None = None,
     ) -> None:
         config = plan.config
         self.plan = plan
@@ -61,7 +73,7 @@ class CheckpointManager:
         self.engine = engine
         self.ema = ema
         self.throughput = throughput
-        self.reporter: Reporter | None = None
+        self.reporter = reporter
         self.num_failed = 0
         """Checkpoints that could not be written, the weights of the end among them."""
         self.stopped_unsaved = False
@@ -69,7 +81,7 @@ class CheckpointManager:
         self.skipped_batches = 0
         """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
         self._signals = signals or Signals()
-        self._history = history
+        self._trainer = trainer
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
         self._ballot = Ballot(engine.groups.ballots)
@@ -81,16 +93,16 @@ class CheckpointManager:
         self._due = False
         self._reserved = False  # memory for saves
         self._identity = plan.identity  # asked for once: it reads the names of all samples
-        self._best_step: int | None = None  # step whose accuracy is the best so far
+        self._best_step: int | None = None  # step whose weights are the best so far
         self._said_slow = False
 
     # ---- going on --------------------------------------------------------------------------------------------------
 
-    def restore(self) -> tuple[int, Mapping[str, Any]]:
+    def restore(self) -> int:
         """Go on from the plan's checkpoint, if it has one (a collective).
 
         Returns:
-            The optimizer steps that are done (0 for a new run), and the history that was saved with them.
+            The optimizer steps that are done; 0 for a new run.
 
         Raises:
             ValueError: on every rank: no checkpoint is intact, or one does not fit the model.
@@ -99,14 +111,16 @@ class CheckpointManager:
             for name in remove_leftovers(self.parent):
                 self._say(f"removed {name}, which a run left that was ended while it saved")
         if self.plan.resume is None:
-            return 0, {}
-        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+            return 0
+        step, state = self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+        self._trainer.load_state_dict(state)
+        return step
 
     def roll_back(self) -> tuple[int, Mapping[str, Any]] | None:
         """Back to the newest checkpoint of this run, or the one that it went on from (a collective).
 
         Returns:
-            As `restore`; None where nothing was saved yet.
+            The optimizer steps that are done, and the trainer's state at that step; None where nothing was saved yet.
 
         Raises:
             ValueError: on every rank: no checkpoint is intact.
@@ -133,7 +147,10 @@ class CheckpointManager:
         if checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]:
             self._saved_step = step
         self.skipped_batches = skipped_batches(state, self.plan.order)
-        return step, state["history"]
+        history = dict(state["history"])
+        for name in ("evaluations", "ema_evaluations"):  # "accuracies" in checkpoints from before there were tasks
+            history.setdefault(name, history.get(name.replace("evaluations", "accuracies")))
+        return step, history
 
     def _intact(self, checkpoint: Checkpoint, falls_back: bool) -> Checkpoint:
         """The checkpoint, or the newest one before it that has the contents it should have."""
@@ -155,15 +172,14 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
-    def evaluated(self, step: int, top1: float, best: float) -> None:
-        """Accuracy was measured; a new best one is saved where checkpoints are saved at all.
+    def evaluated(self, step: int, *, is_best: bool) -> None:
+        """The weights were judged; a new best one is saved where checkpoints are saved at all.
 
         Args:
             step: that was evaluated.
-            top1: now.
-            best: of all evaluations so far, this one included.
+            is_best: whether no evaluation so far was better.
         """
-        if top1 >= best:
+        if is_best:
             self._best_step = step
             self._due = self._due or bool(self._interval)
 
@@ -282,7 +298,7 @@ class CheckpointManager:
             "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
-            "history": dict(self._history()),
+            "history": self._trainer.state_dict(),
             "run": self._identity,
             "config": resolved_flags(plan),
             "versions": {

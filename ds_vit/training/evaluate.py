@@ -2,81 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
-from ds_vit.engine.base import EVAL_CHUNK, Engine, EvalInputs
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy over a whole split; percentages, and the mean loss in nats."""
-
-    top1: float
-    top5: float
-    loss: float
-    images: int
+from ds_vit.engine.base import EVAL_CHUNK, Engine
+from ds_vit.tasks import Task
+from ds_vit.training.inputs import EvaluationInputs
 
 
 def evaluate(
-    engine: Engine,
-    batches: Iterator[EvalInputs],
-    num_batches: int,
-    *,
-    bce: bool = False,
-    between: Callable[[], None] = lambda: None,
-) -> Accuracy:
-    """Count right answers over all ranks (a collective; every rank brings the same number of batches).
+    engine: Engine, task: Task, inputs: EvaluationInputs, between: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Judge the weights that the engine has by a task's metrics (a collective).
 
     Args:
         engine: runs the model.
-        batches: (images [B, 3, H, W], keys [B], targets [B] or multi-hot [B, C], valid bool [B]); rows that are not
-            valid are padding and count nowhere.
-        num_batches: how many this rank brings.
-        bce: the loss is binary cross-entropy (multi-label); else softmax cross-entropy without smoothing.
+        task: has the metrics.
+        inputs: one pass over the split.
         between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
 
     Returns:
-        The same figures on every rank. For multi-hot targets an image counts as right at top-k when one of its labels
-        is among the k highest logits.
+        The figures of `Metrics.compute`, the same on every rank.
 
     Raises:
         ValueError: no image was valid.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=engine.device)  # right at 1, right at 5, loss, images
-    for start in range(0, num_batches, EVAL_CHUNK):
+    metrics = task.metrics(engine.device)
+    for start in range(0, inputs.num_batches, EVAL_CHUNK):
         if start:
             between()
-        for logits, targets, valid in engine.forward_batches(batches, min(EVAL_CHUNK, num_batches - start)):
-            totals += count(logits, targets, valid, bce=bce)
-    top1, top5, loss, images = engine.sum(totals).tolist()
-    if not images:
+        num_batches = min(EVAL_CHUNK, inputs.num_batches - start)
+        for outputs, batch in engine.forward_batches(inputs.batches, num_batches):
+            metrics.update(outputs, batch)
+    # Whichever ranks count rows: one of each tensor-parallel group of the last stage.
+    skipped = inputs.num_skipped if engine.counts_rows else 0
+    sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
+    metrics.sums = sums[:-1]
+    figures = metrics.compute()
+    if not figures["images"]:
         raise ValueError("the validation split has no image that can be decoded")
-    return Accuracy(100.0 * top1 / images, 100.0 * top5 / images, loss / images, int(images))
-
-
-def count(logits: torch.Tensor, targets: torch.Tensor, valid: torch.Tensor, *, bce: bool = False) -> torch.Tensor:
-    """Float64 [right at 1, right at 5, summed loss, images] of the valid rows of a batch.
-
-    Args:
-        logits: fp32 [B, C].
-        targets: int64 [B] or multi-hot float32 [B, C].
-        valid: bool [B].
-        bce: binary cross-entropy, averaged over classes.
-    """
-    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    if targets.dim() == 1:
-        hits = ranked == targets[:, None]
-        dense = F.one_hot(targets, logits.shape[1]).to(logits.dtype) if bce else None
-    else:
-        hits = targets.gather(1, ranked) > 0
-        dense = targets
-    if bce:
-        losses = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
-    else:
-        losses = F.cross_entropy(logits, targets, reduction="none")
-    rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()
-    return torch.where(valid[:, None], rows, 0.0).sum(0)
+    counted = figures["images"] + int(sums[-1])
+    assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
+    return figures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.engine.base import Engine, EvalInputs, device_of
+from ds_vit.engine.base import Engine, device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
-from ds_vit.monitoring.metrics import Reporter, Throughput
+from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
 from ds_vit.parallel.groups import Groups
+from ds_vit.tasks import Batch
 from ds_vit.training.build import build_engine
-from ds_vit.training.evaluate import Accuracy, evaluate
+from ds_vit.training.evaluate import evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.summary import show_end, show_start, summarise
@@ -26,8 +26,8 @@ def evaluate_plan(
     plan: Plan,
     device: torch.device,
     groups: Groups,
-    watched: Callable[[Iterator[EvalInputs]], Iterator[EvalInputs]] = lambda batches: batches,
-) -> tuple[Engine, Accuracy, int]:
+    watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+) -> tuple[Engine, dict[str, float]]:
     """Build the model of a plan and evaluate it (a collective).
 
     Args:
@@ -37,12 +37,12 @@ def evaluate_plan(
         watched: wraps the batches, to see them pass.
 
     Returns:
-        The engine; the accuracy, the same on every rank; how many images of the split could not be decoded.
+        The engine; the figures of the task's metrics, the same on every rank.
     """
     engine = build_engine(plan, device, groups)
-    batches, num_batches = InputPipeline(plan, engine, Throughput()).evaluation()
-    accuracy = evaluate(engine, watched(batches), num_batches, bce=plan.config.bce_loss)
-    return engine, accuracy, len(plan.val_source) - accuracy.images
+    inputs = InputPipeline(plan, engine, Throughput()).evaluation()
+    inputs.batches = watched(inputs.batches)
+    return engine, evaluate(engine, plan.task, inputs)
 
 
 def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -59,20 +59,23 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
         What summary.json holds, on every rank.
     """
     device = device_of(plan.process.local_rank)
-    console = show_start(plan, folder, forward_flops(plan.model), device)
+    reporter = Reporter(folder, total_steps=0, console=make_console()) if plan.process.rank == 0 else None
+    console = reporter.console if reporter else None
+    show_start(plan, folder, forward_flops(plan.model), device, console)
 
-    def watched(batches: Iterator[EvalInputs]) -> Iterator[EvalInputs]:
+    def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         watchdog.beat(0, "evaluation")
         return watchdog.micro_batches(batches)
 
     watchdog.beat(0, "building the model", patience=4)
-    engine, accuracy, num_skipped = evaluate_plan(plan, device, groups, watched)
-    if console is not None:
-        reporter = Reporter(folder, total_steps=0, first_step=0, events=engine.write_events, console=console)
-        reporter.eval({"step": 0, **dataclasses.asdict(accuracy)})
+    engine, figures = evaluate_plan(plan, device, groups, watched)
+    if reporter:
+        reporter.start(events=engine.write_events)
+        reporter.eval({"step": 0, **figures}, plan.task.figures)
         reporter.close()
     seconds = time.perf_counter() - started
-    summary = summarise(plan, [accuracy], [], Throughput(), num_skipped, seconds, steps=0, exit_word="completed")
+    num_skipped = len(plan.val_source) - int(figures["images"])
+    summary = summarise(plan, [figures], [], Throughput(), num_skipped, seconds, steps=0, exit_word="completed")
     show_end(plan, folder, summary, console)
     engine.close()
     return summary

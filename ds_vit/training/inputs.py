@@ -1,35 +1,44 @@
-"""The model's inputs on this rank: who loads what, finished on the device.
+"""The batches of this rank: who loads what, finished on the device.
 
-Images are decoded on the first pipeline stage alone, targets are read on the last alone, and of the ranks that share
-a layer's tensor slices one loads and the others receive.
+What is loaded follows from the task's fields: a pipeline stage decodes images, or reads targets, only where a field of
+its own needs them. Of the ranks that share a layer's tensor slices one loads and the others receive.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ds_vit.data import (
-    AugmentConfig,
-    Loader,
-    MicroBatch,
-    MixConfig,
-    eval_loader,
-    finish_images,
-    finish_keys,
-    finish_targets,
-    finish_valid,
-    train_loader,
-)
-from ds_vit.engine.base import Engine, EvalInputs, Inputs
+from ds_vit.data import Loader, MicroBatch, eval_loader, finish_keys, finish_valid, train_loader
+from ds_vit.engine.base import Engine
 from ds_vit.monitoring.metrics import Throughput
+from ds_vit.tasks import Batch, Field
 from ds_vit.training.plan import Plan
+
+
+@dataclass
+class EvaluationInputs:
+    """One pass over the validation split, on one rank.
+
+    Attributes:
+        batches: with "valid"; rows that are not valid are padding or could not be decoded, and count nowhere.
+        num_batches: how many; the same number on every rank.
+        num_samples: in the split.
+        num_skipped: samples of this rank that could not be decoded, so far.
+    """
+
+    batches: Iterator[Batch]
+    num_batches: int
+    num_samples: int
+    num_skipped: int = 0
 
 
 class InputPipeline:
@@ -51,7 +60,7 @@ class InputPipeline:
         self.skipped_images = 0
         """Images of this rank that could not be decoded and were replaced; a row is counted by one rank alone."""
 
-    def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Inputs]:
+    def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Batch]:
         """The micro-batches of the run from a step on; the time they are waited for is counted.
 
         Args:
@@ -59,10 +68,10 @@ class InputPipeline:
             skipped_batches: global batches that were left out before this step.
         """
         plan = self.plan
+        fields = self._fields(training=True)
         if not self.loads:
-            rows, soft = plan.batch.micro_batch, plan.mix.active or plan.train_source.multi_label
             for _ in range(max(0, plan.total_steps - first_step) * plan.batch.accumulation):
-                yield self._receive(rows, soft)
+                yield self._receive(fields, plan.batch.micro_batch)
             return
         batches = iter(
             train_loader(
@@ -73,7 +82,7 @@ class InputPipeline:
                 mix=plan.mix,
                 start_step=first_step + skipped_batches,
                 stop_step=max(first_step, plan.total_steps) + skipped_batches,
-                **self._loading(),
+                **self._loading(fields),
             )
         )
         for number in itertools.count(first_step * plan.batch.accumulation):
@@ -85,7 +94,7 @@ class InputPipeline:
             if plan.has_images:
                 self.skipped_images += batch.num_skipped
                 self._log_samples(number, batch)
-            yield self._share(self._finish(batch, plan.augment, plan.mix))
+            yield self._share(self._finish(fields, batch, training=True))
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
         """Write down which samples a micro-batch is made of, counted over the run from 0."""
@@ -98,81 +107,77 @@ class InputPipeline:
         with (self.samples / f"rank-{self.plan.process.rank:05d}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def evaluation(self) -> tuple[Iterator[EvalInputs], int]:
-        """The batches of the validation split, and how many: the same number on every rank."""
+    def evaluation(self) -> EvaluationInputs:
+        """The batches of the validation split."""
         plan = self.plan
         rows = plan.config.validation_batch_size or plan.batch.micro_batch
         share = plan.share
+        fields = self._fields(training=False)
         loader = eval_loader(
-            plan.val_source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading()
+            plan.val_source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields)
         )
-        return self._evaluation(loader, rows), len(loader)
+        inputs = EvaluationInputs(iter(()), len(loader), len(plan.val_source))
+        inputs.batches = self._evaluation(inputs, fields, loader, rows)
+        return inputs
 
-    def _evaluation(self, loader: Loader, rows: int) -> Iterator[EvalInputs]:
+    def _evaluation(
+        self, inputs: EvaluationInputs, fields: Sequence[Field], loader: Loader, rows: int
+    ) -> Iterator[Batch]:
         if not self.loads:
             for _ in range(len(loader)):
-                yield (*self._receive(rows, self.plan.val_source.multi_label), self._valid_of_others(rows))
+                yield self._receive(fields, rows, valid=True)
             return
         for batch in loader:
+            if self.plan.has_targets:  # once a row: where it is counted
+                inputs.num_skipped += batch.num_skipped
             valid = finish_valid(batch, device=self.engine.device)
-            inputs = self._share(self._finish(batch))
-            if self.plan.layout.tp > 1:
-                self._broadcast(valid)
-            yield (*inputs, valid)
+            yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 
-    def _loading(self) -> dict[str, object]:
+    def _fields(self, *, training: bool) -> tuple[Field, ...]:
+        """The fields of this rank's stage, in the type that they have there."""
+        here = {"first": self.plan.has_images, "last": self.plan.has_targets}
+        fields = (field for field in self.plan.task.fields(training=training) if here[field.stage])
+        return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in fields)
+
+    def _loading(self, fields: Sequence[Field]) -> dict[str, object]:
         plan = self.plan
         return {
             "image": plan.image,
-            "load_images": plan.has_images,
-            "load_targets": plan.has_targets,
+            "load_images": any(field.reads == "images" for field in fields),
+            "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": plan.config.on_bad_image,
             "num_workers": plan.config.workers,
             "pin_memory": self.engine.device.type == "cuda",
         }
 
-    def _finish(self, batch: MicroBatch, augment: AugmentConfig | None = None, mix: MixConfig | None = None) -> Inputs:
-        """The model's inputs; no pixels behind the first pipeline stage, no targets before the last."""
-        plan, device = self.plan, self.engine.device
-        images = targets = None
-        if plan.has_images:
-            images = finish_images(batch, plan.image, augment, device=device, dtype=self.engine.dtype)
-        if plan.has_targets:
-            targets = finish_targets(batch, plan.config.num_classes, mix, device=device)
-        return images, finish_keys(batch, device=device), targets
+    def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
+        """The tensors of a micro-batch that this rank's stage needs, and its keys."""
+        device, task = self.engine.device, self.plan.task
+        tensors = {field.name: task.tensor(field, batch, training=training, device=device) for field in fields}
+        return {**tensors, "keys": finish_keys(batch, device=device)}
 
     # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, batch: Batch) -> Batch:
+        """Send or receive each tensor, in the order of their names (the same on both sides)."""
         rank = self.plan.process.rank
         leader = rank - self.plan.layout.tp_rank(rank)
-        dist.broadcast(tensor, leader, group=self.engine.groups.tp)
+        for name in sorted(batch):
+            dist.broadcast(batch[name], leader, group=self.engine.groups.tp)
+        return batch
 
-    def _share(self, inputs: Inputs) -> Inputs:
-        """Hand the inputs to the ranks that hold the other slices."""
-        if self.plan.layout.tp > 1:
-            for tensor in inputs:
-                if tensor is not None:
-                    self._broadcast(tensor)
-        return inputs
+    def _share(self, batch: Batch) -> Batch:
+        """Hand a batch to the ranks that hold the other slices."""
+        return self._broadcast(batch) if self.plan.layout.tp > 1 else batch
 
-    def _receive(self, rows: int, soft: bool) -> Inputs:
-        """The counterpart of `_share`: `rows` samples, targets float32 [B, C] where `soft`, else int64 [B]."""
-        plan, device = self.plan, self.engine.device
-        images = targets = None
-        keys = torch.empty(rows, dtype=torch.int64, device=device)
-        if plan.has_images:
-            images = torch.empty(rows, 3, *plan.image.img_size, dtype=self.engine.dtype, device=device)
-        if plan.has_targets and soft:
-            targets = torch.empty(rows, plan.config.num_classes, dtype=torch.float32, device=device)
-        elif plan.has_targets:
-            targets = torch.empty(rows, dtype=torch.int64, device=device)
-        for tensor in (images, keys, targets):
-            if tensor is not None:
-                self._broadcast(tensor)
-        return images, keys, targets
+    def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:
+        """The counterpart of `_share`: a batch of `rows` samples, in evaluation with what is valid of it."""
 
-    def _valid_of_others(self, rows: int) -> torch.Tensor:
-        valid = torch.empty(rows, dtype=torch.bool, device=self.engine.device)
-        self._broadcast(valid)
-        return valid
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(rows, *shape, dtype=dtype, device=self.engine.device)
+
+        batch = {field.name: empty(field.shape, field.dtype) for field in fields}
+        batch["keys"] = empty((), torch.int64)
+        if valid:
+            batch["valid"] = empty((), torch.bool)
+        return self._broadcast(batch)

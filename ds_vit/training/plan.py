@@ -22,7 +22,6 @@ from ds_vit.launching.process import Process
 from ds_vit.models import (
     InitialCheckpoint,
     ModelSpec,
-    create_model,
     frozen_names,
     image_size,
     names_and_shapes,
@@ -33,7 +32,7 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import check_tp_inside_hosts
 from ds_vit.parallel.stages import stage_bounds
 from ds_vit.parallel.tensor import check_cut, pays
-from ds_vit.tasks.losses import loss_rule
+from ds_vit.tasks import Task, find_task
 from ds_vit.training.lr import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule, keep_global_batch
 from ds_vit.training.resume import find as find_resume
@@ -51,6 +50,7 @@ class Plan:
     """
 
     config: RunConfig
+    task: Task
     process: Process
     layout: Layout
     deepspeed: Mapping[str, Any]
@@ -83,6 +83,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What makes this the run that it is: a checkpoint of another one cannot be gone on from."""
         return {
+            "task": self.config.task,
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.image.img_size),
@@ -159,6 +160,7 @@ def prepare(
     Raises:
         ValueError: one message for people, with the numbers and the way out.
     """
+    task_type = find_task(config, explicit)
     path = config.deepspeed_config
     data = deepspeed_json.load_json(path)
     deepspeed_json.check_keys(data, path)
@@ -204,7 +206,7 @@ def prepare(
         drop_path=config.drop_path if "drop_path" in explicit else None,
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
     )
-    model = create_model(spec, for_training=not config.eval_only)
+    model = task_type.create_model(spec, config, for_training=not config.eval_only)
     # A run that goes on has its weights from the checkpoint.
     starts = bool(config.initial_checkpoint) and resume is None
     initial = InitialCheckpoint(config.initial_checkpoint, model) if starts else None
@@ -226,9 +228,14 @@ def prepare(
         raise ValueError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
-    loss_rule(
-        soft_targets=mix.active, smoothing=config.smoothing, bce=config.bce_loss, multi_label=train_source.multi_label
-    )
+    resolved_config = dataclasses.replace(config, num_classes=num_classes)
+    task = task_type(resolved_config, image, augment, mix, train_source)
+    task.loss(None)  # says now what it would say on the ranks
+    if not task.loss_is_mean_of_samples and batch.accumulation * layout.dp > 1:
+        raise ValueError(
+            f"--task {task.name} compares the samples of a batch with each other, and {batch} would cut it into "
+            "batches of their own; use one data-parallel rank without accumulation"
+        )
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
@@ -240,7 +247,8 @@ def prepare(
         warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
     resolved = _resolve_json(config, data, batch, rule, model, warmup, horizon, precision, path)
     plan = Plan(
-        config=dataclasses.replace(config, num_classes=num_classes),
+        config=resolved_config,
+        task=task,
         process=process,
         layout=layout,
         deepspeed=resolved,

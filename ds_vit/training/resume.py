@@ -19,6 +19,7 @@ from ds_vit.optim.schedules import Schedule
 
 # What must be the same in the run that goes on, and what to do about it.
 _IDENTITY = {
+    "task": "give the same --task",
     "model": "give the same --model",
     "num_classes": "give the same --num-classes",
     "img_size": "give the same --img-size",
@@ -32,6 +33,7 @@ _IDENTITY = {
     "trained": "give the same --freeze or --linear-probe",
 }
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
+_BEFORE = {"task": "classification"}  # what was the case before it had a name in checkpoints
 # Flags that say how or how long, not what: these may change without a word.
 _FREE_NAMES = """
     deepspeed_config pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
@@ -160,7 +162,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     saved = resume.checkpoint.state
     notes = []
     for key, remedy in _IDENTITY.items():
-        old, new = saved["run"].get(key), identity.get(key)
+        old, new = saved["run"].get(key, _BEFORE.get(key)), identity.get(key)
         if key in _SINCE_LATER and key not in saved["run"] and new is not None:
             notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
         elif old != new:

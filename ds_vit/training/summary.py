@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from ds_vit import config as flags
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
-from ds_vit.monitoring.metrics import Throughput, make_console, print_table
+from ds_vit.monitoring.metrics import Throughput, print_table
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.placement import Placement
-from ds_vit.training.evaluate import Accuracy
+from ds_vit.tasks import Figure
 from ds_vit.training.plan import Plan, resolved_flags
 
 Rows = list[tuple[str, str]]
+Quality = dict[str, float | None]
 
 
 def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Rows:
@@ -107,8 +107,8 @@ def _rules(plan: Plan) -> Rows:
 
 def summarise(
     plan: Plan,
-    accuracies: Sequence[Accuracy],
-    ema_accuracies: Sequence[Accuracy],
+    evaluations: Sequence[Mapping[str, float]],
+    ema_evaluations: Sequence[Mapping[str, float]],
     throughput: Throughput,
     skipped_images: int,
     wall_seconds: float,
@@ -116,23 +116,31 @@ def summarise(
     steps: int,
     exit_word: str,
 ) -> dict[str, Any]:
-    """The contents of summary.json; the average's accuracy stands in it only where there is an average.
+    """The contents of summary.json; the average's figure stands in it only where there is an average.
 
     Args:
         plan: the run.
-        accuracies: all evaluations, in order.
-        ema_accuracies: those of the average.
+        evaluations: the figures of all evaluations, in order.
+        ema_evaluations: those of the average.
         throughput: of the training steps.
         skipped_images: images that could not be decoded and were replaced.
         wall_seconds: of all the processes that this run has had.
         steps: that are done.
         exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint failed).
     """
-    average = {
-        "best_top1_ema": max((a.top1 for a in ema_accuracies), default=None),
-        "last_top1_ema": ema_accuracies[-1].top1 if ema_accuracies else None,
-    }
-    last = accuracies[-1] if accuracies else None
+    figures = plan.task.figures
+
+    def best_and_last(
+        figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = ""
+    ) -> dict[str, float | None]:
+        values = [evaluation[figure.name] for evaluation in found]
+        names = (f"best_{figure.name}{suffix}", f"last_{figure.name}{suffix}")
+        return dict(zip(names, (figure.best(*values), values[-1]) if values else (None, None), strict=True))
+
+    quality: Quality = {}
+    for figure in figures:
+        quality |= best_and_last(figure, evaluations) if figure.summed_up else {}
+    average = best_and_last(figures[0], ema_evaluations, "_ema") if plan.config.model_ema else {}
     seconds = throughput.total_seconds
     return {
         "model": plan.config.model,
@@ -140,14 +148,11 @@ def summarise(
         "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp, "zero_stage": plan.stage},
         "precision": plan.precision.name,
         "steps": steps,
-        "best_top1": max((a.top1 for a in accuracies), default=None),
-        "last_top1": last.top1 if last else None,
-        "best_top5": max((a.top5 for a in accuracies), default=None),
-        "last_top5": last.top5 if last else None,
-        "eval_images": last.images if last else 0,
+        **quality,
+        "eval_images": evaluations[-1]["images"] if evaluations else 0,
         "images_per_second": throughput.total_images / seconds if seconds else None,
         "wall_seconds": wall_seconds,
-        **(average if plan.config.model_ema else {}),
+        **average,
         "skipped_images": skipped_images,
         "exit": exit_word,
     }
@@ -156,11 +161,15 @@ def summarise(
 def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     """The table of the end: model, layout, top-1, images/s, where the files are."""
     rows = [("model", summary["model"]), ("layout", f"{plan.layout}, ZeRO-{plan.stage}, {plan.precision.name}")]
-    if summary["last_top1"] is not None:
-        best, images = summary["best_top1"], summary["eval_images"]
-        rows.append(("top-1", f"{summary['last_top1']:.2f} % (best {best:.2f} %) over {images:,} images"))
-    if summary.get("last_top1_ema") is not None:
-        rows.append(("top-1, average", f"{summary['last_top1_ema']:.2f} % (best {summary['best_top1_ema']:.2f} %)"))
+    figure = plan.task.figures[0]
+    for suffix, label, over in (
+        ("", figure.label, f" over {summary['eval_images']:,} images"),
+        ("_ema", f"{figure.label}, average", ""),
+    ):
+        best, last = (summary.get(f"{which}_{figure.name}{suffix}") for which in ("best", "last"))
+        if last is not None:
+            shown = (figure.value({figure.name: value}) for value in (last, best))
+            rows.append((label, "{} (best {})".format(*shown) + over))
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
@@ -175,7 +184,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     return rows
 
 
-def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device) -> Console | None:
+def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, console: Console | None) -> None:
     """Write config.yaml (enough to run again) and deepspeed.json, and show what the run is (a collective).
 
     Args:
@@ -183,15 +192,12 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device) 
         folder: its output folder.
         flops: forward FLOPs of an image.
         device: where this rank computes.
-
-    Returns:
-        The console of rank 0, None on the others.
+        console: of rank 0; None on the others.
     """
-    console = make_console() if dist.get_rank() == 0 else None
     if console is not None:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
-        folder.deepspeed.write_text(json.dumps(plan.deepspeed, indent=2) + "\n")
+        write_json(folder.deepspeed, plan.deepspeed)
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
@@ -200,7 +206,6 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device) 
         dist.all_gather_object(hosts, socket.gethostname())
         if console is not None and len(set(hosts)) > 1:
             print_table(console, "placement", Placement(plan.layout, tuple(hosts)).rows())
-    return console
 
 
 def show_end(plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from tp_models import from_all_ranks, tensor_parallel
 
-from ds_vit.parallel.tensor import class_parallel_loss, gather_logits, pays
-from ds_vit.tasks.losses import build_loss
+from ds_vit.parallel.tensor import gather_logits, pays
+from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 SAMPLES = 6
 # Even, padded, and more ranks than classes: with 3 ranks 3/3/3, 4/4/2 and 1/1/0 classes.

@@ -21,8 +21,8 @@ from tp_models import (
 )
 
 from ds_vit.models import SequentialViT
-from ds_vit.parallel.tensor import class_parallel_loss, gather_logits
-from ds_vit.tasks.losses import build_loss
+from ds_vit.parallel.tensor import gather_logits
+from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 SAMPLES = 2
 LABELS = torch.tensor([1, 9])

@@ -15,8 +15,8 @@ from ranks import RankFailure
 from tp_models import KINDS, NUM_CLASSES, spec_of, whole_layers
 
 from ds_vit.models import Layer, SequentialViT
-from ds_vit.parallel.tensor import TensorParallel, assemble, class_parallel_loss, cut_layer
-from ds_vit.tasks.losses import build_loss
+from ds_vit.parallel.tensor import TensorParallel, assemble, cut_layer
+from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 STEPS, ACCUMULATION, MICRO = 3, 2, 2
 LOSS = {"soft_targets": False, "smoothing": 0.1, "bce": False}

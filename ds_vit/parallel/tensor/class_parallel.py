@@ -13,10 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region, stack_over_group
-from ds_vit.tasks.losses import Loss, loss_rule
+from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 
 CLASSES_WORTH_CUTTING = 8192
 """Cutting the classifier pays where it takes at least so many classes off each rank.
@@ -31,14 +29,14 @@ def pays(num_classes: int, size: int) -> bool:
     return num_classes - -(-num_classes // size) >= CLASSES_WORTH_CUTTING
 
 
-def _own_classes(num_classes: int, tp: TensorParallel) -> tuple[int, int]:
+def own_classes(num_classes: int, tp: TensorParallel) -> tuple[int, int]:
     """(first, count) of this rank's real classes."""
     share = tp.share_of(num_classes)
     first = min(tp.rank * share, num_classes)
     return first, min(share, num_classes - first)
 
 
-class _SoftmaxCrossEntropy(torch.autograd.Function):
+class SoftmaxCrossEntropy(torch.autograd.Function):
     """Mean over the samples of sum_c -target_c * log softmax(logits)_c, from this rank's classes of both."""
 
     @staticmethod
@@ -63,46 +61,6 @@ class _SoftmaxCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (d_logits,) = ctx.saved_tensors
         return grad * d_logits, None, None
-
-
-def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any) -> Loss:
-    """`ds_vit.tasks.losses.build_loss` for a classifier that is cut over the classes.
-
-    Args:
-        tp: this rank's place in the group.
-        num_classes: C, without padding.
-        settings: as for `ds_vit.tasks.losses.loss_rule`.
-
-    Returns:
-        `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
-        (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
-
-    Raises:
-        ValueError: as `loss_rule`.
-    """
-    rule = loss_rule(**settings)
-    first, count = _own_classes(num_classes, tp)
-    off_value = rule.number_smoothing / num_classes
-
-    def own_targets(targets: torch.Tensor) -> torch.Tensor:
-        """float32 [B, n]: what timm's losses make of the targets, this rank's classes of it."""
-        if targets.ndim > 1:
-            own = targets[:, first : first + count].float()
-            if rule.multi_hot_smoothing:
-                own = own * (1.0 - rule.multi_hot_smoothing) + 0.5 * rule.multi_hot_smoothing
-        else:
-            classes = torch.arange(first, first + count, device=targets.device)
-            own = torch.where(targets[:, None] == classes, 1.0 - rule.number_smoothing + off_value, off_value)
-        return own if rule.threshold is None else own.gt(rule.threshold).float()
-
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        own_logits = logits[:, :count].float()
-        if not rule.binary:
-            return _SoftmaxCrossEntropy.apply(own_logits, own_targets(targets), tp)
-        own_sum = F.binary_cross_entropy_with_logits(own_logits, own_targets(targets), reduction="sum")
-        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.sum_classes else num_classes))
-
-    return loss
 
 
 def gather_logits(logits: torch.Tensor, num_classes: int, tp: TensorParallel) -> torch.Tensor:

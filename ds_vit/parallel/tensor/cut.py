@@ -250,7 +250,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
         layer: from `take_apart`, filled, in its final type; of a model that `check_cut` accepts for this size.
         tp: this rank's place in the group; of size 1, only the descriptions are written.
         class_parallel: cut the classifier over the classes: a `HeadLayer` then returns [B, ceil(C / t)] logits, those
-            past the last class zero, for `class_parallel_loss` and `gather_logits`.
+            past the last class zero, for the loss and `gather_logits`.
     """
     if tp.size > 1:
         # Embedding and head work on all tokens; under sequence parallelism too.

@@ -1,0 +1,101 @@
+"""Classification: one label an image or several, softmax or binary cross-entropy, top-1 and top-5."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ds_vit.data import MicroBatch, finish_images, finish_targets
+from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.tasks.losses import build_loss, class_parallel_loss
+from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
+
+
+class Classification(Task):
+    """`--task classification`.
+
+    A batch has "images" [B, 3, H, W] on the first stage and "targets" on the last: class numbers int64 [B], or
+    float32 [B, C] where an image has several labels or labels are mixed.
+    """
+
+    name = "classification"
+    figures = (
+        Figure("top1", "top-1", "%"),
+        Figure("top5", "top-5", "%"),
+        Figure("loss", "loss", digits=5, higher_is_better=False, summed_up=False),
+    )
+
+    def fields(self, *, training: bool) -> tuple[Field, ...]:
+        """As `Task.fields`."""
+        soft = self.source.multi_label or (training and self.mix.active)
+        targets = ((self.config.num_classes,), torch.float32) if soft else ((), torch.int64)
+        return (
+            Field("images", "first", "images", (3, *self.image.img_size)),
+            Field("targets", "last", "targets", *targets),
+        )
+
+    def tensor(self, field: Field, micro_batch: MicroBatch, *, training: bool, device: torch.device) -> torch.Tensor:
+        """As `Task.tensor`."""
+        if field.name == "images":
+            augment = self.augment if training else None
+            return finish_images(micro_batch, self.image, augment, device=device, dtype=field.dtype)
+        return finish_targets(micro_batch, self.config.num_classes, self.mix if training else None, device=device)
+
+    def loss(self, tp: TensorParallel | None) -> Loss:
+        """As `Task.loss`; see `build_loss`."""
+        config = self.config
+        settings = {
+            "soft_targets": self.mix.active,
+            "smoothing": config.smoothing,
+            "bce": config.bce_loss,
+            "bce_sum": config.bce_sum,
+            "bce_target_thresh": config.bce_target_thresh,
+            "multi_label": self.source.multi_label,
+        }
+        if tp is not None:
+            loss = class_parallel_loss(tp=tp, num_classes=config.num_classes, **settings)
+        else:
+            loss = build_loss(**settings)
+        return lambda logits, batch: loss(logits, batch["targets"])
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """As `Task.metrics`."""
+        return Accuracy(device, bce=self.config.bce_loss)
+
+
+class Accuracy(Metrics):
+    """Top-1 and top-5 in percent and the mean loss without smoothing, in nats.
+
+    For multi-hot targets an image counts as right at top-k when one of its labels is among the k highest logits.
+
+    Args:
+        device: where the sums are kept.
+        bce: the loss is binary cross-entropy, averaged over classes; else softmax cross-entropy.
+    """
+
+    def __init__(self, device: torch.device, *, bce: bool = False) -> None:
+        super().__init__(4, device)  # right at 1, right at 5, loss, images
+        self._bce = bce
+
+    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Logits fp32 [B, C]; targets int64 [B] or multi-hot float32 [B, C]."""
+        logits, targets = outputs, batch["targets"]
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        if targets.dim() == 1:
+            hits = ranked == targets[:, None]
+            dense = F.one_hot(targets, logits.shape[1]).to(logits.dtype) if self._bce else None
+        else:
+            hits = targets.gather(1, ranked) > 0
+            dense = targets
+        if self._bce:
+            losses = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
+        else:
+            losses = F.cross_entropy(logits, targets, reduction="none")
+        rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()
+        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+
+    def compute(self) -> dict[str, float]:
+        """As `Metrics.compute`."""
+        top1, top5, loss, images = self.sums.tolist()
+        rows = max(images, 1)
+        return {"top1": 100.0 * top1 / rows, "top5": 100.0 * top5 / rows, "loss": loss / rows, "images": int(images)}

@@ -1,0 +1,173 @@
+"""What a run is trained for, behind one face: `--task` chooses it, and nothing outside this package knows which it is.
+
+A task brings the model and its layers, the tensors of a batch, the loss, and the metrics with which weights are judged.
+The input path allocates, loads, broadcasts and pads by `fields`; the engine hands `inputs` to the first layer and the
+rest to the loss; the trainer, the checkpoints and every file of the output folder speak of `figures`.
+
+Shapes: B samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from ds_vit.config import RunConfig
+from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, MixConfig, Source
+from ds_vit.models import Layer, ModelSpec, create_model, take_apart
+from ds_vit.parallel.tensor import TensorParallel
+
+Batch = Mapping[str, torch.Tensor]
+"""The tensors of a micro-batch on this rank's device, by name: "keys" int64 [B] always, the task's fields where their
+stage is this rank's, and in evaluation "valid" bool [B], which rows count."""
+
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""(outputs of the last layer, batch) → fp32 scalar."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a batch.
+
+    Attributes:
+        name: its key in a `Batch`.
+        stage: the pipeline stage that needs it: the first (the model's input) or the last (the loss's).
+        reads: what has to be read of a sample for it: its image is decoded, or its target alone.
+        shape: of one sample.
+        dtype: of the tensor; None for the type that the model takes its input in.
+    """
+
+    name: str
+    stage: Literal["first", "last"]
+    reads: Literal["images", "targets"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric as people see it.
+
+    Attributes:
+        name: its key in metrics.jsonl.
+        label: in a line or a table.
+        unit: after the number.
+        digits: behind the point, in a line; a table shows one more.
+        higher_is_better: which way is up.
+        summed_up: whether summary.json has its best and its last value.
+    """
+
+    name: str
+    label: str
+    unit: str = ""
+    digits: int = 2
+    higher_is_better: bool = True
+    summed_up: bool = True
+
+    def value(self, figures: Mapping[str, float], more_digits: int = 0) -> str:
+        """The number and its unit."""
+        return f"{figures[self.name]:.{self.digits + more_digits}f}{self.unit and ' ' + self.unit}"
+
+    def best(self, *values: float) -> float:
+        """The best of some values."""
+        return max(values) if self.higher_is_better else min(values)
+
+
+class Metrics(ABC):
+    """Sums over the samples of an evaluation that add up over micro-batches and ranks.
+
+    Args:
+        size: how many sums there are.
+        device: where they are kept.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
+
+    @abstractmethod
+    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Count a micro-batch: fp32 outputs of the last layer; rows where `batch["valid"]` is False count nowhere."""
+
+    @abstractmethod
+    def compute(self) -> dict[str, float]:
+        """The figures of everything that was counted, "images" (how many samples) among them."""
+
+
+class Task(ABC):
+    """One run's task; the same on every rank, and without tensors.
+
+    Args:
+        config: the flags, `num_classes` resolved.
+        image: sizes and normalisation.
+        augment: of training.
+        mix: of training.
+        source: the training split.
+    """
+
+    name: ClassVar[str]
+    flags: ClassVar[frozenset[str]] = frozenset()
+    """Flags that this task alone takes, by their recipe names."""
+    refused_flags: ClassVar[Mapping[str, str]] = {}
+    """Flags that would have no effect, each with the reason."""
+    loss_is_mean_of_samples: ClassVar[bool] = True
+    """Else the gradient of a global batch is not the sum of its micro-batches', and accumulation is refused."""
+    figures: ClassVar[tuple[Figure, ...]]
+    """The metrics by which weights are judged; the first decides which weights are the best."""
+
+    def __init__(
+        self, config: RunConfig, image: ImageConfig, augment: AugmentConfig, mix: MixConfig, source: Source
+    ) -> None:
+        self.config = config
+        self.image = image
+        self.augment = augment
+        self.mix = mix
+        self.source = source
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> nn.Module:
+        """The whole model on the meta device: its names, shapes and hyper-parameters.
+
+        Raises:
+            ValueError: a model that cannot be trained for this task, or arguments that it does not take.
+        """
+        return create_model(spec, for_training=for_training)
+
+    @classmethod
+    def layers(cls, model: nn.Module) -> list[Layer]:
+        """The model as a list of layers, to be run one after the other or dealt to pipeline stages."""
+        return take_apart(model)
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def fields(self, *, training: bool) -> tuple[Field, ...]:
+        """The tensors of a batch beside the keys, those of the first stage in the order in which the model takes them.
+
+        Args:
+            training: in training or in evaluation.
+        """
+
+    @abstractmethod
+    def tensor(self, field: Field, micro_batch: MicroBatch, *, training: bool, device: torch.device) -> torch.Tensor:
+        """One field of a micro-batch, made on the device by what its samples drew: [B, *field.shape]."""
+
+    # ---- what is learned, and how well -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def loss(self, tp: TensorParallel | None) -> Loss:
+        """The loss of a micro-batch, a mean over its samples.
+
+        Args:
+            tp: the ranks over which the outputs are cut by class; None where each has them whole.
+        """
+
+    @abstractmethod
+    def metrics(self, device: torch.device) -> Metrics:
+        """Counters for one evaluation."""

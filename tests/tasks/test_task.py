@@ -1,0 +1,89 @@
+"""The seam of a task: another metric, another rule for the best weights, and nothing outside the task is edited."""
+
+import json
+
+import pytest
+import torch
+from curves import read_rows
+
+from ds_vit import tasks
+from ds_vit.tasks import Figure
+from ds_vit.tasks.classification import Accuracy, Classification
+
+WORDS = [
+    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "-b", 16),
+    *("--model-kwargs", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2", "--no-aug", "--sched", "constant"),
+    *("--max-steps", 180, "--epochs", 2, "--lr", 0.02, "--checkpoint-interval", 90, "--task", "by-loss"),
+]
+
+
+class WithMargin(Accuracy):
+    """Accuracy, and the mean margin of the right class over the best wrong one."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+
+    def update(self, outputs, batch):
+        """As `Metrics.update`."""
+        every, self.sums = self.sums, self.sums[:4]
+        super().update(outputs, batch)
+        right = outputs.gather(1, batch["targets"][:, None])
+        wrong = outputs.scatter(1, batch["targets"][:, None], -torch.inf).amax(1, keepdim=True)
+        margin = torch.where(batch["valid"], (right - wrong)[:, 0].double(), 0.0).sum()
+        self.sums = torch.cat((self.sums, every[4:] + margin))
+
+    def compute(self):
+        """As `Metrics.compute`."""
+        margin = float(self.sums[4])
+        every, self.sums = self.sums, self.sums[:4]
+        figures = super().compute()
+        self.sums = every
+        return {**figures, "margin": margin / figures["images"]}
+
+
+class ByLoss(Classification):
+    """Classification whose best weights are those of the least loss."""
+
+    name = "by-loss"
+    figures = (Figure("loss", "loss", digits=5, higher_is_better=False), Figure("margin", "margin", digits=3))
+
+    def metrics(self, device):
+        """As `Task.metrics`."""
+        return WithMargin(device)
+
+
+def train_by_loss(argv):
+    """On a rank: train with the task above."""
+    from ds_vit.train import main
+
+    tasks.TASKS["by-loss"] = ByLoss
+    return main([str(word) for word in argv])
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "words"), [(1, 1, []), (2, 1, ["--pp", 2]), (2, 0, ["--tp", 2])], ids=["one", "pp2", "tp2"]
+)
+def test_a_metric_of_its_own(ranks, tmp_path, world, stage, words):
+    # Catches: a list of metrics' names in the trainer, the reporter, the summary or the checkpoints; a "best" that is
+    # always the largest.
+    config = f"ds_configs/cpu_zero{stage}_fp32.json"
+    argv = [*WORDS, "--deepspeed_config", config, "--output", tmp_path / "run", *words]
+    assert ranks.run(world, train_by_loss, argv) == [0] * world
+    rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"]
+    assert [set(row) for row in rows] == [{"kind", "step", "top1", "top5", "loss", "margin", "images"}] * 2
+    losses = {row["step"]: row["loss"] for row in rows}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["best_loss"], summary["last_loss"]) == (min(losses.values()), rows[-1]["loss"])
+    assert (summary["last_margin"], "best_top1" in summary) == (rows[-1]["margin"], False)
+    best = (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
+    assert int(best.removeprefix("step-")) == min(losses, key=losses.get)
+
+
+def test_a_word_that_is_no_task(capfd):
+    # Catches: a KeyError for a typing mistake.
+    from ds_vit.train import main
+
+    argv = [*WORDS, "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
+    assert main([str(word) for word in argv]) == 2
+    assert "there is no --task by-loss; there is classification" in capfd.readouterr().err
