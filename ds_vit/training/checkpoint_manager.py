@@ -202,6 +202,8 @@ class CheckpointManager:
         if self._interval and step and not self._reserved:
             self._reserved = True
             self._saver.reserve()
+        if self._saved_step == step:
+            self._due = False  # a run that goes on finds the step that it goes on from saved
         if not (self._due or clock) or self._saved_step == step:
             return
         if busy:

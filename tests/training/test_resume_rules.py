@@ -466,6 +466,16 @@ def test_an_earlier_one_by_name_and_then_auto(ranks, run, tmp_path):
     assert_same_curve(run[1], rows, rtol=1e-6)
 
 
+def test_going_on_saves_no_step_more(ranks, run, tmp_path):
+    # Catches: a checkpoint one step behind the one that was resumed from, which pushes an older one out.
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    argv = words("--output", output, "--checkpoint-interval", 4, "--keep-checkpoints", 0, "--max-steps", 11)
+    rows = train_in(ranks, 1, [*argv, "--resume", "auto"])
+    saved = [row["step"] for row in rows[len(run[1]) :] if row["kind"] == "checkpoint"]
+    assert saved == [11]
+
+
 def test_a_finished_run_is_left_as_it_is(ranks, run, tmp_path):
     # Catches: a supervisor's last restart that trains one more step, or fails.
     output = tmp_path / "run"
