@@ -92,12 +92,13 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
     sync_folder(temporary)
     final = parent / folder_name(step)
     old = parent / f".{folder_name(step)}.old"
+    remove(old)
     if final.exists():  # the same step once more, from a run that went on from an earlier checkpoint
         os.replace(final, old)
     os.replace(temporary, final)
     sync_folder(parent)
     replace_text(parent / "latest", final.name + "\n")
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     return final
 
 
@@ -107,9 +108,13 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is there and as far as that can be."""
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file in its place, if it is there and as far as that can be."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def discard(parent: Path, step: int) -> None:
@@ -121,7 +126,7 @@ def remove_leftovers(parent: Path) -> list[str]:
     """Remove what killed runs left half-written; their names."""
     names = [path.name for path in _list(parent) if _LEFTOVER.fullmatch(path.name)]
     for name in names:
-        shutil.rmtree(parent / name, ignore_errors=True)
+        remove(parent / name)
     with contextlib.suppress(OSError):  # a folder that cannot be written to is told of by the first save
         for name in (".latest.partial", ".best.partial"):
             (parent / name).unlink(missing_ok=True)
@@ -155,8 +160,10 @@ def prune(parent: Path, keep: int) -> list[str]:
     for path in checkpoints(parent)[keep:]:
         if path.name != best:
             # Under another name first: what is half removed must not look like a checkpoint.
-            os.replace(path, parent / f".{path.name}.old")
-            shutil.rmtree(parent / f".{path.name}.old", ignore_errors=True)
+            old = parent / f".{path.name}.old"
+            remove(old)
+            os.replace(path, old)
+            remove(old)
             removed.append(path.name)
     return removed
 
@@ -288,6 +295,12 @@ def newest(parent: Path, *, skip: frozenset[str] = frozenset()) -> tuple[Checkpo
     notes: list[str] = []
     found = checkpoints(parent)
     latest = marked(parent, "latest")
+    strangers = [path.name for path in _list(parent) if step_of(path.name) is not None and not path.is_dir()]
+    if found and strangers:
+        notes.append(
+            f"{parent} has {', '.join(strangers)}: no folder, so no checkpoint; passed over, and replaced by a "
+            "checkpoint of that step"
+        )
     if found and latest != found[0].name:
         named = "is missing" if latest is None else f"names {latest!r}, which is not there"
         notes.append(f"{parent}/latest {named}; the newest complete checkpoint is {found[0].name}")

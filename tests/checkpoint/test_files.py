@@ -252,6 +252,23 @@ def test_keep_the_newest_and_the_best(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"best", "latest", "step-00000002", "step-00000004"}
 
 
+def test_files_with_names_of_checkpoints(tmp_path):
+    # Catches: a file in the place of a folder that no save gets past, and one alone that keeps a run from beginning.
+    (tmp_path / "step-00000007").write_text("no folder")
+    assert newest(tmp_path) == (None, [])
+    for _ in range(3):
+        (tmp_path / ".step-00000007.old").write_text("no folder")
+        write(tmp_path)
+        assert newest(tmp_path)[0].step == 7
+        assert not list(tmp_path.glob(".*"))
+    (tmp_path / ".step-00000008.partial").write_text("no folder")
+    assert remove_leftovers(tmp_path) == [".step-00000008.partial"]
+    assert not list(tmp_path.glob(".*"))
+    (tmp_path / "step-00000008").write_text("no folder")
+    [note] = newest(tmp_path)[1]
+    assert "step-00000008: no folder, so no checkpoint" in note
+
+
 def test_leftovers_of_killed_runs(tmp_path):
     # Catches: half a checkpoint that is taken for one, or that stays for ever.
     write(tmp_path, 7)

@@ -476,6 +476,21 @@ def test_going_on_saves_no_step_more(ranks, run, tmp_path):
     assert saved == [11]
 
 
+def test_a_file_with_a_checkpoints_name(ranks, run, tmp_path):
+    # Catches: a run that goes on and ends with code 74 because something else has the name of its next checkpoint.
+    output = tmp_path / "run"
+    shutil.copytree(run[0], output)
+    for name in ("step-00000010", ".step-00000010.old", ".step-00000010.partial", "step-00000099"):
+        (output / "checkpoints" / name).write_text("no folder")
+    argv = words("--output", output, "--checkpoint-interval", 5, "--max-steps", 10, "--resume", "auto")
+    [(code, out, err)] = ranks.run(1, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+    assert code == 0, out + err
+    said = " ".join(out.split())
+    assert "step-00000010, step-00000099: no folder, so no checkpoint" in said
+    assert newest(output / "checkpoints")[0].step == 10
+    assert not list((output / "checkpoints").glob(".*"))
+
+
 def test_a_finished_run_is_left_as_it_is(ranks, run, tmp_path):
     # Catches: a supervisor's last restart that trains one more step, or fails.
     output = tmp_path / "run"
