@@ -129,6 +129,7 @@ _IDLE_TOP_LEVEL = {
     "zero_allow_untested_optimizer": "every optimizer offered here is tested with ZeRO",
     "zero_force_ds_cpu_optimizer": "offloaded steps use torch's optimizers, which need no JIT build",
     "log_level": "--verbose decides",
+    "comms_logger": "nobody here prints its summary; a profiler such as nsys sees every collective",
 }
 
 
@@ -549,6 +550,7 @@ def resolve(
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch
     resolved["gradient_accumulation_steps"] = batch.accumulation
     resolved["gradient_clipping"] = gradient_clipping
+    resolved.pop("comms_logger", None)  # idle, but it would wait for each collective to time it
 
     def walk(block: dict[str, Any], prefix: str) -> None:
         for key in list(block):

@@ -128,6 +128,17 @@ def test_idle_keys_are_named():
     assert any(line.startswith("fp16: it is not enabled") for line in lines)
 
 
+def test_comms_logger_is_idle_and_left_out():
+    """DeepSpeed's log of collectives, which costs time at each of them and is printed by nobody here."""
+    [line] = ds_json.idle_keys({"comms_logger": {"enabled": True, "verbose": True}})
+    assert line.startswith("comms_logger: ")
+    batch = ds_json.BatchSizes(8, 8, 1, 1)
+    resolved = ds_json.resolve(
+        {"comms_logger": {"enabled": True}}, batch=batch, gradient_clipping=0.0, auto={}, path="c.json"
+    )
+    assert "comms_logger" not in resolved
+
+
 def test_malformed_json_names_the_place(tmp_path):
     """A syntax error without file, line and column."""
     path = tmp_path / "c.json"
