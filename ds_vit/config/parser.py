@@ -85,6 +85,8 @@ def _help(name: str, show_default: bool) -> str:
 
 
 def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -93,6 +95,8 @@ def _literal(text: str) -> Any:
 
 def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """`["patch_size=4", "act_layer=gelu"]` → `{"patch_size": 4, "act_layer": "gelu"}`, as timm's --model-kwargs.
+
+    true and false are booleans however they are written; to timm "false" would be a true string.
 
     Raises:
         ValueError: a piece without `=`.

@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import timm
 import torch
@@ -77,13 +77,17 @@ def _require_supported_name(name: str) -> None:
 def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
     """timm's keyword arguments of a spec; ValueError for names that timm does not have or that a flag owns."""
     kind = Eva if timm.models.is_model_in_modules(spec.name.split(".")[0], ("eva",)) else VisionTransformer
-    legal = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
-    for key in spec.model_kwargs:
+    parameters = inspect.signature(kind.__init__).parameters
+    legal = [name for name in parameters if name != "self"]
+    for key, value in spec.model_kwargs.items():
         if key in _RESERVED:
             raise ValueError(f"model_kwargs cannot set {key!r}: {_RESERVED[key]}")
         if key not in legal:
             near = difflib.get_close_matches(key, legal, n=1, cutoff=0.0)[0]
             raise ValueError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs; nearest: {near!r}")
+        types = {parameters[key].annotation, *get_args(parameters[key].annotation)}
+        if isinstance(value, str) and bool in types and str not in types:
+            raise ValueError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
     if spec.num_classes < 0:
         raise ValueError(f"num_classes {spec.num_classes} must not be negative")
     arguments: dict[str, Any] = {"num_classes": spec.num_classes, "dynamic_img_size": False, **spec.model_kwargs}

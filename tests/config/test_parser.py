@@ -18,6 +18,10 @@ SPELLINGS = {
         "model_kwargs",
         {"patch_size": 4, "depth": 5, "act_layer": "gelu", "qk_norm": True},
     ),
+    "--model-kwargs qkv_bias=false qk_norm=true pre_norm=FALSE": (
+        "model_kwargs",
+        {"qkv_bias": False, "qk_norm": True, "pre_norm": False},
+    ),
     "--num-classes 7": ("num_classes", 7),
     "--img-size 32": ("img_size", 32),
     "--drop-path 0.2": ("drop_path", 0.2),
@@ -116,6 +120,7 @@ REFUSED = {
     "--spike-factor 1": "--spike-factor must be above 1, not 1.0",
     "--resume auto": "--resume auto looks for checkpoints in the run's folder: give it by --output DIR",
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
+    "--allow-schedule-change": "--allow-schedule-change has no effect without --resume",
     "--checkpoint-interval 1.5": "--checkpoint-interval 1.5: write a number of optimizer steps, or a time",
     "--checkpoint-interval often": "--checkpoint-interval often: write a number of seconds, or 90s, 15m, 2h, 1d",
     "--keep-checkpoints -1": "--keep-checkpoints must be at least 0",

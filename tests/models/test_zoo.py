@@ -45,6 +45,11 @@ from ds_vit.models import (
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"attn_drop_rate": 0.1}), r"attn_drop_rate 0\.1 \(blocks\.0"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"proj_drop_rate": 1.0}), r"dropout rate 1\.0 \(blocks\.0"),
         (ModelSpec("vit_tiny_patch16_224", model_kwargs={"global_pool": ""}), r"logits for every token"),
+        (
+            ModelSpec("vit_tiny_patch16_224", model_kwargs={"qkv_bias": "no"}),
+            r"model_kwargs qkv_bias='no': it is true or false",
+        ),
+        (ModelSpec("vit_tiny_patch16_224", model_kwargs={"fc_norm": "flase"}), r"fc_norm='flase': it is true or false"),
         (ModelSpec("eva02_tiny_patch14_224", model_kwargs={"rope_shift_coords": 0.5}), r"rope_shift_coords=0\.0"),
         (ModelSpec("eva02_tiny_patch14_224", model_kwargs={"reg_tokens": 4}), r"Eva has no argument.*'num_reg_tokens'"),
         (ModelSpec("vit_base_resnet26d_224"), r"BatchNorm \(patch_embed\.backbone.*micro-batch"),
