@@ -179,6 +179,14 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
     return out
 
 
+def _refuse_second_side(argv: Sequence[str], word: str) -> None:
+    """Height and width after --img-size, which takes one number; ValueError says so."""
+    place = argv.index(word)
+    if place >= 2 and argv[place - 2] == "--img-size":
+        sides = f"{argv[place - 1]} {word}"
+        raise ValueError(f"--img-size takes one number, not {sides}: images are square here")
+
+
 def _nearest_flag(name: str) -> str:
     close = difflib.get_close_matches(name, list(FIELDS), n=1, cutoff=0.6)
     return f"; the nearest is {spelling(close[0])}" if close else ""
@@ -213,6 +221,7 @@ def read_words(
     argv = list(sys.argv[1:] if argv is None else argv)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
+        _refuse_second_side(argv, unknown[0])
         word = unknown[0].split("=")[0]
         hint = _nearest_flag(word.lstrip("-").replace("-", "_")) if word.startswith("-") else ""
         raise ValueError(f"there is no flag {word}{hint}" if word.startswith("-") else f"{word!r} follows no flag")
