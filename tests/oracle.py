@@ -35,12 +35,12 @@ def cifar_folder(archive: Path, folder: Path, num_images: int, split: str) -> No
             target.write_bytes(tar.extractfile(member).read())
 
 
-def write_weights(path: Path, *, num_classes: int, seed: int = 0, **kwargs: Any) -> None:
+def write_weights(path: Path, *, num_classes: int, seed: int = 0, name: str = MODEL, **kwargs: Any) -> None:
     """A timm model's random weights as a safetensors file; random also where timm starts at zero or one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = timm.create_model(MODEL, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
+        model = timm.create_model(name, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
     state = {n: p + 0.05 * torch.randn(p.shape, generator=generator) for n, p in model.state_dict().items()}
     save_file(state, str(path))
 
@@ -67,11 +67,18 @@ def train_on(
     *,
     num_classes: int,
     optimizer: str = "AdamW",
+    name: str = MODEL,
+    frozen: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """`train_plainly` on given batches, one a step: images float32 [B, 3, H, W], labels int64 [B]."""
-    model = timm.create_model(MODEL, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
+    """`train_plainly` on given batches, one a step: images float32 [B, 3, H, W], labels int64 [B].
+
+    `name` is the model's; `frozen` are the modules and parameters directly under it that are not trained.
+    """
+    model = timm.create_model(name, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
     model.load_state_dict(load_file(str(weights)))
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name.split(".")[0] not in frozen)
     groups = timm.optim.param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
     if optimizer == "SGD":
         stepper = torch.optim.SGD(groups, lr=SGD_LR, momentum=0.9)

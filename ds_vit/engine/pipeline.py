@@ -48,6 +48,7 @@ class StagedViT(PipelineModule):
         checkpoint_function: Callable,
     ) -> None:
         self._bounds = list(bounds)
+        self._layer_count = len(layers)
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
         self.target_names = (*target_names, "keys")
@@ -74,14 +75,25 @@ class StagedViT(PipelineModule):
                 del layers[: len(blocks)]
             else:
                 inputs = layers.pop(0)(inputs)
-        if not isinstance(inputs, tuple):
-            return inputs
+        return self._to_next_stage(inputs) if isinstance(inputs, tuple) else inputs
+
+    def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""
+        if self.parts[self.stage_id + 1] == self._layer_count - 1:
+            outputs = outputs[:2]  # the head alone is left, and has no use for learned rotary frequencies
         # Point-to-point transfers take contiguous tensors alone; a model without class token has others.
-        outputs = tuple(tensor.contiguous() for tensor in inputs)
-        if outputs[0].requires_grad:
-            # DeepSpeed receives the gradient of every micro-batch in one buffer. With one image in a micro-batch, the
-            # gradient of the position table is a view of it, which autograd keeps and the next micro-batch overwrites.
-            outputs[0].register_hook(torch.clone)
+        outputs = tuple(tensor.contiguous() for tensor in outputs)
+        if not torch.is_grad_enabled():
+            return outputs
+        # The next stage sends a gradient even to what is frozen (frequencies, or all of an embedding but them): it ends
+        # in a leaf, where autograd would refuse a tensor without a graph.
+        outputs = tuple(
+            tensor.detach().requires_grad_() if tensor.is_floating_point() and not tensor.requires_grad else tensor
+            for tensor in outputs
+        )
+        # DeepSpeed receives the gradient of every micro-batch in one buffer. With one image in a micro-batch, the
+        # gradient of the position table is a view of it, which autograd keeps and the next micro-batch overwrites.
+        outputs[0].register_hook(torch.clone)
         return outputs
 
 

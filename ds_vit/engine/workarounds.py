@@ -1,6 +1,6 @@
 """Ways around DeepSpeed 0.19.8 that are not about ZeRO's flat memory.
 
-Each has a canary in tests/test_deepspeed_canaries.py, which says when it can go.
+Each has a canary in tests/engine/test_deepspeed_canaries.py, which says when it can go.
 """
 
 from __future__ import annotations
