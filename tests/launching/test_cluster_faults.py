@@ -216,8 +216,8 @@ def test_hosts_that_cannot_take_part(hosts, tmp_path):
     refused(hosts, tmp_path, "timm is 1.", "node1 slots=1", "node2 slots=1")
     hosts[1].check("umount", str(info / "METADATA"))
 
-    other.write_text((ROOT / "ds_vit" / "keyed.py").read_text() + "# an old version\n")
-    hosts[1].check("mount", "--bind", str(other), str(ROOT / "ds_vit" / "keyed.py"))
+    other.write_text((ROOT / "ds_vit" / "randomness.py").read_text() + "# an old version\n")
+    hosts[1].check("mount", "--bind", str(other), str(ROOT / "ds_vit" / "randomness.py"))
     refused(hosts, tmp_path, "the code of ds_vit on node2 is not that on node1", "node1 slots=1", "node2 slots=1")
     assert not (tmp_path / "out").exists()
 

@@ -140,8 +140,8 @@ def mounted(host: Host, source: str, target: Path, *words: str) -> Callable[[], 
 def test_other_code(hosts, tmp_path, paths):
     # Catches: a host whose clone was not pulled.
     other = tmp_path / "keyed.py"
-    other.write_text((ROOT / "ds_vit" / "keyed.py").read_text() + "# an old version\n")
-    undo = mounted(hosts[1], str(other), ROOT / "ds_vit" / "keyed.py", "--bind")
+    other.write_text((ROOT / "ds_vit" / "randomness.py").read_text() + "# an old version\n")
+    undo = mounted(hosts[1], str(other), ROOT / "ds_vit" / "randomness.py", "--bind")
     try:
         told = ask(hosts[0], tmp_path, paths, "--no-collectives")
     finally:
