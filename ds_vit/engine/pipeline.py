@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from ds_vit.engine.base import Engine, StepResult
 from ds_vit.engine.workarounds import one_grid
-from ds_vit.models import BlockLayer, BlockRun
+from ds_vit.models import run_layers
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch, Loss
 
@@ -65,17 +64,8 @@ class StagedViT(PipelineModule):
 
     def forward(self, inputs: Any) -> Any:
         """(images, keys) or (tokens, keys, …) → (tokens, keys, …), or logits [B, C] on the last stage."""
-        recompute = self._interval and torch.is_grad_enabled()
-        layers = list(self.forward_funcs)
-        while layers:
-            blocks = list(itertools.takewhile(lambda layer: isinstance(layer, BlockLayer), layers))[: self._interval]
-            if recompute and blocks:
-                tokens = self._checkpoint(BlockRun(blocks), *inputs)
-                inputs = (tokens, *inputs[1:])
-                del layers[: len(blocks)]
-            else:
-                inputs = layers.pop(0)(inputs)
-        return self._to_next_stage(inputs) if isinstance(inputs, tuple) else inputs
+        outputs = run_layers(self.forward_funcs, inputs, self._interval, self._checkpoint)
+        return self._to_next_stage(outputs) if isinstance(outputs, tuple) else outputs
 
     def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""

@@ -7,7 +7,14 @@ from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
-from ds_vit.models.sequential import BlockRun, SequentialViT, load_timm_state_dict, timm_names, timm_state_dict
+from ds_vit.models.sequential import (
+    BlockRun,
+    SequentialViT,
+    load_timm_state_dict,
+    run_layers,
+    timm_names,
+    timm_state_dict,
+)
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -45,6 +52,7 @@ __all__ = [
     "no_weight_decay_names",
     "norms_in_fp32",
     "num_parameters",
+    "run_layers",
     "supported_names",
     "take_apart",
     "timm_names",

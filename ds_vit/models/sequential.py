@@ -5,8 +5,10 @@ Shapes: B samples, C channels, S tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,25 @@ class BlockRun(nn.Module):
         for block in self.blocks:
             inputs = block(inputs)
         return inputs[0]
+
+
+def run_layers(
+    layers: Iterable[Layer], inputs: Any, checkpoint_interval: int, checkpoint_function: CheckpointFunction
+) -> Any:
+    """What the last of the layers makes of `inputs`.
+
+    Where a backward pass will come, every `checkpoint_interval` blocks that follow each other are run by
+    `checkpoint_function`, which recomputes them; 0 keeps all activations.
+    """
+    recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
+    for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
+        if not are_blocks:
+            for layer in group:
+                inputs = layer(inputs)
+            continue
+        while blocks := list(itertools.islice(group, checkpoint_interval)):
+            inputs = (checkpoint_function(BlockRun(blocks), *inputs), *inputs[1:])
+    return inputs
 
 
 class SequentialViT(nn.Module):
@@ -56,29 +77,18 @@ class SequentialViT(nn.Module):
         if checkpoint_function is not None and not checkpoint_interval:
             raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
         self.layers = nn.ModuleList(layers)
+        self.checkpoint_interval = checkpoint_interval
         self.checkpoint_function = checkpoint_function or partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
         )
-        blocks = layers[1:-1]
-        self.__dict__["runs"] = tuple(
-            BlockRun(blocks[start : start + checkpoint_interval])
-            for start in range(0, len(blocks) if checkpoint_interval else 0, checkpoint_interval or 1)
-        )
 
     def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes].
+        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or what the last layer gives.
 
         Raises:
-            ValueError: no keys, in training, for a model with drop-path or dropout.
+            ValueError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        tokens, *rest = self.layers[0]((images, keys))
-        if self.runs and torch.is_grad_enabled():
-            for run in self.runs:
-                tokens = self.checkpoint_function(run, tokens, *rest)
-        else:
-            for block in self.layers[1:-1]:
-                tokens, *rest = block((tokens, *rest))
-        return self.layers[-1]((tokens, *rest))
+        return run_layers(self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function)
 
 
 def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
