@@ -4,7 +4,17 @@ from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.flops import LayerCost, forward_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.keyed_init import initialise
-from ds_vit.models.layers import BlockLayer, EmbedLayer, HeadLayer, Layer, take_apart
+from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, HeadLayer, Layer, block_stacks, take_apart
+from ds_vit.models.masked_autoencoder import (
+    AutoencoderSettings,
+    BridgeLayer,
+    MaskedAutoencoder,
+    PaintLayer,
+    create_autoencoder,
+    decoder_names,
+    masked_patches,
+    patchify,
+)
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
 from ds_vit.models.sequential import (
@@ -26,21 +36,29 @@ from ds_vit.models.zoo import (
 )
 
 __all__ = [
+    "AutoencoderSettings",
     "BlockLayer",
     "BlockRun",
+    "BridgeLayer",
+    "DecoderBlockLayer",
     "EmbedLayer",
     "HeadLayer",
     "InitialCheckpoint",
     "Layer",
     "LayerCost",
+    "MaskedAutoencoder",
     "ModelSpec",
+    "PaintLayer",
     "SequentialViT",
     "TimmViT",
     "balance",
+    "block_stacks",
     "cast_block_buffers",
     "check_bounds",
     "classifier_names",
+    "create_autoencoder",
     "create_model",
+    "decoder_names",
     "forward_flops",
     "freeze",
     "frozen_names",
@@ -48,10 +66,12 @@ __all__ = [
     "initialise",
     "layer_costs",
     "load_timm_state_dict",
+    "masked_patches",
     "names_and_shapes",
     "no_weight_decay_names",
     "norms_in_fp32",
     "num_parameters",
+    "patchify",
     "run_layers",
     "supported_names",
     "take_apart",

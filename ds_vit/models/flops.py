@@ -20,17 +20,7 @@ def forward_flops(model: TimmViT) -> int:
     Args:
         model: from `create_model`, on the meta device; nothing is computed and no memory is used.
     """
-    height, width = image_size(model)
-    image = torch.empty(1, model.in_chans, height, width, device="meta")
-    training = model.training
-    model.eval()
-    try:
-        # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
-        with FlopCounterMode(display=False) as counter:
-            model(image)
-    finally:
-        model.train(training)
-    return counter.get_total_flops()
+    return sum(cost.flops for cost in layer_costs(model))
 
 
 class LayerCost(NamedTuple):
@@ -47,7 +37,8 @@ def layer_costs(model: TimmViT) -> list[LayerCost]:
         model: from `create_model`, on the meta device.
     """
     height, width = image_size(model)
-    value = (torch.empty(1, model.in_chans, height, width, device="meta"), torch.zeros(1, dtype=torch.int64))
+    keys = torch.zeros(1, dtype=torch.int64, device="meta")
+    value = (torch.empty(1, model.in_chans, height, width, device="meta"), keys)
     costs = []
     for layer in take_apart(model):
         layer.eval()
@@ -58,6 +49,7 @@ def layer_costs(model: TimmViT) -> list[LayerCost]:
             return tensor
 
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+        # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
         with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             value = layer(value)
         costs.append(LayerCost(counter.get_total_flops(), max(0, sum(kept.values()) - weights)))

@@ -18,6 +18,7 @@ from timm.models import vision_transformer
 from torch import nn
 
 from ds_vit.models.hf_names import TensorsFromHF, check_hf_config
+from ds_vit.models.masked_autoencoder import decoder_names
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.weight_files import hf_config, open_weights, shape_of
 from ds_vit.models.zoo import TimmViT, names_and_shapes
@@ -44,8 +45,9 @@ class InitialCheckpoint:
     """A file of initial weights that fits a model.
 
     Attributes:
-        newly_initialised: the classifier's parameters, where the file has none or one of another number of classes;
-            empty otherwise. They keep their drawn values, which the user should be told.
+        newly_initialised: the classifier's parameters, where the file has none or one of another number of classes,
+            and a masked autoencoder's decoder, where the file has none; empty otherwise. They keep their drawn values,
+            which the user should be told.
     """
 
     def __init__(self, path: str | Path, model: TimmViT) -> None:
@@ -73,7 +75,11 @@ class InitialCheckpoint:
         self._translated = self._translate(path, model, self._tensors if foreign else _RESAMPLED)
         given = {} if foreign else {name: shape_of(self._tensors, name) for name in self._tensors}
         given |= {name: tensor.shape for name, tensor in self._translated.items()}
-        self.newly_initialised = self._new_classifier(model, wanted, given)
+        decoder = sorted(decoder_names(model))
+        self.newly_initialised = (
+            *self._new_classifier(model, wanted, given),
+            *(() if any(name in given for name in decoder) else decoder),
+        )
 
         kept = [name for name in wanted if name not in self.newly_initialised]
         differences = [f"{name} {tuple(wanted[name])} is missing from the file" for name in kept if name not in given]

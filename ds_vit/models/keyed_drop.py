@@ -31,7 +31,7 @@ class KeyedDrop(nn.Module):
     def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
         """Draws in [0, 1) of shape [B, *shape] under this module's name."""
         if self.keys is None:
-            raise ValueError(f"{self.name!r} is random in training: give the model the samples' keys")
+            raise ValueError(f"{self.name!r} is random: give the model the samples' keys")
         return randomness.uniform(self.keys, self.name, shape)
 
 
@@ -75,20 +75,30 @@ class KeyedPatchDropout(KeyedDrop):
     Which patches stay can be asked again by later layers (`keep_indices`): a rotary table must be gathered likewise.
     """
 
-    def __init__(self, name: str, prob: float, num_prefix_tokens: int, ordered: bool, with_indices: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        prob: float,
+        num_prefix_tokens: int,
+        ordered: bool,
+        with_indices: bool,
+        always: bool = False,
+    ) -> None:
+        """Args: as timm's, and whether patches are left out in evaluation too (masked autoencoding)."""
         super().__init__(name)
         self.prob = prob
         self.num_prefix_tokens = num_prefix_tokens
         self.ordered = ordered
         self.with_indices = with_indices
+        self.always = always
 
-    def num_kept(self, num_patches: int) -> int:
-        """How many of `num_patches` stay in training."""
-        return max(1, int(num_patches * (1.0 - self.prob)))
+    def num_kept(self, num_patches: int, training: bool = True) -> int:
+        """How many of `num_patches` stay."""
+        return max(1, int(num_patches * (1.0 - self.prob))) if training or self.always else num_patches
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
-        if self.prob == 0.0 or not self.training:
+        if self.prob == 0.0 or not (self.training or self.always):
             return None
         num_keep = self.num_kept(num_patches)
         keep = torch.argsort(self.uniform((num_patches,)), dim=-1, stable=True)[:, :num_keep]

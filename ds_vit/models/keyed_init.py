@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit import randomness
-from ds_vit.models.layers import BlockLayer, Layer, RopeFrequencies
+from ds_vit.models.layers import BlockLayer, Layer, RopeFrequencies, block_stacks
 from ds_vit.models.zoo import TimmViT
 
 if TYPE_CHECKING:
@@ -117,11 +117,13 @@ def _grafted(model: TimmViT, layer: Layer) -> TimmViT:
     stands in for all other blocks: torch walks a module that is met again only once, so the time of initialising a
     model grows with its depth and not with the square of it.
     """
-    whole, blocks = copy.copy(model), copy.copy(model.blocks)
-    blocks._modules = dict.fromkeys(model.blocks._modules, model.blocks[0])
-    whole._modules = {**model._modules, "blocks": blocks}
+    whole = copy.copy(model)
+    whole._modules = dict(model._modules)
+    for name, stack in block_stacks(model).items():
+        whole._modules[name] = copy.copy(stack)
+        whole._modules[name]._modules = dict.fromkeys(stack._modules, stack[0])
     if isinstance(layer, BlockLayer):
-        blocks._modules |= layer.blocks._modules
+        whole._modules[layer.stack]._modules[str(layer.index)] = layer.block
     else:
         whole._modules |= layer._modules
         whole._parameters = {**model._parameters, **layer._parameters}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from timm.layers.pos_embed_sincos import (
@@ -130,21 +131,29 @@ class RopeFrequencies(nn.Module):
 
 
 class BlockLayer(Layer):
-    """One timm block. Its parameters are named `blocks.<index>.…`, as in the whole model."""
+    """One timm block. Its parameters are named `blocks.<index>.…`, as in the whole model.
 
-    def __init__(self, index: int, block: nn.Module, rope: nn.Module | None, patch_drop: nn.Module | None) -> None:
+    Attributes:
+        stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
+    """
+
+    stack = "blocks"
+
+    def __init__(
+        self, index: int, block: nn.Module, rope: nn.Module | None = None, patch_drop: nn.Module | None = None
+    ) -> None:
         """Args: the block's index and timm module; the model's rotary embedding, if it has one, and its patch dropout,
         if that is random (blocks with a rotary table must know which patches are left)."""
         super().__init__()
         self.index = index
-        self.blocks = nn.ModuleDict({str(index): block})
+        self.add_module(self.stack, nn.ModuleDict({str(index): block}))
         self.rope = rope
         self.patch_drop = patch_drop if rope is not None else None
 
     @property
     def block(self) -> nn.Module:
         """timm's block."""
-        return self.blocks[str(self.index)]
+        return getattr(self, self.stack)[str(self.index)]
 
     def rotary_table(self, tokens: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
         """The sine and cosine table of this block's tokens, in the shape in which timm's `Eva` passes it to a block.
@@ -176,6 +185,20 @@ class BlockLayer(Layer):
                 # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
                 tokens = self.block(tokens, rope=table.to(tokens.dtype))
         return (tokens, keys, *freqs)
+
+
+class DecoderBlockLayer(BlockLayer):
+    """One timm block of a decoder, `decoder_blocks.<index>.…`."""
+
+    stack = "decoder_blocks"
+
+
+BLOCK_STACKS = (BlockLayer.stack, DecoderBlockLayer.stack)
+
+
+def block_stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """The model's lists of blocks, in the order in which tokens pass through them, by the member's name."""
+    return {name: getattr(model, name) for name in BLOCK_STACKS if hasattr(model, name)}
 
 
 class HeadLayer(Layer):
@@ -239,11 +262,47 @@ def _rope_of_blocks(model: TimmViT) -> nn.Module | None:
 
 def _token_count(model: TimmViT, patch_drop: KeyedPatchDropout | None) -> TokenCount:
     prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
-    return TokenCount(prefix + (patch_drop.num_kept(patches) if patch_drop else patches), prefix + patches)
+    if patch_drop is None:
+        return TokenCount(prefix + patches, prefix + patches)
+    return TokenCount(*(prefix + patch_drop.num_kept(patches, training) for training in (True, False)))
 
 
+def _ends_of(model: TimmViT) -> tuple[type[EmbedLayer], type[HeadLayer]]:
+    return next(ends for kind, ends in _ENDS.items() if isinstance(model, kind))
+
+
+def copy_to_take_apart(model: nn.Module) -> nn.Module:
+    """A copy whose modules may go into layers, timm's random ones replaced by keyed ones."""
+    model = copy.deepcopy(model)
+    replace_drops(model)
+    return model
+
+
+def encoder_layers(model: TimmViT) -> list[Layer]:
+    """The embedding and the blocks of a `copy_to_take_apart`, which is used up."""
+    rope = _rope_of_blocks(model)
+    random_patches = model.patch_drop if isinstance(model.patch_drop, KeyedPatchDropout) else None
+    layers = [
+        _part(model, _ends_of(model)[0], _EMBED),
+        *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
+    ]
+    for layer in layers:
+        layer.num_tokens = _token_count(model, random_patches)
+    return layers
+
+
+def check_complete(layers: list[Layer], model: nn.Module) -> list[Layer]:
+    """The layers, which must hold each parameter of the model once."""
+    names, held = set(model.state_dict()), [name for layer in layers for name in layer.state_dict()]
+    assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
+    return layers
+
+
+@singledispatch
 def take_apart(model: TimmViT) -> list[Layer]:
     """The layers of a timm model: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`.
+
+    A kind of model that is more than timm's registers a function of its own.
 
     The layers are copies with timm's random modules replaced by keyed ones (`keyed_drop`); `model` stays as it is, to
     go on describing the run.
@@ -254,19 +313,8 @@ def take_apart(model: TimmViT) -> list[Layer]:
     Returns:
         depth + 2 layers on the model's device, whose parameter names together are exactly the model's.
     """
-    embed_kind, head_kind = _ENDS[type(model)]
-    names = set(model.state_dict())
-    model = copy.deepcopy(model)
-    replace_drops(model)
-    rope = _rope_of_blocks(model)
-    random_patches = model.patch_drop if isinstance(model.patch_drop, KeyedPatchDropout) else None
-    layers = [
-        _part(model, embed_kind, _EMBED),
-        *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
-        _part(model, head_kind, _HEAD),
-    ]
-    for layer in layers:
-        layer.num_tokens = _token_count(model, random_patches)
-    held = [name for layer in layers for name in layer.state_dict()]
-    assert sorted(held) == sorted(names), f"lost or doubled: {names.symmetric_difference(held) or held}"
-    return layers
+    own = copy_to_take_apart(model)
+    layers = encoder_layers(own)
+    head = _part(own, _ends_of(own)[1], _HEAD)
+    head.num_tokens = layers[-1].num_tokens
+    return check_complete([*layers, head], model)

@@ -30,7 +30,7 @@ def classifier_names(model: TimmViT) -> frozenset[str]:
 
 
 def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: bool = False) -> frozenset[str]:
-    """The parameters that shall not be trained.
+    """The parameters that shall not be trained: what the model itself fixes, and what is asked for.
 
     Args:
         model: the description of the model.
@@ -38,14 +38,17 @@ def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: boo
         linear_probe: freeze everything but the classifier.
 
     Raises:
-        ValueError: a pattern matches nothing, nothing is left to train, or both ways are asked for at once.
+        ValueError: a pattern matches nothing, nothing is left to train, both ways are asked for at once, or there is
+            no classifier to probe with.
     """
     names = [name for name, _ in model.named_parameters()]
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if linear_probe:
         if patterns:
             raise ValueError("linear probing freezes all but the classifier already; --freeze would have no effect")
+        if not classifier_names(model):
+            raise ValueError("linear probing trains the classifier alone, and this model has none")
         return frozenset(names) - classifier_names(model)
-    frozen: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:

@@ -100,12 +100,16 @@ def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
     return arguments
 
 
-def _check_trainable(model: TimmViT, name: str) -> None:
-    """Refuse, before training, what would make a run depend on its layout or what could not be keyed."""
+def _check_classifier(model: TimmViT, name: str) -> None:
+    """Refuse a model that gives no logits, or too many."""
     if model.num_classes < 1:
         raise ValueError(f"model {name!r} with num_classes 0 has no classifier to train; give --num-classes")
     if not model.global_pool:
         raise ValueError(f"model {name!r} with global_pool '' gives logits for every token; use 'token' or 'avg'")
+
+
+def _check_trainable(model: TimmViT, name: str) -> None:
+    """Refuse, before training, what would make a run depend on its layout or what could not be keyed."""
     for module_name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(
@@ -138,7 +142,9 @@ def _check_trainable(model: TimmViT, name: str) -> None:
             module.aug_active = False  # neutral settings: spare the draws and keep the cached table
 
 
-def create_model(spec: ModelSpec, *, for_training: bool = True, device: str = "meta") -> TimmViT:
+def create_model(
+    spec: ModelSpec, *, for_training: bool = True, device: str = "meta", classifier: bool = True
+) -> TimmViT:
     """timm's model of a spec, on the meta device its structure, names and shapes without memory.
 
     `dynamic_img_size`, which some names switch on, is switched off: the image size of a run is fixed, and a fixed
@@ -148,6 +154,7 @@ def create_model(spec: ModelSpec, *, for_training: bool = True, device: str = "m
         spec: what to build.
         for_training: also refuse what can be evaluated but not trained the same in every layout.
         device: where its tensors are; with values (timm's own initial ones) anywhere but on the meta device.
+        classifier: for training, one is asked for.
 
     Returns:
         a `VisionTransformer` or `Eva`.
@@ -172,6 +179,8 @@ def create_model(spec: ModelSpec, *, for_training: bool = True, device: str = "m
     if min(model.patch_embed.grid_size) < 1:
         raise ValueError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
     if for_training:
+        if classifier:
+            _check_classifier(model, spec.name)
         _check_trainable(model, spec.name)
     return model
 

@@ -25,10 +25,16 @@ _SQUARE, _ELEMENTS, _ZEROS, _NONFINITE, _UPDATE, _WEIGHT, _SUMS = range(7)
 
 
 def layers_of(names: Sequence[str]) -> dict[str, str]:
-    """timm name → layer, in the model's order: "embed", "blocks.0", …, "head"."""
+    """timm name → layer, in the model's order: "embed", "blocks.0", …, "head".
+
+    A masked autoencoder has "decoder_embed" (with the mask token) after its blocks, then "decoder_blocks.0", ….
+    """
     found, layers = False, {}
-    for name in names:
-        match = re.match(r"(blocks|layers|stages)\.\d+", name)
+    for name in sorted(names, key=lambda name: name == "mask_token"):  # stands before the blocks; belongs behind
+        match = re.match(
+            r"(blocks|decoder_blocks|layers|stages)\.\d+|decoder_embed",
+            "decoder_embed" if name == "mask_token" else name,
+        )
         found = found or bool(match)
         layers[name] = match[0] if match else ("head" if found else "embed")
     return layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 from ds_vit.models.keyed_drop import KeyedDropout
 from ds_vit.models.layers import (
     BlockLayer,
+    DecoderBlockLayer,
     EmbedLayer,
     EvaEmbed,
     EvaHead,
@@ -21,7 +23,9 @@ from ds_vit.models.layers import (
     RopeFrequencies,
     VisionTransformerEmbed,
     VisionTransformerHead,
+    block_stacks,
 )
+from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.norm import ShardedNorm
@@ -45,7 +49,7 @@ def _members(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, n
 
 def _refused_kind(model: TimmViT) -> str | None:
     """Why some kind of module in the model cannot be cut, or None."""
-    for block in model.blocks:
+    for block in itertools.chain(*block_stacks(model).values()):
         planned = _planned(block)
         covered = {id(parameter) for module, _ in planned for parameter in module.parameters()}
         for name, parameter in block.named_parameters():
@@ -62,10 +66,11 @@ def _refused_kind(model: TimmViT) -> str | None:
 
 def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
     """What a degree must divide: (name, number), for each module to cut."""
-    parts = [*model.blocks, *([model.attn_pool] if model.attn_pool is not None else [])]
-    for part in parts:
+    parts = [("", part) for part in (*model.blocks, model.attn_pool) if part is not None]
+    parts += [("decoder ", block) for block in block_stacks(model).get(DecoderBlockLayer.stack, ())]
+    for prefix, part in parts:
         for module, plan in _planned(part):
-            yield from plan.counts(module).items()
+            yield from ((prefix + name, number) for name, number in plan.counts(module).items())
 
 
 def legal_degrees(model: TimmViT) -> list[int]:
@@ -118,10 +123,10 @@ class _ScatteringEvaEmbed(EvaEmbed):
         return split_tokens(super().embed(images), self.tp)
 
 
-class _Joining(HeadLayer):
+class _Joining(Layer):
     tp: TensorParallel
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         share, *rest = inputs
         count = self.num_tokens.training if self.training else self.num_tokens.evaluating
         return super().forward((join_tokens(share, count, self.tp), *rest))
@@ -135,11 +140,23 @@ class _JoiningEvaHead(_Joining, EvaHead):
     pass
 
 
-_SEQUENCE_PARALLEL_ENDS: dict[type[Layer], type[Layer]] = {
+class _JoiningPaint(_Joining, PaintLayer):
+    pass
+
+
+class _SharingBridge(_Joining, BridgeLayer):
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        tokens, *rest = super().forward(inputs)
+        return split_tokens(tokens, self.tp), *rest
+
+
+_OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
     VisionTransformerEmbed: _ScatteringVisionTransformerEmbed,
     EvaEmbed: _ScatteringEvaEmbed,
     VisionTransformerHead: _JoiningVisionTransformerHead,
     EvaHead: _JoiningEvaHead,
+    BridgeLayer: _SharingBridge,
+    PaintLayer: _JoiningPaint,
 }
 
 
@@ -231,7 +248,7 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
             if type(module) is KeyedDropout:
                 ShareDropout.of(module, 1, tp)
     else:
-        layer.__class__ = _SEQUENCE_PARALLEL_ENDS[type(layer)]
+        layer.__class__ = _OUTSIDE_BLOCKS[type(layer)]
         layer.tp = tp
 
 
@@ -253,7 +270,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
             past the last class zero, for the loss and `gather_logits`.
     """
     if tp.size > 1:
-        # Embedding and head work on all tokens; under sequence parallelism too.
+        # What is no block works on all tokens; under sequence parallelism too.
         inside = tp if isinstance(layer, BlockLayer) else replace(tp, sequence_parallel=False)
         region = Region(inside, layer.num_tokens)
         summed = [parameter for module, plan in _planned(layer) for parameter in _cut_module(module, plan, region)]

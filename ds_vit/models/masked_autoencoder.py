@@ -1,0 +1,336 @@
+"""Masked autoencoding: a timm ViT on a keyed quarter of the patches, and a decoder that paints the others.
+
+He et al. 2022, "Masked Autoencoders Are Scalable Vision Learners", https://arxiv.org/abs/2111.06377, and its code,
+whose names the decoder's parameters have (`decoder_embed`, `mask_token`, `decoder_blocks.<i>`, `decoder_norm`,
+`decoder_pred`); the encoder's are timm's. The decoder is made of timm's own `Block`.
+
+The mask is patch dropout that is on in evaluation too (`KeyedPatchDropout`). Which patches stay is a pure function of
+the sample's key: the embedding, the rotary tables, the decoder and the loss each ask for it where they are, and no mask
+travels between pipeline stages.
+
+Shapes: B samples, S tokens, D width, N patches, P numbers of a patch (its height * width * channels).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from timm.layers import LayerNorm, PatchEmbed
+from timm.models import Eva, VisionTransformer
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from ds_vit.models.keyed_drop import KeyedPatchDropout, sample_keys
+from ds_vit.models.layers import (
+    DecoderBlockLayer,
+    Layer,
+    TokenCount,
+    check_complete,
+    copy_to_take_apart,
+    encoder_layers,
+    take_apart,
+)
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
+
+
+@dataclass(frozen=True)
+class AutoencoderSettings:
+    """What masked autoencoding adds to a model; the defaults are the paper's.
+
+    Attributes:
+        mask_ratio: share of the patches that the encoder does not see.
+        decoder_dim: the decoder's width.
+        decoder_depth: its blocks.
+        decoder_heads: its attention heads.
+        norm_pix_loss: paint each patch less its own mean, over its own standard deviation.
+
+    Raises:
+        ValueError: a number out of range, or numbers that do not fit each other.
+    """
+
+    mask_ratio: float = 0.75
+    decoder_dim: int = 512
+    decoder_depth: int = 8
+    decoder_heads: int = 16
+    norm_pix_loss: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.mask_ratio < 1.0:
+            raise ValueError(f"--mask-ratio {self.mask_ratio} must lie between 0 and 1; the paper's is 0.75")
+        for flag, value in (("depth", self.decoder_depth), ("heads", self.decoder_heads), ("dim", self.decoder_dim)):
+            if value < 1:
+                raise ValueError(f"--decoder-{flag} {value} must be at least 1")
+        step = self.decoder_heads if self.decoder_heads % 4 == 0 else self.decoder_heads * 4
+        if self.decoder_dim % self.decoder_heads or self.decoder_dim % 4:
+            near = max(step, round(self.decoder_dim / step) * step)
+            raise ValueError(
+                f"--decoder-dim {self.decoder_dim} must be a multiple of --decoder-heads {self.decoder_heads}, and of "
+                f"4 for its sine-cosine positions; the nearest is {near}"
+            )
+
+
+def _masking(mask_ratio: float, num_prefix_tokens: int = 0, with_indices: bool = False) -> KeyedPatchDropout:
+    """The mask as a module. Kept patches stay in the order of their noise, as in the paper's code."""
+    return KeyedPatchDropout(
+        "mask", mask_ratio, num_prefix_tokens, ordered=False, with_indices=with_indices, always=True
+    )
+
+
+def masked_patches(keys: torch.Tensor, num_patches: int, mask_ratio: float) -> torch.Tensor:
+    """Which patches of each sample the encoder does not see: bool [B, N], in every row as many.
+
+    All but the int(N * (1 - mask_ratio)) with the least noise, which is drawn from (sample key, "mask", patch).
+
+    Args:
+        keys: int64 sample keys [B].
+        num_patches: N.
+        mask_ratio: of `AutoencoderSettings`.
+    """
+    masking = _masking(mask_ratio)
+    with sample_keys([masking], keys):
+        kept = masking.keep_indices(num_patches)
+    return torch.ones(len(keys), num_patches, dtype=torch.bool, device=keys.device).scatter(1, kept, False)
+
+
+def patchify(pixels: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
+    """Images [B, C, height, width] as rows of numbers [B, N, P]: row by row of the patch, channels innermost."""
+    batch, channels, height, width = pixels.shape
+    p, q = patch_size
+    patches = pixels.reshape(batch, channels, height // p, p, width // q, q)
+    return patches.permute(0, 2, 4, 3, 5, 1).reshape(batch, (height // p) * (width // q), p * q * channels)
+
+
+def sine_cosine_positions(grid_size: tuple[int, int], width: int, num_prefix_tokens: int) -> torch.Tensor:
+    """The paper's fixed position embedding, float32 [1, num_prefix_tokens + N, width]; that of prefix tokens is zero.
+
+    A quarter of the features each: sines and cosines of the column, sines and cosines of the row (the order of the
+    paper's code, in which "h" is the column).
+
+    Args:
+        grid_size: patches in (height, width).
+        width: a multiple of 4.
+        num_prefix_tokens: class and register tokens, before the patches.
+    """
+    quarter = width // 4
+    frequencies = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+    rows, columns = (torch.arange(size, dtype=torch.float64) for size in grid_size)
+    row, column = (place.flatten().outer(frequencies) for place in torch.meshgrid(rows, columns, indexing="ij"))
+    table = torch.cat((column.sin(), column.cos(), row.sin(), row.cos()), dim=1)
+    return torch.cat((torch.zeros(num_prefix_tokens, width), table.float())).unsqueeze(0)
+
+
+class MaskedAutoencoder(nn.Module):
+    """What makes a timm ViT the description of a masked autoencoder: mixed in before its class by `create_autoencoder`.
+
+    The encoder's members keep their timm names; beside them stand the decoder's. What is not trained has
+    `requires_grad` off: the encoder's fixed positions, and attention pooling, which pretraining does not reach and
+    which is there so that timm can load the encoder as it is.
+
+    Attributes:
+        settings: of masked autoencoding.
+    """
+
+    settings: AutoencoderSettings
+
+    def add_decoder(self, settings: AutoencoderSettings) -> None:
+        """Give a model from `create_model` its decoder, on its device, and fix what is not trained."""
+        self.settings = settings
+        width = settings.decoder_dim
+        device = next(self.parameters()).device
+        eps = next(module.eps for module in self.modules() if hasattr(module, "eps"))
+        norm = partial(LayerNorm, eps=eps, device=device)
+        self.decoder_embed = nn.Linear(self.embed_dim, width, device=device)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width, device=device))
+        self.decoder_blocks = nn.ModuleList(
+            Block(width, settings.decoder_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm, device=device)
+            for _ in range(settings.decoder_depth)
+        )
+        self.decoder_norm = norm(width)
+        numbers = self.patch_embed.patch_size[0] * self.patch_embed.patch_size[1] * self.in_chans
+        self.decoder_pred = nn.Linear(width, numbers, device=device)
+        if self.pos_embed is not None:
+            self.pos_embed.requires_grad_(False)
+        if self.attn_pool is not None:
+            self.attn_pool.requires_grad_(False)
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """timm's initial values for the encoder; the paper's for its positions and for the decoder."""
+        super().init_weights(needs_reset=needs_reset)
+        if self.pos_embed is not None:
+            _, tokens, width = self.pos_embed.shape
+            grid = self.patch_embed.grid_size
+            with torch.no_grad():
+                self.pos_embed.copy_(sine_cosine_positions(grid, width, tokens - self.patch_embed.num_patches))
+        nn.init.normal_(self.mask_token, std=0.02)
+        for part in (self.decoder_embed, self.decoder_blocks, self.decoder_norm, self.decoder_pred):
+            for module in part.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.xavier_uniform_(module.weight)
+                    nn.init.zeros_(module.bias)
+                elif isinstance(module, nn.LayerNorm):
+                    module.reset_parameters()
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's names and the mask token, a token as the class token is one."""
+        return super().no_weight_decay() | {"mask_token"}
+
+
+class VisionTransformerAutoencoder(MaskedAutoencoder, VisionTransformer):
+    """A masked autoencoder whose encoder is timm's `VisionTransformer`."""
+
+
+class EvaAutoencoder(MaskedAutoencoder, Eva):
+    """A masked autoencoder whose encoder is timm's `Eva`."""
+
+
+_KINDS: dict[type, type[MaskedAutoencoder]] = {
+    VisionTransformer: VisionTransformerAutoencoder,
+    Eva: EvaAutoencoder,
+}
+
+
+def decoder_names(model: nn.Module) -> frozenset[str]:
+    """The parameters that are not the encoder's; none in a model that is no masked autoencoder."""
+    if not isinstance(model, MaskedAutoencoder):
+        return frozenset()
+    return frozenset(name for name, _ in model.named_parameters() if name.startswith(("decoder_", "mask_token")))
+
+
+def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSettings) -> None:
+    """Refuse an encoder whose patches cannot be masked or painted."""
+    embed = model.patch_embed
+    if not isinstance(embed, PatchEmbed):
+        raise ValueError(
+            f"model {spec.name!r} has a convolutional stem ({type(embed).__name__}), through which masked patches "
+            "would leak into those that are kept; take a name whose patches do not overlap, as vit_base_patch16_224"
+        )
+    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
+        raise ValueError(
+            f"model_kwargs patch_drop_rate {model.patch_drop.prob} and --mask-ratio {settings.mask_ratio} would both "
+            "leave patches out; drop patch_drop_rate"
+        )
+    for size, patch in zip(embed.img_size, embed.patch_size, strict=True):
+        if size % patch:
+            raise ValueError(
+                f"img_size {size} is no multiple of the patch size {patch} of {spec.name!r}, so that some pixels lie "
+                f"in no patch; use --img-size {size // patch * patch}"
+            )
+    patches = embed.num_patches
+    kept = int(patches * (1.0 - settings.mask_ratio))
+    if not 0 < kept < patches:
+        raise ValueError(
+            f"--mask-ratio {settings.mask_ratio} keeps {kept} of {patches} patches of {spec.name!r}; at least one must "
+            "be kept and one masked"
+        )
+    if model.pos_embed is not None and model.embed_dim % 4:
+        raise ValueError(f"width {model.embed_dim} of {spec.name!r} must be a multiple of 4 for fixed positions")
+
+
+def create_autoencoder(
+    spec: ModelSpec, settings: AutoencoderSettings, *, for_training: bool = True, device: str = "meta"
+) -> MaskedAutoencoder:
+    """The description of a masked autoencoder, on the meta device its structure, names and shapes without memory.
+
+    `take_apart`, `initialise`, `layer_costs`, `check_cut` and `cut_layer` take it and its layers as they take timm's.
+
+    Args:
+        spec: the encoder. Its classes count for nothing: there is no classifier.
+        settings: of mask and decoder.
+        for_training: as in `create_model`.
+        device: as in `create_model`; on another one than meta the decoder's values are not set.
+
+    Raises:
+        ValueError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, or a mask that
+            leaves nothing on one side.
+    """
+    model = create_model(replace(spec, num_classes=0), for_training=for_training, device=device, classifier=False)
+    _check_encoder(model, spec, settings)
+    model.__class__ = _KINDS[type(model)]
+    model.add_decoder(settings)
+    return model
+
+
+class SineCosinePositions(nn.Module):
+    """The decoder's fixed positions, a buffer outside the state dict."""
+
+    def __init__(self, grid_size: tuple[int, int], width: int, num_prefix_tokens: int, device: torch.device) -> None:
+        super().__init__()
+        self.arguments = (grid_size, width, num_prefix_tokens)
+        num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
+        self.register_buffer("table", torch.empty(1, num_tokens, width, device=device), persistent=False)
+        if not self.table.is_meta:
+            self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the table, where it has memory (timm's name for this, which `initialise` calls)."""
+        self.table.copy_(sine_cosine_positions(*self.arguments))
+
+
+class BridgeLayer(Layer):
+    """From the encoder to the decoder: final norm, the decoder's width, mask tokens in the gaps, positions.
+
+    `num_tokens` is what it takes; it gives those of all patches. A model that norms after pooling (`fc_norm`) has that
+    norm here. Attention pooling is carried along, unused.
+    """
+
+    def __init__(self, model: MaskedAutoencoder, masking: KeyedPatchDropout) -> None:
+        """Args: a `copy_to_take_apart`, and the mask that its embedding has too."""
+        super().__init__()
+        self.norm = model.norm
+        self.attn_pool = model.attn_pool
+        self.fc_norm = model.fc_norm
+        self.decoder_embed = model.decoder_embed
+        self.mask_token = model.mask_token
+        self.masking = masking
+        self.positions = SineCosinePositions(
+            model.patch_embed.grid_size, model.settings.decoder_dim, model.num_prefix_tokens, model.mask_token.device
+        )
+        self.num_prefix_tokens = model.num_prefix_tokens
+        self.num_patches = model.patch_embed.num_patches
+
+    def fill_in(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Prefix tokens and kept patches [B, S, decoder D] -> prefix tokens and all patches, in their places."""
+        dtype = self.mask_token.dtype  # fp32 under autocast: the residual stream is as wide as the encoder's
+        prefix, kept = tokens.to(dtype).tensor_split((self.num_prefix_tokens,), dim=1)
+        places = self.masking.keep_indices(self.num_patches).unsqueeze(-1).expand_as(kept)
+        patches = self.mask_token.expand(len(kept), self.num_patches, -1).scatter(1, places, kept)
+        return torch.cat((prefix, patches), dim=1) + self.positions.table.to(dtype)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """(tokens [B, S kept, D], keys int64 [B], ...) -> (tokens [B, S, decoder D], keys)."""
+        tokens, keys, *_ = inputs
+        with sample_keys(self.keyed_drops(), keys):
+            return self.fill_in(self.decoder_embed(self.fc_norm(self.norm(tokens)))), keys
+
+
+class PaintLayer(Layer):
+    """The decoder's end: tokens to the numbers of each patch."""
+
+    def __init__(self, model: MaskedAutoencoder) -> None:
+        """Args: a `copy_to_take_apart`."""
+        super().__init__()
+        self.decoder_norm = model.decoder_norm
+        self.decoder_pred = model.decoder_pred
+        self.num_prefix_tokens = model.num_prefix_tokens
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """(tokens [B, S, decoder D], keys int64 [B], ...) -> [B, N, P]; masked and kept patches alike."""
+        return self.decoder_pred(self.decoder_norm(inputs[0][:, self.num_prefix_tokens :]))
+
+
+@take_apart.register
+def _(model: MaskedAutoencoder) -> list[Layer]:
+    """An `EmbedLayer` that masks, a `BlockLayer` for each block, a `BridgeLayer`, a `DecoderBlockLayer` for each of the
+    decoder's, a `PaintLayer`; depth + decoder depth + 3 layers."""
+    own = copy_to_take_apart(model)
+    masking = _masking(model.settings.mask_ratio, model.num_prefix_tokens, with_indices=isinstance(model, Eva))
+    own.patch_drop = masking
+    encoder, bridge = encoder_layers(own), BridgeLayer(own, masking)
+    bridge.num_tokens = encoder[-1].num_tokens
+    decoder = [*(DecoderBlockLayer(index, block) for index, block in enumerate(own.decoder_blocks)), PaintLayer(own)]
+    count = model.num_prefix_tokens + model.patch_embed.num_patches
+    for layer in decoder:
+        layer.num_tokens = TokenCount(count, count)
+    return check_complete([*encoder, bridge, *decoder], model)

@@ -1,0 +1,532 @@
+"""Masked autoencoding: transformers' ViTMAE number by number, every kind of encoder, stages, initial values, costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from autoencoders import ENCODERS, SAMPLES, SETTINGS, autoencoder, batch_of, layers_of, loss_of, spec_of
+from torch import nn
+
+from ds_vit import randomness
+from ds_vit.models import (
+    AutoencoderSettings,
+    BlockLayer,
+    BridgeLayer,
+    DecoderBlockLayer,
+    EmbedLayer,
+    InitialCheckpoint,
+    ModelSpec,
+    PaintLayer,
+    SequentialViT,
+    balance,
+    create_autoencoder,
+    create_model,
+    decoder_names,
+    forward_flops,
+    frozen_names,
+    initialise,
+    layer_costs,
+    masked_patches,
+    no_weight_decay_names,
+    take_apart,
+    timm_names,
+    timm_state_dict,
+)
+from ds_vit.monitoring.gradients import layers_of as health_layers
+from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.parallel.tensor import check_cut, legal_degrees
+
+# transformers' names, by ours, within a block and outside.
+_IN_BLOCK = {
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn.proj": "attention.o_proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
+_OUTSIDE = {
+    "cls_token": "vit.embeddings.cls_token",
+    "pos_embed": "vit.embeddings.position_embeddings",
+    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+    "norm": "vit.layernorm",
+    "mask_token": "decoder.mask_token",
+    "decoder_embed": "decoder.decoder_embed",
+    "decoder_norm": "decoder.decoder_norm",
+    "decoder_pred": "decoder.decoder_pred",
+}
+
+
+def their_names(name: str) -> list[str]:
+    """The names in transformers of what one of our parameters holds, packed along its first dimension."""
+    stack, _, rest = name.partition(".")
+    if stack in ("blocks", "decoder_blocks"):
+        index, rest = rest.split(".", 1)
+        prefix = f"vit.layers.{index}." if stack == "blocks" else f"decoder.decoder_layers.{index}."
+        module, kind = rest.rsplit(".", 1)
+        if module == "attn.qkv":
+            return [f"{prefix}attention.{part}_proj.{kind}" for part in "qkv"]
+        return [f"{prefix}{_IN_BLOCK[module]}.{kind}"]
+    if name in _OUTSIDE:
+        return [_OUTSIDE[name]]
+    module, kind = name.rsplit(".", 1)
+    return [f"{_OUTSIDE[module]}.{kind}"]
+
+
+def their_model(model, layers):
+    """transformers' model with our weights, and positions of its own."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.vit_mae import modeling_vit_mae as theirs
+
+    settings = model.settings
+    config = transformers.ViTMAEConfig(
+        hidden_size=model.embed_dim,
+        num_hidden_layers=len(model.blocks),
+        num_attention_heads=model.blocks[0].attn.num_heads,
+        intermediate_size=4 * model.embed_dim,
+        layer_norm_eps=model.norm.eps,
+        image_size=model.patch_embed.img_size[0],
+        patch_size=model.patch_embed.patch_size[0],
+        decoder_hidden_size=settings.decoder_dim,
+        decoder_num_hidden_layers=settings.decoder_depth,
+        decoder_num_attention_heads=settings.decoder_heads,
+        decoder_intermediate_size=4 * settings.decoder_dim,
+        mask_ratio=settings.mask_ratio,
+        norm_pix_loss=settings.norm_pix_loss,
+    )
+    reference = theirs.ViTMAEForPreTraining(config)
+    parameters = dict(reference.named_parameters())
+    given = {"vit.embeddings.position_embeddings", "decoder.decoder_pos_embed"}
+    with torch.no_grad():
+        for name, tensor in timm_state_dict(nn.ModuleList(layers)).items():
+            names = their_names(name)
+            for other, part in zip(names, tensor.chunk(len(names)), strict=True):
+                if other not in given:
+                    parameters[other].copy_(part)
+        for name in given:
+            grid, width = model.patch_embed.grid_size, parameters[name].shape[-1]
+            table = theirs.build_2d_sinusoidal_position_embedding(*grid, width, cls_token=True)
+            parameters[name].copy_(table.roll(width // 2, dims=-1))  # the paper's order of row and column
+    return reference.train()
+
+
+def relative_errors(norm_pix_loss: bool, plant=None) -> dict[str, float]:
+    """The largest difference from transformers over the largest value: of the loss and of every gradient."""
+    settings = replace(SETTINGS, norm_pix_loss=norm_pix_loss)
+    model = create_autoencoder(spec_of("vit_tiny_patch16_224", embed_dim=96, num_heads=3), settings)
+    layers = layers_of(model)
+    ours, theirs = SequentialViT(layers), their_model(model, layers)
+    pixels, keys = batch_of(model)
+    noise = randomness.uniform(keys, "mask", (model.patch_embed.num_patches,))
+    if plant is not None:
+        keys = plant(layers, keys)
+    loss = loss_of(model)(ours(pixels, keys), pixels, keys)
+    loss.backward()
+    expected = theirs(pixels, noise=noise).loss
+    expected.backward()
+    errors = {"loss": abs(loss.item() - expected.item()) / expected.item()}
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    names, compared = timm_names(ours), set()
+    for local, parameter in ours.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        parts = their_names(names[local])
+        compared |= set(parts)
+        grad = torch.cat([gradients[part] for part in parts])
+        if names[local].endswith("qkv.bias"):  # softmax does not feel the key's: zero but for rounding
+            grad, own = (torch.cat([g.chunk(3)[i] for i in (0, 2)]) for g in (grad, parameter.grad))
+        else:
+            own = parameter.grad
+        assert float(grad.abs().max()) > 1e-7, f"{names[local]} has no gradient: it would hide anything"
+        errors[names[local]] = float((own - grad).abs().max() / grad.abs().max())
+    assert compared == set(gradients), "a parameter of theirs that nothing was compared with"
+    return errors
+
+
+@pytest.mark.parametrize("norm_pix_loss", [False, True], ids=["pixels", "normalised"])
+def test_loss_and_every_gradient_are_those_of_transformers(norm_pix_loss):
+    """Another mask, order of pixels, position, norm or scale than the paper's."""
+    errors = relative_errors(norm_pix_loss)
+    assert max(errors.values()) < 1e-5, {name: error for name, error in errors.items() if error >= 1e-5}
+
+
+def _another_mask(layers, keys):
+    return keys + 1
+
+
+def _shifted_positions(layers, keys):
+    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions.table
+    table.copy_(table.roll(1, dims=1))
+    return keys
+
+
+def _one_patch_fewer(layers, keys):
+    for layer in layers:
+        for masking in layer.keyed_drops():
+            masking.prob = 0.8
+    return keys
+
+
+def _rows_for_columns(layers, keys):
+    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions.table
+    table.copy_(table.roll(table.shape[-1] // 2, dims=-1))
+    return keys
+
+
+@pytest.mark.parametrize("plant", [_another_mask, _shifted_positions, _one_patch_fewer, _rows_for_columns])
+def test_the_comparison_can_fail(plant):
+    """A comparison that an error in the mask, the decoder's positions or the number of tokens would pass."""
+    errors = relative_errors(False, plant)
+    assert errors["loss"] > 1e-4
+    assert errors["decoder_pred.weight"] > 1e-2
+
+
+def test_the_mask_is_a_function_of_the_key():
+    """A mask that follows the place in the batch, another count than the paper's, a patch that is never masked."""
+    keys = torch.arange(400) * 7919
+    mask = masked_patches(keys, 196, 0.75)
+    assert (mask.sum(dim=1) == 147).all()
+    assert torch.equal(mask.flip(0), masked_patches(keys.flip(0), 196, 0.75))
+    shares = mask.float().mean(dim=0)
+    assert float((shares - 0.75).abs().max()) < 5 * math.sqrt(0.75 * 0.25 / 400)
+    # By the paper's way, from the noise itself.
+    noise = randomness.uniform(keys, "mask", (196,))
+    ranks = noise.argsort(dim=1, stable=True).argsort(dim=1)
+    assert torch.equal(mask, ranks >= 49)
+    for ratio, patches in ((0.6, 196), (0.9, 256), (0.3, 10)):
+        assert int((~masked_patches(keys[:1], patches, ratio)).sum()) == int(patches * (1 - ratio))
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_kind_of_encoder(kind):
+    """Shapes between the layers, gradients to all that is trained, and an encoder that timm does not load as it is."""
+    model = autoencoder(kind)
+    layers = layers_of(model)
+    pixels, keys = batch_of(model)
+    prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
+    value = (pixels, keys)
+    for layer in layers[:-1]:
+        value = layer(value)
+        short = isinstance(layer, EmbedLayer) or type(layer) is BlockLayer
+        assert value[0].shape[1] == prefix + (patches // 4 if short else patches)
+        assert torch.equal(value[1], keys)
+        assert layer.num_tokens.training == layer.num_tokens.evaluating
+        # What crosses a stage: no float tensor without a gradient.
+        assert all(tensor.requires_grad for tensor in value if tensor.is_floating_point())
+    for layer, following in itertools.pairwise(layers):  # a layer's count is that of what it is given
+        if not isinstance(layer, BridgeLayer):
+            assert layer.num_tokens == following.num_tokens
+    prediction = layers[-1](value)
+    numbers = 3 * model.patch_embed.patch_size[0] ** 2
+    assert prediction.shape == (SAMPLES, patches, numbers)
+    loss_of(model)(prediction, pixels, keys).backward()
+    fixed = frozen_names(model)
+    assert {name.split(".")[0] for name in fixed} <= {"pos_embed", "attn_pool"}
+    assert ("pos_embed" in fixed) == (model.pos_embed is not None)
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            assert (name in fixed) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                assert parameter.grad.isfinite().all()
+                assert float(parameter.grad.abs().max()) > 0, name
+    state = timm_state_dict(nn.ModuleList(layers))
+    spec = spec_of(ENCODERS[kind])
+    encoder = timm.create_model(spec.name, num_classes=0, img_size=spec.img_size, **spec.model_kwargs)
+    encoder.load_state_dict({name: state[name] for name in state if name not in decoder_names(model)}, strict=True)
+    if model.pos_embed is not None:
+        assert encoder.pos_embed.std() > 0.1  # the sines', not timm's 0.02
+
+
+@pytest.mark.parametrize("kind", ["class token", "Eva with rotary tables", "learned rotary frequencies"])
+def test_evaluation_masks_too(kind):
+    """A validation loss of an encoder that sees everything."""
+    model = autoencoder(kind)
+    whole = SequentialViT(layers_of(model))
+    pixels, keys = batch_of(model)
+    with torch.no_grad():
+        assert torch.equal(whole.train()(pixels, keys), whole.eval()(pixels, keys))
+        with pytest.raises(ValueError, match="'mask' is random: give the model the samples' keys"):
+            whole(pixels)
+
+
+def test_rotary_tables_are_those_of_the_kept_patches():
+    """A rotary encoder whose kept patches are rotated as if they were the first ones."""
+    model = autoencoder("Eva with rotary tables")
+    embed, block, *_ = layers_of(model)
+    pixels = torch.ones(SAMPLES, 3, *model.patch_embed.img_size)
+    tokens, keys = embed((pixels, torch.arange(SAMPLES)))
+    table = []
+    block.block.register_forward_pre_hook(lambda module, args, kwargs: table.append(kwargs["rope"]), with_kwargs=True)
+    block((tokens, keys))
+    kept = ~masked_patches(keys, model.patch_embed.num_patches, SETTINGS.mask_ratio)
+    whole = block.rope.get_embed()
+    for row, chosen in zip(table[0].squeeze(1), kept, strict=True):
+        assert row.shape == (4, whole.shape[-1])
+        assert {tuple(place) for place in row.tolist()} == {tuple(place) for place in whole[chosen].tolist()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    names = timm_names(model)
+    return {names[local]: p.grad for local, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["class token", "learned rotary frequencies"])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_recomputation_changes_nothing(kind, interval):
+    """A mask drawn anew in the backward pass; a group of blocks across the bridge."""
+    model = autoencoder(kind, drop_path=0.3, depth=3)
+    pixels, keys = batch_of(model)
+    results = []
+    for arguments in ({}, {"checkpoint_interval": interval}):
+        whole = SequentialViT(layers_of(model), **arguments)
+        runs = []
+        for layer in whole.layers:
+            layer.register_forward_pre_hook(lambda module, *_, runs=runs: runs.append(type(module)))
+        loss = loss_of(model)(whole(pixels, keys), pixels, keys)
+        forward = len(runs)
+        loss.backward()
+        again = runs[forward:]
+        results.append((loss, gradients_of(whole), again))
+    (plain, expected, nothing), (loss, gradients, again) = results
+    assert nothing == []
+    assert again == [DecoderBlockLayer] * 2 + [BlockLayer] * 3
+    assert torch.equal(loss, plain)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["registers and layer scale", "learned rotary frequencies", "attention pool"])
+def test_stages_one_by_one(kind):
+    """What a stage needs and does not get; a gradient that is lost between stages."""
+    model = autoencoder(kind)
+    pixels, keys = batch_of(model)
+    layers = layers_of(model)
+    loss = loss_of(model)(SequentialViT(layers)(pixels, keys), pixels, keys)
+    loss.backward()
+    expected = gradients_of(nn.ModuleList(layers))
+
+    layers = layers_of(model)
+    for bounds in ((0, 1, 3, 4, 7), (0, 2, 5, 7)):  # a stage that is the bridge alone; one from encoder to decoder
+        nn.ModuleList(layers).zero_grad()
+        received, sent = [], []
+        value: tuple[torch.Tensor, ...] | torch.Tensor = (pixels, keys)
+        for start, stop in itertools.pairwise(bounds):
+            value = tuple(
+                tensor.detach().clone().requires_grad_(start > 0 and tensor.is_floating_point()) for tensor in value
+            )
+            received.append(value)
+            for layer in layers[start:stop]:
+                value = layer(value)
+            sent.append(value)
+        total = loss_of(model)(value, pixels, keys)
+        assert torch.equal(total, loss)
+        total.backward()
+        for outputs, inputs in zip(reversed(sent[:-1]), reversed(received[1:]), strict=True):
+            pairs = [(o, i.grad) for o, i in zip(outputs, inputs, strict=True) if i.grad is not None]
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        gradients = gradients_of(nn.ModuleList(layers))
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_the_loss_is_a_mean_over_samples():
+    """A mean over patches that micro-batches would weigh otherwise."""
+    model = autoencoder("class token", replace(SETTINGS, norm_pix_loss=True))
+    pixels, keys = batch_of(model)
+    prediction = SequentialViT(layers_of(model))(pixels, keys)
+    loss = loss_of(model)
+    each = loss.per_sample(prediction, pixels, keys)
+    assert each.shape == (SAMPLES,)
+    alone = [loss(prediction[i : i + 1], pixels[i : i + 1], keys[i : i + 1]) for i in range(SAMPLES)]
+    torch.testing.assert_close(each, torch.stack(alone))
+    torch.testing.assert_close(loss(prediction, pixels, keys), each.mean())
+    # In fp32, whatever the model computes in; kept patches count for nothing.
+    assert loss(prediction.bfloat16(), pixels.bfloat16(), keys).dtype == torch.float32
+    mask = masked_patches(keys, prediction.shape[1], SETTINGS.mask_ratio)
+    shouted = torch.where(mask.unsqueeze(-1), prediction, torch.tensor(1e6))
+    assert torch.equal(loss.per_sample(shouted, pixels, keys), each)
+
+
+def test_initial_values():
+    """An encoder that starts elsewhere than timm's, a decoder that starts elsewhere than the paper's, or by rank."""
+    model = autoencoder("class token")
+    values = timm_state_dict(nn.ModuleList(layers_of(model, shaken=False)))
+    plain = create_model(replace(spec_of("vit_tiny_patch16_224"), num_classes=0), for_training=False)
+    layers = take_apart(plain)
+    initialise(plain, layers, seed=0, device="cpu")
+    for name, tensor in timm_state_dict(nn.ModuleList(layers)).items():
+        assert torch.equal(values[name], tensor) == (name != "pos_embed"), name
+    assert (values["pos_embed"][0, 0] == 0).all()
+    for name in decoder_names(model):
+        tensor = values[name]
+        if name == "mask_token":
+            assert 0.01 < float(tensor.std()) < 0.03
+        elif tensor.ndim == 2:
+            bound = math.sqrt(6 / sum(tensor.shape))
+            assert 0.95 * bound < float(tensor.abs().max()) <= bound, name
+            assert float(tensor.std()) == pytest.approx(bound / math.sqrt(3), rel=0.1)
+        else:
+            assert (tensor == float("norm" in name and name.endswith("weight"))).all(), name
+    assert not torch.equal(values["decoder_blocks.0.attn.qkv.weight"], values["decoder_blocks.1.attn.qkv.weight"])
+    other = timm_state_dict(nn.ModuleList(layers_of(model, shaken=False, seed=1)))
+    assert not torch.equal(values["decoder_pred.weight"], other["decoder_pred.weight"])
+    for stage in ((0, 2), (2, 4), (3, 5), (5, 7)):
+        layers = take_apart(model)[slice(*stage)]
+        initialise(model, layers, seed=0, device="cpu")
+        for name, tensor in timm_state_dict(nn.ModuleList(layers)).items():
+            assert torch.equal(tensor, values[name]), name
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_costs_of_a_short_encoder_and_a_full_decoder():
+    """Stages balanced as if the encoder saw every patch."""
+    settings = AutoencoderSettings(decoder_dim=64, decoder_depth=4, decoder_heads=4)
+    spec = ModelSpec("vit_base_patch16_224", model_kwargs={"embed_dim": 96, "num_heads": 3, "depth": 4})
+    model = create_autoencoder(spec, settings)
+
+    def block(tokens, width):
+        return 2 * tokens * 12 * width**2 + 4 * tokens**2 * width
+
+    expected = [
+        2 * 196 * 768 * 96,
+        *[block(1 + 49, 96)] * 4,
+        2 * 50 * 96 * 64,
+        *[block(1 + 196, 64)] * 4,
+        2 * 196 * 64 * 768,
+    ]
+    costs = layer_costs(model)
+    assert [cost.flops for cost in costs] == expected
+    assert forward_flops(model) == sum(expected)
+    assert costs[6].activation_bytes > 2 * costs[1].activation_bytes
+    bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], 2)
+    assert bounds[1] > 6, "the first half of the layers does a quarter of the work"
+
+
+def test_what_goes_by_names():
+    """Weight decay, layer-wise decay and the health of layers that take the decoder for something else."""
+    model = autoencoder("class token")
+    names = [name for name, _ in model.named_parameters()]
+    undecayed = no_weight_decay_names(model)
+    assert {"mask_token", "cls_token", "decoder_pred.bias", "decoder_norm.weight"} <= undecayed
+    assert not {"decoder_pred.weight", "decoder_embed.weight"} & undecayed
+    layers = health_layers(names)
+    assert list(dict.fromkeys(layers.values())) == [
+        *("embed", "blocks.0", "blocks.1", "head"),
+        *("decoder_embed", "decoder_blocks.0", "decoder_blocks.1"),
+    ]
+    assert layers["mask_token"] == "decoder_embed"
+    assert layers["norm.weight"] == layers["decoder_pred.bias"] == "head"
+    scales = layer_scales(model, 0.5)
+    assert {scales[name] for name in decoder_names(model)} == {1.0}
+    # As far from the decoder as from a classifier.
+    classifier = layer_scales(create_model(spec_of("vit_tiny_patch16_224"), for_training=False), 0.5)
+    assert all(scales[name] == classifier[name] for name in scales if name in classifier)
+    kinds = [type(layer) for layer in take_apart(model)[1:]]
+    assert kinds == [BlockLayer, BlockLayer, BridgeLayer, DecoderBlockLayer, DecoderBlockLayer, PaintLayer]
+
+
+def test_freezing():
+    """A linear probe of a model without a classifier; a frozen block that makes the positions trained again."""
+    model = autoencoder("class token")
+    assert frozen_names(model) == {"pos_embed"}
+    assert {"pos_embed", "blocks.0.norm1.weight"} <= frozen_names(model, ["blocks.0"])
+    with pytest.raises(ValueError, match="linear probing trains the classifier alone, and this model has none"):
+        frozen_names(model, linear_probe=True)
+
+
+def test_an_encoder_is_a_start_for_both(tmp_path):
+    """Weights of a pretrained encoder that a classifier cannot start from, or a decoder that must be in the file."""
+    from safetensors.torch import save_file
+
+    model = autoencoder("class token")
+    state = timm_state_dict(nn.ModuleList(layers_of(model)))
+    encoder = {name: tensor for name, tensor in state.items() if name not in decoder_names(model)}
+    path = tmp_path / "model.safetensors"
+    save_file(encoder, path)
+    classifier = create_model(replace(spec_of("vit_tiny_patch16_224"), num_classes=10))
+    assert set(InitialCheckpoint(path, classifier).newly_initialised) == {"head.weight", "head.bias"}
+    start = InitialCheckpoint(path, model)
+    assert set(start.newly_initialised) == decoder_names(model)
+    layers = take_apart(model)
+    initialise(model, layers, seed=0, device="cpu", checkpoint=start)
+    values = timm_state_dict(nn.ModuleList(layers))
+    assert all(torch.equal(values[name], tensor) for name, tensor in encoder.items())
+    drawn = timm_state_dict(nn.ModuleList(layers_of(model, shaken=False)))
+    assert all(torch.equal(values[name], drawn[name]) for name in decoder_names(model))
+    del encoder["norm.weight"]
+    save_file(encoder, path)
+    with pytest.raises(ValueError, match=r"norm.weight .* is missing from the file"):
+        InitialCheckpoint(path, model)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["parameters", "autocast"])
+def test_bfloat16(autocast):
+    """A table or token of another type than the weights; a residual stream that autocast narrows."""
+    model = autoencoder("Eva with rotary tables")
+    layers = layers_of(model)
+    pixels, keys = batch_of(model)
+    expected = SequentialViT(layers)(pixels, keys)
+    whole = SequentialViT(layers).to(torch.float32 if autocast else torch.bfloat16)
+    streams = []
+    whole.layers[3].register_forward_hook(lambda module, args, output: streams.append(output[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        prediction = whole(pixels, keys)
+    assert prediction.dtype == torch.bfloat16
+    assert streams == [torch.float32 if autocast else torch.bfloat16]
+    assert (prediction.float() - expected).norm() < 0.05 * expected.norm()
+    loss_of(model)(prediction, pixels, keys).backward()
+    assert all(p.grad.dtype == p.dtype for p in whole.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mask_ratio": 1.0}, "--mask-ratio 1.0 must lie between 0 and 1"),
+        ({"mask_ratio": 0.0}, "--mask-ratio 0.0 must lie between 0 and 1"),
+        ({"decoder_depth": 0}, "--decoder-depth 0 must be at least 1"),
+        ({"decoder_dim": 500}, "--decoder-dim 500 must be a multiple of --decoder-heads 16, .* the nearest is 496"),
+        ({"decoder_dim": 30, "decoder_heads": 3}, "--decoder-dim 30 .* the nearest is 24"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, message):
+    """A decoder that fails in a reshape; a nearest width that is refused too."""
+    with pytest.raises(ValueError, match=message) as error:
+        AutoencoderSettings(**settings)
+    if "nearest" in message:
+        AutoencoderSettings(**{**settings, "decoder_dim": int(str(error.value).split()[-1])})
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "ratio", "message"),
+    [
+        ("vit_tiny_r_s16_p8_224", {}, 0.75, "convolutional stem .* masked patches would leak .* vit_base_patch16_224"),
+        (
+            "vit_tiny_patch16_224",
+            {"patch_drop_rate": 0.5},
+            0.75,
+            "patch_drop_rate 0.5 and --mask-ratio 0.75 would both",
+        ),
+        ("vit_tiny_patch16_224", {"img_size": 70}, 0.75, "img_size 70 is no multiple of the patch size 16 .* 64"),
+        ("vit_tiny_patch16_224", {"img_size": 32}, 0.8, "--mask-ratio 0.8 keeps 0 of 4 patches"),
+        ("vit_tiny_patch16_224", {"attn_drop_rate": 0.1}, 0.75, "attention dropout happens inside the fused"),
+    ],
+)
+def test_encoders_that_cannot_be_masked(name, kwargs, ratio, message):
+    """A run that trains on what it sees, or on pixels of no patch."""
+    img_size = kwargs.pop("img_size", None)
+    spec = ModelSpec(name, img_size=img_size, model_kwargs=kwargs)
+    with pytest.raises(ValueError, match=message):
+        create_autoencoder(spec, AutoencoderSettings(mask_ratio=ratio))
+
+
+def test_the_decoder_must_be_cut_too():
+    """A degree that fits the encoder alone."""
+    spec = ModelSpec("vit_base_patch16_224", model_kwargs={"depth": 2})
+    model = create_autoencoder(spec, AutoencoderSettings())
+    assert legal_degrees(model) == [1, 2, 4]
+    check_cut(model, 4)
+    with pytest.raises(ValueError, match="decoder num_heads 16 cannot be split over tp 3; tp may be 1, 2 or 4"):
+        check_cut(model, 3)

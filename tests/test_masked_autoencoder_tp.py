@@ -1,0 +1,102 @@
+"""A masked autoencoder, cut: its output, loss and every gradient are the uncut one's, on tokens whole and shared."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from autoencoders import SETTINGS, autoencoder, batch_of, layers_of, loss_of
+from tp_models import cut_copies, tensor_parallel, whole_gradients
+
+from ds_vit.models import BridgeLayer, DecoderBlockLayer, SequentialViT
+from ds_vit.models.layers import TokenCount
+from ds_vit.parallel.tensor import check_cut
+
+# 4 kept of 16 patches, and 0, 1 or 5 tokens before them: 2 and 3 ranks share hardly any of these counts evenly.
+KINDS = {
+    "class token": {"num_heads": 6},
+    "registers and layer scale": {"num_heads": 6},
+    "attention pool": {"num_heads": 6},
+    "Eva with rotary tables": {"num_heads": 6, "mlp_ratio": 3.0},
+    "learned rotary frequencies": {"num_heads": 6},
+}
+
+
+def _decoder_as_short_as_the_encoder(layers) -> None:
+    bridge = next(index for index, layer in enumerate(layers) if isinstance(layer, BridgeLayer))
+    for layer in layers[bridge + 1 :]:
+        layer.num_tokens = layers[0].num_tokens
+
+
+def _bridge_that_expects_all(layers) -> None:
+    for layer in layers:
+        if isinstance(layer, BridgeLayer):
+            layer.num_tokens = TokenCount(17, 17)
+
+
+PLANTS = [_decoder_as_short_as_the_encoder, _bridge_that_expects_all]
+
+
+def compare(kind: str, sequence_parallel: bool, interval: int, plant=None) -> None:
+    """In float64, where the order of a sum moves the result by 1e-15, so that 1e-11 leaves no room for an error."""
+    tp = tensor_parallel(sequence_parallel)
+    model = autoencoder(kind, SETTINGS, **KINDS[kind])
+    check_cut(model, tp.size)
+    layers = layers_of(model, torch.float64)
+    uncut = copy.deepcopy(layers)
+    if plant is not None:
+        plant(uncut)
+    cut = SequentialViT(cut_copies(uncut, tp), checkpoint_interval=interval)
+    for one, other in zip(layers, cut.layers, strict=True):
+        if isinstance(one, DecoderBlockLayer):
+            assert other.block.mlp.fc1.weight.numel() * tp.size == one.block.mlp.fc1.weight.numel()
+    whole = SequentialViT(layers)
+    pixels, keys = batch_of(model, torch.float64)
+    loss = loss_of(model)
+    predictions = []
+    for run in (whole, cut):
+        predictions.append(run(pixels, keys))
+        loss(predictions[-1], pixels, keys).backward()
+    torch.testing.assert_close(predictions[1], predictions[0], rtol=0, atol=1e-11)
+    # The loss is in fp32, and so is what comes back into float64 from it.
+    for one, other in zip(whole.layers, cut.layers, strict=True):
+        for parameter in other.parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = whole_gradients(other)
+        for name, parameter in one.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            largest = float(parameter.grad.abs().max())
+            assert largest > 1e-9, f"{kind}: {name} is zero: it would hide anything"
+            torch.testing.assert_close(
+                gradients[name],
+                parameter.grad,
+                rtol=0,
+                atol=1e-6 * largest,
+                msg=lambda m, name=name: f"{kind}: {name}: {m}",
+            )
+    with torch.no_grad():
+        torch.testing.assert_close(cut.eval()(pixels, keys), predictions[0], rtol=0, atol=1e-11)
+
+
+def compare_all(kinds: list[str], sequence_parallel: bool) -> None:
+    for number, kind in enumerate(kinds):
+        compare(kind, sequence_parallel, interval=2 * (number % 2))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_cut_autoencoder_is_the_autoencoder(ranks, size, sequence_parallel):
+    """A decoder left whole, a bridge whose gradients differ between ranks, tokens joined by the other half's count."""
+    ranks.run(size, compare_all, list(KINDS), sequence_parallel, timeout=400)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_wrong_token_count_is_caught(ranks, plant):
+    """A layer that joins shares by the count of the other half."""
+    with pytest.raises(AssertionError):
+        ranks.run(2, compare, "class token", True, 0, plant)
