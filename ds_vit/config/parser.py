@@ -63,7 +63,7 @@ def build_parser(
         if dashed not in names:
             names.append(dashed)
         options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
-        if f.type == "bool":
+        if isinstance(f.default, bool):
             group.add_argument(*names, action="store_true", **options)
             # The twin has the last word over a recipe's "true".
             twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
@@ -154,7 +154,7 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
     if name == "model_kwargs":
         return parse_kwargs(value)
     wrong = ValueError(f"{path}: {name}: {value!r} is not what {spelling(name)} takes")
-    if f.type == "bool":
+    if isinstance(f.default, bool):
         if not isinstance(value, bool):
             raise wrong
         return value
@@ -196,7 +196,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
     """Read the command line and its recipe into one frozen table.
 
     Returns:
-        The table, and the names that somebody wrote down (on the command line or in the recipe).
+        The table, and the names that were given (on the command line or in the recipe).
 
     Raises:
         ValueError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
@@ -254,7 +254,7 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
-    """The table from the values that somebody wrote down, by their recipe names; see `parse`.
+    """The table from the values that were given, by their recipe names; see `parse`.
 
     Raises:
         ValueError: an unknown name (the nearest flag is named), or flags that cannot stand together.

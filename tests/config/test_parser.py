@@ -286,6 +286,15 @@ def test_bad_recipes(tmp_path, text, message):
         parse(["--recipe", str(recipe), *BASE])
 
 
+def test_a_switch_is_one_whatever_its_annotation_is(monkeypatch, tmp_path):
+    """`bool` as a class, where annotations are not kept as text, would make each switch a flag that wants a value."""
+    monkeypatch.setattr(flags.FIELDS["no_aug"], "type", bool)
+    assert parse([*BASE, "--no-aug"])[0].no_aug is True
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("no_aug: true\n")
+    assert parse([*BASE, "--recipe", str(recipe)])[0].no_aug is True
+
+
 def test_yaml_round_trip(tmp_path):
     """config.yaml must say the same again: every flag, written out and read back."""
     config, _ = parse(
