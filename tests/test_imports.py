@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,31 @@ def test_imports_go_downward(module):
 def test_the_rule_sees_every_way_to_import(source, wrong):
     # Catches: a rule that never fails.
     assert wrong_imports(source, "models", "ds_vit.models") == wrong
+
+
+def other_packages(source: str) -> set[str]:
+    """Top-level names of what a file imports from outside the package and the standard library."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found - {"ds_vit"} - sys.stdlib_module_names
+
+
+def test_every_import_is_a_dependency():
+    # Catches: a package that happens to be there because another one needs it, and goes when that one does.
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = {name.lower().replace("_", "-") for name in re.findall(r'[\[ ]"([\w-]+)', text)}
+    provides = packages_distributions()
+    missing = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in other_packages(path.read_text()):
+            distributions = {d.lower().replace("_", "-") for d in provides.get(name, [name])}
+            if not distributions & declared:
+                missing.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not missing, f"declare in pyproject.toml: {missing}"
 
 
 def test_importing_the_package_imports_nothing_heavy():
