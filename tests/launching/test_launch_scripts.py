@@ -245,9 +245,10 @@ def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, code):
 def test_train_py_runs_this_clone(tmp_path):
     # Catches: launch/train.py that uses another clone's package, or none, when this one is not installed.
     package = tmp_path / "ds_vit"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "interrupt.py").write_text("def end_at_signals(program):\n    pass\n")
+    (package / "fault_tolerance").mkdir(parents=True)
+    for folder in (package, package / "fault_tolerance"):
+        (folder / "__init__.py").touch()
+    (package / "fault_tolerance" / "signals.py").write_text("def end_at_signals(program):\n    pass\n")
     (package / "train.py").write_text("def main():\n    print('this clone')\n    return 7\n")
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "train.py", tmp_path / "launch")

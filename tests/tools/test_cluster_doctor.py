@@ -139,7 +139,7 @@ def mounted(host: Host, source: str, target: Path, *words: str) -> Callable[[], 
 
 def test_other_code(hosts, tmp_path, paths):
     # Catches: a host whose clone was not pulled.
-    other = tmp_path / "keyed.py"
+    other = tmp_path / "randomness.py"
     other.write_text((ROOT / "ds_vit" / "randomness.py").read_text() + "# an old version\n")
     undo = mounted(hosts[1], str(other), ROOT / "ds_vit" / "randomness.py", "--bind")
     try:
