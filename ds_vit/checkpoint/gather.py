@@ -1,6 +1,6 @@
-"""From pieces that are spread over ranks to files of whole tensors, each written by one rank.
+"""From segments that are spread over ranks to files of whole tensors, each written by one rank.
 
-Which rank writes which file, and who sends which piece to whom, follows from what each rank holds; it is worked out
+Which rank writes which file, and who sends which segment to whom, follows from what each rank holds; it is worked out
 once, by every rank for itself, and then carried out in rounds. In a round every writer receives one parameter (or a
 bucket of small ones), puts it together and appends it to its file, so that it holds no more than that beside its own
 share. All ranks write at the same time.
@@ -20,43 +20,19 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
-from ds_vit.parallel.tensor import TensorSlice, assemble_flat
+from ds_vit.parallel.segment import Segment
+from ds_vit.parallel.tensor import assemble_flat
 
 BUCKET_BYTES = 32 * 2**20
 """Small parameters travel together up to this size, or up to that of the largest one where it is smaller."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a parameter that lies on a rank.
-
-    Attributes:
-        name: timm's.
-        tp_slice: how that rank's tensor slice lies in the whole parameter.
-        start: first element, within the flattened tensor slice.
-        length: elements.
-        block: index of the flat tensor that it lies in, among those of its rank.
-        offset: first element, within the flat tensor.
-    """
-
-    name: str
-    tp_slice: TensorSlice
-    start: int
-    length: int
-    block: int
-    offset: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The piece's view [length] of its flat tensor."""
-        return flat.narrow(0, self.offset, self.length)
-
-
-@dataclass(frozen=True)
 class _Transfer:
-    """A piece on its way: from one rank's flat tensor into a buffer of the writer."""
+    """A segment on its way: from one rank's flat tensor into a buffer of the writer."""
 
     kind: str
-    piece: Piece
+    segment: Segment
     source: int
     writer: int
     tag: int
@@ -64,7 +40,7 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A whole tensor that this rank writes, and where its pieces come from."""
+    """A whole tensor that this rank writes, and where its segments come from."""
 
     file: str
     kind: str
@@ -77,29 +53,29 @@ class Gather:
     """The plan of who sends what to whom, and its execution.
 
     Args:
-        held: for every rank the pieces that it shall give; each element of each tensor is given once.
+        held: for every rank the segments that it shall give; each element of each tensor is given once.
         specs: kind → the whole tensors of that kind, in the order of the files. A kind is a file's name without
             its ending: "model", "optimizer-exp_avg", "ema".
         max_bytes: kind → largest size of a file.
         rank: this rank.
 
     Raises:
-        ValueError: the pieces of a tensor do not make the whole of it.
+        ValueError: the segments of a tensor do not make the whole of it.
     """
 
     def __init__(
         self,
-        held: Sequence[Sequence[Piece]],
+        held: Sequence[Sequence[Segment]],
         specs: Mapping[str, Sequence[TensorSpec]],
         max_bytes: Mapping[str, int],
         rank: int,
     ) -> None:
         self.rank = rank
         self.files = {kind: split_files(kind, tensors, max_bytes[kind]) for kind, tensors in specs.items()}
-        by_name: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-        for source, pieces in enumerate(held):
-            for piece in pieces:
-                by_name[piece.name].append((source, piece))
+        by_name: dict[str, list[tuple[int, Segment]]] = defaultdict(list)
+        for source, segments in enumerate(held):
+            for segment in segments:
+                by_name[segment.name].append((source, segment))
         for tensors in specs.values():
             for spec in tensors:
                 _check_whole(spec, by_name.get(spec.name, []))
@@ -134,12 +110,12 @@ class Gather:
     def run(
         self, host: Mapping[str, Sequence[torch.Tensor]], folder: Path, group: dist.ProcessGroup | None
     ) -> tuple[list[FileEntry], str]:
-        """Send this rank's pieces, and write this rank's files (a collective of all ranks).
+        """Send this rank's segments, and write this rank's files (a collective of all ranks).
 
         A rank that cannot write goes on receiving and throws away, so that the others are not held up.
 
         Args:
-            host: kind → this rank's flat tensors, fp32 on the CPU, by `Piece.block`.
+            host: kind → this rank's flat tensors, fp32 on the CPU, by `Segment.block`.
             folder: where the files go; it exists.
             group: a gloo group of all ranks that nothing else uses meanwhile.
 
@@ -157,7 +133,7 @@ class Gather:
     ) -> list[tuple[_Arrival, list[torch.Tensor]]]:
         """Send and receive what is due in a round; gives each tensor of it with the flat slices that make it."""
         works = [
-            dist.isend(t.piece.of(host[t.kind][t.piece.block]), t.writer, group=group, tag=t.tag)
+            dist.isend(t.segment.of(host[t.kind][t.segment.block]), t.writer, group=group, tag=t.tag)
             for t in self._sends.get(number, ())
         ]
         arrived = []
@@ -165,9 +141,9 @@ class Gather:
             slices = _empty_slices(arrival)
             arrived.append((arrival, slices))
             for t in arrival.transfers:
-                place = slices[t.piece.tp_slice.slice_rank].narrow(0, t.piece.start, t.piece.length)
+                place = slices[t.segment.tp_slice.slice_rank].narrow(0, t.segment.start, t.segment.length)
                 if t.source == self.rank:
-                    place.copy_(t.piece.of(host[t.kind][t.piece.block]))
+                    place.copy_(t.segment.of(host[t.kind][t.segment.block]))
                 else:
                     works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
         for work in works:
@@ -215,19 +191,19 @@ class _Files:
         return self._entries, self._error
 
 
-def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Piece]]) -> None:
+def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Segment]]) -> None:
     """Every element of every tensor slice is given by one rank."""
-    pieces = sorted((piece for _, piece in sources), key=lambda p: (p.tp_slice.slice_rank, p.start))
+    segments = sorted((segment for _, segment in sources), key=lambda p: (p.tp_slice.slice_rank, p.start))
     given: dict[int, int] = defaultdict(int)
-    for piece in pieces:
-        fits = piece.tp_slice.full_shape == spec.shape and piece.start == given[piece.tp_slice.slice_rank]
+    for segment in segments:
+        fits = segment.tp_slice.full_shape == spec.shape and segment.start == given[segment.tp_slice.slice_rank]
         if not fits:
             raise ValueError(
-                f"{spec.name} {spec.shape}: elements {given[piece.tp_slice.slice_rank]} on are not where {piece} is"
+                f"{spec.name} {spec.shape}: elements {given[segment.tp_slice.slice_rank]} on are not where {segment} is"
             )
-        given[piece.tp_slice.slice_rank] += piece.length
-    slices = pieces[0].tp_slice.num_slices if pieces else 1
-    sizes = {math.prod(piece.tp_slice.local_shape) for piece in pieces}
+        given[segment.tp_slice.slice_rank] += segment.length
+    slices = segments[0].tp_slice.num_slices if segments else 1
+    sizes = {math.prod(segment.tp_slice.local_shape) for segment in segments}
     if spec.numel and (len(given) != slices or set(given.values()) != sizes):
         raise ValueError(f"{spec.name} {spec.shape}: ranks hold {dict(given)} elements of its {slices} slices")
 
@@ -250,11 +226,11 @@ def _empty_slices(arrival: _Arrival) -> list[torch.Tensor]:
     """A flat buffer for each tensor slice of a parameter."""
     if not arrival.transfers:
         return [torch.empty(0)]
-    piece = arrival.transfers[0].piece
-    return [torch.empty(math.prod(piece.tp_slice.local_shape)) for _ in range(piece.tp_slice.num_slices)]
+    segment = arrival.transfers[0].segment
+    return [torch.empty(math.prod(segment.tp_slice.local_shape)) for _ in range(segment.tp_slice.num_slices)]
 
 
 def _whole(arrival: _Arrival, slices: Sequence[torch.Tensor]) -> torch.Tensor:
     if not arrival.transfers:
         return slices[0].view(arrival.spec.shape)
-    return assemble_flat(slices, arrival.transfers[0].piece.tp_slice)
+    return assemble_flat(slices, arrival.transfers[0].segment.tp_slice)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
+from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
-from ds_vit.parallel.zero_map import Segment, Shard, ZeroMap
+from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 _CHUNK = 2**24  # elements that are copied at a time
 

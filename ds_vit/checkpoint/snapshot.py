@@ -1,6 +1,6 @@
 """What of a running engine goes into a checkpoint, copied to host memory and written by a thread beside training.
 
-The pause is the copy of this rank's share alone. The thread moves pieces to their writers through a process group of
+The pause is the copy of this rank's share alone. The thread moves segments to their writers through a process group of
 its own, so that it never meets training's collectives.
 """
 
@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint import folder as folders
-from ds_vit.checkpoint.gather import Gather, Piece
+from ds_vit.checkpoint.gather import Gather
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
 from ds_vit.fault_tolerance.errors import NotSaved
+from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 WEIGHT_BYTES = 5 * 10**9
@@ -52,14 +53,11 @@ class Holding:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.trained = [*zero_map.shards]
         self.blocks: list[Shard] = [*self.trained, *zero_map.frozen]
-        pieces = []
-        for block, shard in enumerate(self.blocks):
-            for segment in shard.segments:
-                if self._gives(shard, segment.replicated):
-                    place = (segment.start, segment.length, block, segment.offset)
-                    pieces.append(Piece(segment.name, segment.tp_slice, *place))
-        self.pieces = tuple(pieces)
-        self._given = {piece.block for piece in pieces}
+        self.given = tuple(
+            segment for shard in self.blocks for segment in shard.segments if self._gives(shard, segment.replicated)
+        )
+        """What this rank gives."""
+        self._given = {segment.block for segment in self.given}
         declared = {shard: zero_map.declared_keys(shard) for shard in self.trained}
         self._declared = {name: keys for shard, keys in declared.items() if keys is not None for name in shard.names}
         """timm name → the states that are kept for it; empty where all parameters have the same."""
@@ -214,7 +212,7 @@ class Saver:
         self.rank = dist.get_rank()
         self._group = group
         self._host = HostCopy()
-        self._held: list[Sequence[Piece]] | None = None
+        self._held: list[Sequence[Segment]] | None = None
         self._gathers: dict[tuple[str, ...], Gather] = {}
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
@@ -342,7 +340,7 @@ class Saver:
         """The plan for these kinds; the ranks tell each other once what they hold."""
         if self._held is None:
             held: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(held, self.holding.pieces, group=self._group)
+            dist.all_gather_object(held, self.holding.given, group=self._group)
             self._held = held
         if kinds not in self._gathers:
             specs = {kind: self.holding.specs(kind) for kind in kinds}

@@ -7,7 +7,6 @@ expanded factor a flat tensor on a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -30,10 +29,10 @@ class SegmentedTensors:
         self.device = parameters[0].device
         self._one_call = self.device.type == "cpu"  # a GPU would launch a kernel for each segment
         self.names = [name for shard in self.shards for name in shard.names]
-        starts = accumulate((len(shard.names) for shard in self.shards), initial=0)
-        segments = [(start, s) for start, shard in zip(starts, self.shards, strict=False) for s in shard.segments]
-        self._index = torch.tensor([start + s.index for start, s in segments], dtype=torch.long, device=self.device)
-        counts = [float(zero_map.counts(s)) for _, s in segments]
+        index = {name: number for number, name in enumerate(self.names)}
+        segments = [segment for shard in self.shards for segment in shard.segments]
+        self._index = torch.tensor([index[s.name] for s in segments], dtype=torch.long, device=self.device)
+        counts = [float(zero_map.counts(s)) for s in segments]
         self._counts = torch.tensor(counts, dtype=torch.float32, device=self.device)
         self._splits = [_split_sizes(shard) for shard in self.shards]
 

@@ -23,34 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A parameter's part of a flat tensor: `length` elements from `start` of its flattened tensor slice.
-
-    Attributes:
-        name: timm's.
-        index: of the parameter in `Shard.names`.
-        tp_slice: how this rank's tensor slice lies in the whole parameter.
-        replicated: every tensor-parallel rank holds the same values.
-        start: first element, within the flattened tensor slice.
-        length: elements; at least 1.
-        offset: first element, within the flat tensor.
-    """
-
-    name: str
-    index: int
-    tp_slice: TensorSlice
-    replicated: bool
-    start: int
-    length: int
-    offset: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This segment's view [length] of a tensor that is laid out like the shard's."""
-        return flat.narrow(0, self.offset, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +210,8 @@ def build_zero_map(engine: Any, groups: Groups, names: Mapping[str, str]) -> Zer
         shards = list(_zero3(optimizer, timm))
     else:
         shards = list(_partitioned(optimizer, timm))
-    frozen = [_frozen(p, timm[id(p)]) for p in parameters.values() if not p.requires_grad]
+    still = [p for p in parameters.values() if not p.requires_grad]
+    frozen = [_frozen(p, timm[id(p)], block) for block, p in enumerate(still, len(shards))]
     own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
     return ZeroMap(
         shards=shards,
@@ -273,18 +248,12 @@ def _slice_of(parameter: nn.Parameter) -> TensorSlice:
     return TensorSlice(full_shape=shape, dim=None, sections=(), rank=0, size=1)
 
 
-def _segment(parameter: nn.Parameter, name: str, index: int, start: int, length: int, offset: int) -> Segment:
-    replicated = not getattr(parameter, "tensor_model_parallel", False)
-    return Segment(name, index, _slice_of(parameter), replicated, start, length, offset)
-
-
 def _whole(groups: Iterable[Mapping[str, Any]], timm: Mapping[int, str]) -> Iterator[Shard]:
     """No ZeRO: every parameter is its own flat tensor."""
-    for number, group in enumerate(groups):
-        for p in group["params"]:
-            name = timm[id(p)]
-            segment = _segment(p, name, 0, 0, p.numel(), 0)
-            yield Shard(p.detach().view(-1), p, (name,), (segment,), number)
+    parameters = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+    for block, (number, p) in enumerate(parameters):
+        segment = Segment(timm[id(p)], _slice_of(p), 0, p.numel(), block, 0)
+        yield Shard(p.detach().view(-1), p, (segment.name,), (segment,), number)
 
 
 def _partitioned(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
@@ -294,12 +263,13 @@ def _partitioned(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
     flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         segments = []
-        for index, p in enumerate(group):
+        for p in group:
             if p._hp_mapping is None:  # none of it falls into this rank's partition
                 continue
             inside, source = p._hp_mapping.hp_fragment_address, p._hp_mapping.lp_fragment_address
             if inside.numel:
-                segments.append(_segment(p, timm[id(p)], index, source.start, inside.numel, inside.start))
+                place = (source.start, inside.numel, number, inside.start)
+                segments.append(Segment(timm[id(p)], _slice_of(p), *place))
         yield Shard(flat.detach(), flat, tuple(timm[id(p)] for p in group), tuple(segments), number)
 
 
@@ -309,12 +279,12 @@ def _zero3(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
         segments = []
-        for index, p in enumerate(group):
+        for p in group:
             found, offset, _ = optimizer.grad_position[optimizer.get_param_id(p)]
             assert found == sub_group
             start, length = _zero3_share(p)
             if length:
-                segments.append(_segment(p, timm[id(p)], index, start, length, offset))
+                segments.append(Segment(timm[id(p)], _slice_of(p), start, length, sub_group, offset))
         number = optimizer.sub_group_to_group_id[sub_group]
         yield Shard(flat.detach(), flat, tuple(timm[id(p)] for p in group), tuple(segments), number)
 
@@ -326,12 +296,12 @@ def _zero3_share(parameter: nn.Parameter) -> tuple[int, int]:
     return start, max(0, min(share, parameter.ds_numel - start))
 
 
-def _frozen(parameter: nn.Parameter, name: str) -> Shard:
+def _frozen(parameter: nn.Parameter, name: str, block: int) -> Shard:
     """A parameter that is not trained: whole on this rank, or (ZeRO-3) this rank's share."""
     if hasattr(parameter, "ds_tensor"):
         start, length = _zero3_share(parameter)
         flat = parameter.ds_tensor.detach().view(-1)
     else:
         start, length, flat = 0, parameter.numel(), parameter.detach().view(-1)
-    segments = (_segment(parameter, name, 0, start, length, 0),) if length else ()
+    segments = (Segment(name, _slice_of(parameter), start, length, block, 0),) if length else ()
     return Shard(flat, parameter, (name,), segments, -1)

@@ -1,4 +1,4 @@
-"""Pieces on ranks to whole tensors in files, without an engine: the answer is known in closed form."""
+"""Segments on ranks to whole tensors in files, without an engine: the answer is known in closed form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint import TensorSpec
-from ds_vit.checkpoint.gather import Gather, Piece
+from ds_vit.checkpoint.gather import Gather
+from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
 
 SHAPES = {"a": (6, 4), "qkv": (12, 4), "proj": (4, 8), "bias": (7,), "big": (40, 40), "empty": (0, 3)}
@@ -28,7 +29,7 @@ def whole(name: str, kind: str) -> torch.Tensor:
     return torch.arange(start, start + math.prod(SHAPES[name])).reshape(SHAPES[name])
 
 
-def held_by(rank: int, dp: int, tp: int) -> tuple[list[Piece], dict[str, list[torch.Tensor]]]:
+def held_by(rank: int, dp: int, tp: int) -> tuple[list[Segment], dict[str, list[torch.Tensor]]]:
     """What a rank holds: of its tensor slices of all parameters, laid end to end, the dp-th contiguous share."""
     dp_rank, tp_rank = divmod(rank, tp)
     slices = {}
@@ -42,7 +43,7 @@ def held_by(rank: int, dp: int, tp: int) -> tuple[list[Piece], dict[str, list[to
         numel = math.prod(tp_slice.local_shape)
         first, last = max(low, place), min(high, place + numel)
         if first < last and (tp_slice.dim is not None or tp_rank == 0):
-            pieces.append(Piece(name, tp_slice, first - place, last - first, 0, first - low))
+            pieces.append(Segment(name, tp_slice, first - place, last - first, 0, first - low))
         place += numel
     flats = {
         kind: [torch.cat([s.take(whole(name, kind)).flatten() for name, s in slices.items()])[low:high]]

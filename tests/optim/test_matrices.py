@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_vit.optim import matrices
 from ds_vit.optim.matrices import WholeMatrices
+from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
-from ds_vit.parallel.zero_map import Segment, Shard
+from ds_vit.parallel.zero_map import Shard
 
 SHAPES = {"qkv": (12, 4), "proj": (4, 4), "fc1": (8, 4), "kernel": (4, 3, 2, 2)}
 CUT = {"qkv": (0, (4, 4, 4)), "fc1": (0, (8,)), "proj": (1, (4,))}  # dimension and sections; the kernel is replicated
@@ -36,7 +36,7 @@ def rank_of(dp_rank, dp, tp_rank, tp, zero):
     segments, values, offset, total = [], [], 0, 0
     lengths = {name: cost(slice_of(name, tp_rank, tp).local_shape) for name in SHAPES}
     partition = -(-sum(lengths.values()) // dp)
-    for index, (name, length) in enumerate(lengths.items()):
+    for name, length in lengths.items():
         cut = slice_of(name, tp_rank, tp)
         if zero == 0:
             start, stop = 0, length
@@ -48,7 +48,7 @@ def rank_of(dp_rank, dp, tp_rank, tp, zero):
             start, stop = min(share * dp_rank, length), min(share * (dp_rank + 1), length)
         total += length
         if stop > start:
-            segments.append(Segment(name, index, cut, cut.dim is None, start, stop - start, offset))
+            segments.append(Segment(name, cut, start, stop - start, 0, offset))
             values.append(cut.take(whole(name)).reshape(-1)[start:stop])
             offset += stop - start
     flat = torch.cat([*values, torch.full((3,), -1.0)])  # padding
@@ -70,7 +70,7 @@ def test_every_matrix_is_worked_on_once_and_goes_back(monkeypatch, dp, tp, zero)
     # Catches: an element that is missing, given twice or out of place; a matrix with two owners or none; a part that
     # does not come back; padding that is written to; a rank that waits for what nobody sends.
     world = [rank_of(d, dp, t, tp, zero) for d in range(dp) for t in range(tp)]
-    everybodys = [[matrices._Part(s, 0, zero_map.counts(s)) for s in shard.segments] for zero_map, shard in world]
+    everybodys = [[(s, zero_map.counts(s)) for s in shard.segments] for zero_map, shard in world]
     monkeypatch.setattr(WholeMatrices, "_everybodys", lambda self: everybodys)
     plans = []
     for rank, (zero_map, shard) in enumerate(world):
@@ -94,7 +94,7 @@ def test_every_matrix_is_worked_on_once_and_goes_back(monkeypatch, dp, tp, zero)
 
             def check(g, expected, received=received):
                 lengths = [[value.numel() for value in values] for values in received]
-                assert lengths == [[part.segment.length for part in parts] for parts in expected]
+                assert lengths == [[segment.length for segment in segments] for segments in expected]
                 return received
 
             monkeypatch.setattr(plan, "_exchange", check)
