@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import timm
 import torch
 from torch import nn
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, load_timm_state_dict, take_apart
+from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, take_apart, timm_state_dict
 
 # One name for each kind of thing that a block, an embedding or a head can be made of.
 KINDS = {
@@ -71,6 +72,26 @@ def timm_model(spec: ModelSpec) -> nn.Module:
     model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
     shake(model)
     return model
+
+
+def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy values under timm's names into whatever part of the model the module holds.
+
+    Raises:
+        ValueError: a value that the module needs is missing, or its shape differs.
+    """
+    own = timm_state_dict(module)
+    wrong = [f"{name} is missing" for name in own if name not in state]
+    wrong += [
+        f"{name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise ValueError(f"{len(wrong)} of {len(own)} tensors do not fit: {'; '.join(wrong[:5])}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
 
 
 def our_model(

@@ -17,14 +17,7 @@ from ds_vit.models.masked_autoencoder import (
 )
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
-from ds_vit.models.sequential import (
-    BlockRun,
-    SequentialViT,
-    load_timm_state_dict,
-    run_layers,
-    timm_names,
-    timm_state_dict,
-)
+from ds_vit.models.sequential import BlockRun, SequentialViT, run_layers, timm_names, timm_state_dict
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -65,7 +58,6 @@ __all__ = [
     "image_size",
     "initialise",
     "layer_costs",
-    "load_timm_state_dict",
     "masked_patches",
     "names_and_shapes",
     "no_weight_decay_names",

@@ -6,7 +6,7 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,23 +112,3 @@ def timm_state_dict(module: nn.Module, keep_vars: bool = False) -> dict[str, tor
     """
     states = (layer.state_dict(keep_vars=keep_vars) for _, layer in _layers_of(module))
     return {name: tensor for state in states for name, tensor in state.items()}
-
-
-def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy values under timm's names into whatever part of the model the module holds.
-
-    Raises:
-        ValueError: a value that the module needs is missing, or its shape differs.
-    """
-    own = timm_state_dict(module)
-    wrong = [f"{name} is missing" for name in own if name not in state]
-    wrong += [
-        f"{name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if wrong:
-        raise ValueError(f"{len(wrong)} of {len(own)} tensors do not fit: {'; '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from vits import KINDS, images, our_model, small_spec, timm_model
+from vits import KINDS, images, load_timm_state_dict, our_model, small_spec, timm_model
 
 from ds_vit.models import (
     BlockLayer,
@@ -17,7 +17,6 @@ from ds_vit.models import (
     freeze,
     frozen_names,
     initialise,
-    load_timm_state_dict,
     take_apart,
     timm_names,
     timm_state_dict,
