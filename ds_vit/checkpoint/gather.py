@@ -128,6 +128,16 @@ class Gather:
             files.write(self._round(number, host, group))
         return files.end()
 
+    def collect(
+        self, host: Mapping[str, Sequence[torch.Tensor]], group: dist.ProcessGroup | None
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """As `run`, but what this rank would write is given back in its place: kind → name → whole tensor, fp32."""
+        whole: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for number in range(self.num_rounds):
+            for arrival, slices in self._round(number, host, group):
+                whole[arrival.kind][arrival.spec.name] = _whole(arrival, slices)
+        return dict(whole)
+
     def _round(
         self, number: int, host: Mapping[str, Sequence[torch.Tensor]], group: dist.ProcessGroup | None
     ) -> list[tuple[_Arrival, list[torch.Tensor]]]:

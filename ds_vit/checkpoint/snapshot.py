@@ -361,6 +361,22 @@ class Saver:
         return error[0]
 
 
+def collect_weights(holding: Holding, group: dist.ProcessGroup) -> dict[str, torch.Tensor] | None:
+    """All weights on rank 0's CPU, whole, fp32; None on the others (a collective). For models that one host can hold.
+
+    Args:
+        holding: what this rank holds.
+        group: of all ranks, over gloo.
+    """
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, holding.given, group=group)
+    specs = holding.specs("model")
+    one_file = sum(spec.num_bytes for spec in specs)  # which rank 0 would write
+    gather = Gather(held, {"model": specs}, {"model": one_file}, dist.get_rank())
+    whole = gather.collect(HostCopy().take(holding, ("model",)), group)
+    return whole.get("model", {}) if dist.get_rank() == 0 else None
+
+
 def share_bytes(holding: Holding) -> int:
     """Bytes of the host copy of this rank's share, once the optimizer has its states."""
     kinds = holding.kinds()

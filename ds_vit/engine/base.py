@@ -27,7 +27,6 @@ from ds_vit.launching.process import port_in_words
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import TensorSlice, assemble
 from ds_vit.parallel.zero_map import build_zero_map
 from ds_vit.tasks import Batch, Loss
 
@@ -362,58 +361,6 @@ class Engine(ABC):
         value = value.clone()
         dist.all_reduce(value)
         return value
-
-    def full_state(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """The whole model on rank 0's CPU, fp32 masters where there are any (a collective).
-
-        Args:
-            state: names in the file → this rank's parameters and buffers, as `timm_state_dict(…, keep_vars=True)`.
-
-        Returns:
-            Names in the file → tensors on rank 0, None on the others.
-        """
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        own: dict[str, torch.Tensor] = {}
-        for name, tensor in state.items():
-            if self.stage > 0 and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                value = safe_get_full_fp32_param(tensor)
-            elif hasattr(tensor, "ds_id"):
-                with deepspeed.zero.GatheredParameters([tensor]):
-                    value = tensor.detach().clone()
-            else:
-                value = tensor.detach()
-            value = self._whole(tensor, value)
-            if self._hands_out:
-                own[name] = value.to("cpu", torch.float32 if value.is_floating_point() else value.dtype, copy=True)
-        return self._gather_state(own)
-
-    @property
-    def _hands_out(self) -> bool:
-        """Whether this rank's values are needed for the whole model: the first of its data and tensor groups."""
-        return self.groups.dp_rank == 0 and self.groups.tp_rank == 0
-
-    def _whole(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Put the tensor-parallel slices of a parameter together (a collective of the tensor-parallel group)."""
-        description: TensorSlice | None = getattr(tensor, "tp_slice", None)
-        if self.groups.tp is None or description is None or description.dim is None:
-            return value
-        value = value.contiguous()
-        slices = [torch.empty_like(value) for _ in range(description.size)]
-        dist.all_gather(slices, value, group=self.groups.tp)
-        return assemble(slices, description)
-
-    def _gather_state(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-        """Bring the parts of the pipeline stages together on rank 0."""
-        first = dist.get_rank() == 0
-        if self.groups.layout.pp == 1:
-            return own if first else None
-        parts: list[dict[str, torch.Tensor]] | None = [{} for _ in range(dist.get_world_size())] if first else None
-        dist.gather_object(own if self._hands_out else {}, parts)
-        if parts is None:
-            return None
-        return {name: tensor for part in parts for name, tensor in part.items()}
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
         """Give figures to the monitors that the JSON switches on (rank 0 alone has any)."""

@@ -71,6 +71,25 @@ def exchange(dp: int, tp: int, folder: str, max_bytes: int, fail_rank: int = -1)
     return [entry.name for entry in entries], error, plan.num_rounds
 
 
+def collect(dp: int, tp: int) -> dict[str, dict[str, torch.Tensor]]:
+    """On a rank: what this rank would write, in its memory."""
+    import torch.distributed as dist
+
+    segments, flats = held_by(dist.get_rank(), dp, tp)
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, segments)
+    plan = Gather(held, {"model": specs()["model"]}, {"model": 10**6}, dist.get_rank())
+    return plan.collect(flats, dist.new_group(backend="gloo"))
+
+
+def test_one_kind_in_one_file_is_collected_on_the_first_rank(ranks):
+    # Catches: a tool that gets a part of the model, or a slice where the whole is meant.
+    first, *others = ranks.run(4, collect, 2, 2)
+    assert others == [{}] * 3
+    assert first["model"].keys() == SHAPES.keys()
+    assert all(torch.equal(first["model"][name], whole(name, "model")) for name in SHAPES)
+
+
 @pytest.mark.parametrize("max_bytes", [10**6, 3000])
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (3, 1), (2, 2), (1, 2)])
 def test_whole_tensors_come_out(ranks, tmp_path, dp, tp, max_bytes):

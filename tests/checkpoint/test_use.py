@@ -83,7 +83,6 @@ def test_a_checkpoint_is_evaluated_and_exported(ranks, run, tmp_path, kind):
 def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
     """On a rank: train with files of at most 30 kB; the code, what this rank wrote, its largest round in bytes."""
     from ds_vit.checkpoint import gather, snapshot
-    from ds_vit.engine.base import Engine
     from ds_vit.train import main
 
     snapshot.WEIGHT_BYTES = snapshot.STATE_BYTES = 30_000
@@ -100,10 +99,10 @@ def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
         rounds.append(sum(4 * part.numel() for _, slices in arrived for part in slices))
         return arrived
 
-    def forbidden(self, state):
+    def forbidden(self, host, group):
         raise AssertionError("the whole state on one rank")
 
-    gather.TensorWriter, gather.Gather._round, Engine.full_state = Writer, counting, forbidden
+    gather.TensorWriter, gather.Gather._round, gather.Gather.collect = Writer, counting, forbidden
     return main(argv), written, max(rounds)
 
 

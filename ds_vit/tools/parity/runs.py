@@ -217,14 +217,16 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
         (loss, gradient norm before clipping) of each step, on every rank; and the whole model by timm's names on
         rank 0 (None on the others), fp32.
     """
+    from ds_vit.checkpoint.snapshot import Holding, collect_weights
     from ds_vit.engine.base import device_of
-    from ds_vit.models import timm_state_dict
+    from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.inputs import InputPipeline
 
-    engine = build_engine(plan, device_of(plan.process.local_rank), build_groups(plan.layout))
+    groups = build_groups(plan.layout, saves=True)
+    engine = build_engine(plan, device_of(plan.process.local_rank), groups)
     inputs = InputPipeline(plan, engine, Throughput()).training()
     rows = []
     for step in range(plan.total_steps):
@@ -233,7 +235,8 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
         result = engine.train_step(inputs)
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rows.append((float(engine.mean(result.loss)), norm))
-    return tuple(rows), engine.full_state(timm_state_dict(engine.module, keep_vars=True))
+    holding = Holding(engine.zero_map, None, names_and_shapes(plan.model))
+    return tuple(rows), collect_weights(holding, groups.files)
 
 
 def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: str) -> Curve:
