@@ -16,8 +16,8 @@ from ds_vit.checkpoint.folder import (
     remove_leftovers,
     step_of,
 )
-from ds_vit.checkpoint.tensors import FileEntry, TensorFiles, TensorSpec, TensorWriter, index_of, split_files
-from ds_vit.checkpoint.weights import save_weights
+from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, index_of, save_weights, split_files
+from ds_vit.models.weight_files import TensorFiles
 
 __all__ = [
     "Checkpoint",

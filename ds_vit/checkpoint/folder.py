@@ -26,12 +26,12 @@ from typing import Any
 
 from ds_vit.checkpoint.tensors import (
     FileEntry,
-    TensorFiles,
     replace_text,
     sha256_of,
     sync_folder,
     write_bytes,
 )
+from ds_vit.models.weight_files import TensorFiles
 
 FORMAT = 1
 """Version of the format; a newer one is refused."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
-from ds_vit.checkpoint.tensors import TensorFiles
+from ds_vit.models.weight_files import TensorFiles
 from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
@@ -89,12 +89,11 @@ def _fill(shard: Shard, flat: torch.Tensor, files: TensorFiles) -> None:
 
 def _fill_segment(segment: Segment, target: torch.Tensor, files: TensorFiles) -> None:
     try:
-        full = files[segment.name]
+        full = files[segment.name].numpy()
         for offset in range(0, segment.length, _CHUNK):
             size = min(_CHUNK, segment.length - offset)
             values = read_range(full, segment.tp_slice, segment.start + offset, size)
-            # A copy, because torch takes no read-only memory.
-            target.narrow(0, offset, size).copy_(torch.from_numpy(np.array(values)))
+            target.narrow(0, offset, size).copy_(torch.from_numpy(values))
     except KeyError:
         raise ValueError(f"the checkpoint has no {segment.name}, which this model has") from None
     except ValueError as error:

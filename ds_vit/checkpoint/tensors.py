@@ -1,4 +1,4 @@
-"""safetensors files, written one tensor after the other and read where they lie.
+"""safetensors files, written one tensor after the other; models/weight_files.py reads them.
 
 safetensors' own `save_file` needs every tensor in memory at once. Here the header is made from names and shapes, and
 the values follow one tensor at a time, so that a writer never holds more than one. The files are ordinary safetensors
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 
 _TYPES: dict[torch.dtype, tuple[str, np.dtype]] = {
     torch.float64: ("F64", np.dtype("<f8")),
@@ -29,7 +31,6 @@ _TYPES: dict[torch.dtype, tuple[str, np.dtype]] = {
     torch.uint8: ("U8", np.dtype("u1")),
     torch.bool: ("BOOL", np.dtype("?")),
 }
-_NUMPY = dict(_TYPES.values())
 _READ_BYTES = 2 * 2**20
 
 
@@ -214,55 +215,40 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class TensorFiles(Mapping[str, np.ndarray]):
-    """The tensors of some safetensors files, as memory-mapped arrays: what is not looked at is not read.
+def save_weights(
+    folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str | int = "5GB", name: str = "model"
+) -> Path:
+    """Write `<name>.safetensors`, or shards with Hugging Face's `<name>.safetensors.index.json` where it is larger.
+
+    Each file is written under another name and then renamed, so a reader sees a whole file or none.
 
     Args:
-        paths: the files.
+        folder: an existing folder.
+        state: timm names → CPU tensors.
+        max_shard_size: bytes, or "5GB".
+        name: of the file, without its suffix.
 
-    Raises:
-        ValueError: a file is no safetensors, or is shorter than its header says.
+    Returns:
+        The file that a reader opens: the weights, or the index.
     """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._where: dict[str, tuple[Path, np.dtype, tuple[int, ...], int]] = {}
-        for path in paths:
-            header, start = _read_header(path)
-            size = path.stat().st_size
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                if entry["dtype"] not in _NUMPY:
-                    raise ValueError(f"{path}: {name} is of type {entry['dtype']}, which no checkpoint has")
-                if start + entry["data_offsets"][1] > size:
-                    raise ValueError(f"{path} is truncated: {name} ends behind the file's {size} bytes")
-                place = start + entry["data_offsets"][0]
-                self._where[name] = (path, _NUMPY[entry["dtype"]], tuple(entry["shape"]), place)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor."""
-        return self._where[name][2]
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        path, dtype, shape, place = self._where[name]
-        if not math.prod(shape):
-            return np.empty(shape, dtype)
-        return np.memmap(path, dtype=dtype, mode="r", offset=place, shape=shape or (1,)).reshape(shape)
-
-    def __iter__(self) -> Any:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
+    split = split_torch_state_dict_into_shards(
+        dict(state), filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=max_shard_size
+    )
+    for file, keys in split.filename_to_tensors.items():
+        temporary = folder / f".{file}.partial"
+        save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata={"format": "pt"})
+        temporary.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
+        os.replace(temporary, folder / file)
+    if not split.is_sharded:
+        return folder / f"{name}.safetensors"
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    temporary = folder / f".{name}.safetensors.index.json.partial"
+    temporary.write_text(json.dumps(index, indent=1))
+    os.replace(temporary, folder / f"{name}.safetensors.index.json")
+    return folder / f"{name}.safetensors.index.json"
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """A file's header, and where its values begin."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= path.stat().st_size - 8:
-                raise ValueError("its header does not fit into it")
-            return json.loads(file.read(length)), 8 + length
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from None
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from timm.models import clean_state_dict
 
 from ds_vit.checkpoint import save_weights
 from ds_vit.interop.source import model_spec
 from ds_vit.models import InitialCheckpoint, create_model
-from ds_vit.models.weight_files import deepspeed_checkpoint, open_weights, read_torch
+from ds_vit.models.weight_files import TensorFiles, deepspeed_checkpoint, open_weights, read_torch
 
 
 def import_weights(source: str | Path, to: Path, **settings: Any) -> str:
@@ -70,9 +69,9 @@ def import_weights(source: str | Path, to: Path, **settings: Any) -> str:
 
 
 def _check(file: Path, state: Mapping[str, torch.Tensor]) -> None:
-    with safe_open(file, framework="pt") as written:
-        for name, tensor in state.items():
-            assert torch.equal(written.get_tensor(name).nan_to_num(), tensor.nan_to_num()), name
+    written = TensorFiles([file])
+    for name, tensor in state.items():
+        assert torch.equal(written[name].nan_to_num(), tensor.nan_to_num()), name
 
 
 def _from_deepspeed(folder: Path) -> dict[str, torch.Tensor]:

@@ -26,13 +26,25 @@ _IN_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_mode
 _DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
-class SafetensorsFiles(Mapping[str, torch.Tensor]):
-    """The tensors of one or more safetensors files; of a name that two of them have, the later file's."""
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files, mapped into memory: what is not looked at is not read.
+
+    Of a name that two of them have, it is the later file's.
+
+    Args:
+        paths: the files.
+
+    Raises:
+        ValueError: a file is not there, is no safetensors, or is shorter than its header says.
+    """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._owners: dict[str, Any] = {}
         for path in paths:
-            handle = safe_open(path, framework="pt")
+            try:
+                handle = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{path} is no safetensors file: {error}") from None
             self._owners.update(dict.fromkeys(handle.keys(), handle))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -51,7 +63,7 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
 
 def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
     """The shape of a tensor of `open_weights`; nothing is read where the file says it by itself."""
-    return tensors.shape(name) if isinstance(tensors, (SafetensorsFiles, TensorsFromHF)) else tensors[name].shape
+    return tensors.shape(name) if isinstance(tensors, (TensorFiles, TensorsFromHF)) else tensors[name].shape
 
 
 def read_torch(path: Path) -> Any:
@@ -98,13 +110,13 @@ def _shards(path: Path) -> list[Path]:
     return [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
 
 
-def _safetensors(path: Path) -> SafetensorsFiles:
+def _safetensors(path: Path) -> TensorFiles:
     """Averaged weights lack what is not trained: that is read from the raw ones beside them."""
     shards = _shards(path)
     if path.name.startswith("ema.safetensors"):
         raw = [path.parent / name for name in _IN_FOLDER[:2] if (path.parent / name).is_file()]
         shards = [*(_shards(raw[0]) if raw else []), *shards]
-    return SafetensorsFiles(shards)
+    return TensorFiles(shards)
 
 
 def open_weights(path: str | Path) -> Mapping[str, torch.Tensor]:

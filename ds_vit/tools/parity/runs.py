@@ -280,19 +280,20 @@ def worst_weight(reference: Path, weights: Mapping[str, torch.Tensor]) -> tuple[
         ValueError: the two have other names.
     """
     import torch
-    from safetensors import safe_open
 
-    with safe_open(str(reference), framework="pt") as file:
-        names = list(file.keys())
-        if set(names) != set(weights):
-            raise ValueError(f"these tensors are in one model alone: {sorted(set(names) ^ set(weights))[:5]}")
-        names = [name for name in names if weights[name].is_floating_point()]
-        parts, count, square = {}, 0, 0.0
-        for name in names:
-            a = file.get_tensor(name).double()
-            count, square = count + a.numel(), square + float(a.square().sum())
-            distance = float(torch.linalg.vector_norm(a - weights[name].double()))
-            parts[name] = (distance, float(torch.linalg.vector_norm(a)), math.sqrt(a.numel()))
+    from ds_vit.models.weight_files import TensorFiles
+
+    file = TensorFiles([reference])
+    if set(file) != set(weights):
+        raise ValueError(f"these tensors are in one model alone: {sorted(set(file) ^ set(weights))[:5]}")
+    parts, count, square = {}, 0, 0.0
+    for name in file:
+        if not weights[name].is_floating_point():
+            continue
+        a = file[name].double()
+        count, square = count + a.numel(), square + float(a.square().sum())
+        distance = float(torch.linalg.vector_norm(a - weights[name].double()))
+        parts[name] = (distance, float(torch.linalg.vector_norm(a)), math.sqrt(a.numel()))
     floor = _SMALL_TENSOR * math.sqrt(square / count)
     relative = {
         name: distance / max(norm, floor * size) if math.isfinite(distance) else math.inf
