@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests, in .venv, in two processes that take a file at a time.
+# Run the tests, in .venv, in two processes that take a file at a time. Says when a file is done, and at the end which ten
+# took longest; pytest's own summary is the last line.
 #
 #     bash launch/test.sh [arguments of pytest]        for example: -m 'not slow', or -n 0 for one process
 set -euo pipefail

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+from file_times import FileTimes
 from project import ROOT
 from ranks import RankPool
 
@@ -33,6 +34,10 @@ def real_images() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real images: {path} does not exist (set DS_VIT_TEST_DATA)")
     return path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FileTimes(config))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
