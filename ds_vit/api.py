@@ -22,7 +22,7 @@ def train(**settings: Any) -> dict[str, Any]:
         What summary.json holds, on every rank.
 
     Raises:
-        ValueError: an unknown setting (the nearest is named), or anything that the command line would refuse.
+        UserError: an unknown setting (the nearest is named), or anything that the command line would refuse.
     """
     from ds_vit.train import run
 
@@ -41,7 +41,7 @@ def evaluate(source: str, **settings: Any) -> dict[str, Any]:
         What eval.json holds, on every rank.
 
     Raises:
-        ValueError: anything that the command line would refuse.
+        UserError: anything that the command line would refuse.
     """
     from ds_vit.tools.evaluate import evaluate_weights
 
@@ -61,7 +61,7 @@ def export(source: str, to: str, **settings: Any) -> Any:
         `within` the tolerance, nothing is kept.
 
     Raises:
-        ValueError: anything that the command line would refuse.
+        UserError: anything that the command line would refuse.
     """
     from ds_vit.interop import export as write
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
@@ -128,7 +129,7 @@ def _hosts(arguments: argparse.Namespace) -> int:
     try:
         Path(arguments.output).write_text(text)
     except OSError as error:
-        raise ValueError(f"--output {arguments.output}: {error.strerror}") from None
+        raise UserError(f"--output {arguments.output}: {error.strerror}") from None
     return 0
 
 

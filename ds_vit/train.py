@@ -52,7 +52,7 @@ def run(
         What summary.json holds, on every rank.
 
     Raises:
-        ValueError: input that cannot be; before the process group exists wherever that can be known.
+        UserError: input that cannot be; before the process group exists wherever that can be known.
     """
     started = time.perf_counter()
     # The modules below import DeepSpeed, which talks while it is imported.

@@ -31,6 +31,7 @@ from ds_vit.checkpoint.tensors import (
     sync_folder,
     write_bytes,
 )
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.weight_files import TensorFiles
 
 FORMAT = 1
@@ -40,7 +41,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
 
 
-class Damaged(ValueError):
+class Damaged(UserError):
     """A checkpoint that is not what its manifest says; the text names the file and what is wrong with it."""
 
 
@@ -210,12 +211,12 @@ class Checkpoint:
         """The tensors of a kind, memory-mapped.
 
         Raises:
-            ValueError: there are none of this kind.
+            UserError: there are none of this kind.
         """
         pattern = re.compile(re.escape(kind) + r"(-\d{5}-of-\d{5})?\.safetensors")
         names = [name for name in self.files if pattern.fullmatch(name)]
         if not names:
-            raise ValueError(f"checkpoint {self.path} has no {kind}; it has {', '.join(self.kinds)}")
+            raise UserError(f"checkpoint {self.path} has no {kind}; it has {', '.join(self.kinds)}")
         return TensorFiles(self.path / name for name in names)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
@@ -241,14 +242,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         Damaged: names the file and what is wrong with it.
-        ValueError: it was written by a newer ds_vit.
+        UserError: it was written by a newer ds_vit.
     """
     manifest = _read_json(path, "manifest.json")
     checksum = manifest.pop("sha256", None)
     if checksum != _manifest_checksum(manifest):
         raise Damaged(f"{path.name}/manifest.json does not have its own checksum: its bytes changed")
     if manifest["format"] > FORMAT:
-        raise ValueError(f"checkpoint {path} has format {manifest['format']}, and this ds_vit reads up to {FORMAT}")
+        raise UserError(f"checkpoint {path} has format {manifest['format']}, and this ds_vit reads up to {FORMAT}")
     files = {
         name: FileEntry(name, entry["bytes"], entry["sha256"], tuple(entry.get("tensors", ())))
         for name, entry in manifest["files"].items()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import assemble_flat
 
@@ -60,7 +61,7 @@ class Gather:
         rank: this rank.
 
     Raises:
-        ValueError: the segments of a tensor do not make the whole of it.
+        UserError: the segments of a tensor do not make the whole of it.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Segment]]) -> No
     for segment in segments:
         fits = segment.tp_slice.full_shape == spec.shape and segment.start == given[segment.tp_slice.slice_rank]
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"{spec.name} {spec.shape}: elements {given[segment.tp_slice.slice_rank]} on are not where {segment} is"
             )
         given[segment.tp_slice.slice_rank] += segment.length

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.weight_files import TensorFiles
 from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
@@ -25,10 +26,10 @@ def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int)
     Only the rows that hold them are read. What a slice has past the end of the whole is zero.
 
     Raises:
-        ValueError: the whole has another shape.
+        UserError: the whole has another shape.
     """
     if full.shape != tp_slice.full_shape:
-        raise ValueError(f"a tensor of shape {full.shape} is no whole of shape {tp_slice.full_shape}")
+        raise UserError(f"a tensor of shape {full.shape} is no whole of shape {tp_slice.full_shape}")
     dim = tp_slice.dim
     if dim is None:
         return full.reshape(-1)[start : start + length]
@@ -62,7 +63,7 @@ def load_tensors(
         scalars: the optimizer's states that are one number, from `optimizer_scalars`.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, or one has another shape.
+        UserError: the checkpoint lacks a tensor, or one has another shape.
     """
     weights = checkpoint.tensors("model")
     for shard in [*zero_map.shards, *zero_map.frozen]:
@@ -95,9 +96,9 @@ def _fill_segment(segment: Segment, target: torch.Tensor, files: TensorFiles) ->
             values = read_range(full, segment.tp_slice, segment.start + offset, size)
             target.narrow(0, offset, size).copy_(torch.from_numpy(values))
     except KeyError:
-        raise ValueError(f"the checkpoint has no {segment.name}, which this model has") from None
-    except ValueError as error:
-        raise ValueError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
+        raise UserError(f"the checkpoint has no {segment.name}, which this model has") from None
+    except UserError as error:
+        raise UserError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
 
 
 def _state(zero_map: ZeroMap, shard: Shard, key: str) -> torch.Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pydantic
 
+from ds_vit.fault_tolerance.errors import UserError
+
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 # Top-level keys of DeepSpeed 0.19.8: runtime/config.py reads them; tests/config/test_deepspeed_json.py compares.
@@ -178,19 +180,19 @@ def load_json(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON file (strict JSON, or Hjson with comments, as DeepSpeed reads it).
 
     Raises:
-        ValueError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
+        UserError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
     """
     path = Path(path)
     try:
         text = path.read_text()
     except OSError as error:
-        raise ValueError(f"--deepspeed_config {path}: {error.strerror or error}") from None
+        raise UserError(f"--deepspeed_config {path}: {error.strerror or error}") from None
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
-                raise ValueError(f'{path}: the key "{key}" stands twice in one block; keep one')
+                raise UserError(f'{path}: the key "{key}" stands twice in one block; keep one')
             seen[key] = value
         return seen
 
@@ -199,7 +201,7 @@ def load_json(path: str | Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         data = _load_hjson(text, unique, path, error)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: a DeepSpeed configuration is one JSON object, not a {type(data).__name__}")
+        raise UserError(f"{path}: a DeepSpeed configuration is one JSON object, not a {type(data).__name__}")
     return data
 
 
@@ -207,7 +209,7 @@ def _load_hjson(text: str, unique: Callable, path: Path, error: json.JSONDecodeE
     """Hjson's comments and trailing commas are legal DeepSpeed; its unquoted strings would swallow real mistakes."""
     import hjson
 
-    malformed = ValueError(f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg}")
+    malformed = UserError(f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg}")
     try:
         data = hjson.loads(text, object_pairs_hook=unique)
     except hjson.HjsonDecodeError:
@@ -269,57 +271,57 @@ def _check_values(block: str, value: Mapping[str, Any], path: str) -> None:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join([block, *map(str, first["loc"])])
-        raise ValueError(f"{path}: {name}: {first['msg']}, not {first.get('input')!r}") from None
+        raise UserError(f"{path}: {name}: {first['msg']}, not {first.get('input')!r}") from None
 
 
 def check_keys(data: Mapping[str, Any], path: str) -> None:
     """Refuse keys that DeepSpeed removed, never had, or that would change what a run means.
 
     Raises:
-        ValueError: names the key, the reason and the nearest thing that works.
+        UserError: names the key, the reason and the nearest thing that works.
     """
     for key, value in data.items():
         if key in _REMOVED:
-            raise ValueError(f'{path}: "{key}": {_REMOVED[key]}')
+            raise UserError(f'{path}: "{key}": {_REMOVED[key]}')
         if key == "bfloat16":
-            raise ValueError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
+            raise UserError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
         if key not in TOP_LEVEL:
-            raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}"{_nearest(key, TOP_LEVEL)}')
+            raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}"{_nearest(key, TOP_LEVEL)}')
         if key in _REFUSED and _REFUSED[key][0](value):
-            raise ValueError(f'{path}: "{key}" {_REFUSED[key][1]}')
+            raise UserError(f'{path}: "{key}" {_REFUSED[key][1]}')
         known = _block_keys(key)
         if known is None:
             continue
         if not isinstance(value, Mapping):
-            raise ValueError(f'{path}: "{key}" must be a block {{…}}, not {value!r}')
+            raise UserError(f'{path}: "{key}" must be a block {{…}}, not {value!r}')
         for sub in value:
             if key == "zero_optimization" and sub in _REMOVED_ZERO:
-                raise ValueError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
+                raise UserError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
             if sub not in known:
-                raise ValueError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known)}')
+                raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known)}')
     zero = data.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
+        raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
     for key, value in data.items():
         _check_values(key, value, path)
     if zero.get("round_robin_gradients"):
-        raise ValueError(
+        raise UserError(
             f'{path}: "zero_optimization.round_robin_gradients" lets DeepSpeed 0.19.8 mix parameters up; delete it'
         )
     if zero.get("zenflow") is not None:
-        raise ValueError(
+        raise UserError(
             f'{path}: "zero_optimization.zenflow" updates parameters late and so moves the curve; delete it'
         )
     for block in ("offload_param", "offload_optimizer"):
         device = (zero.get(block) or {}).get("device", "none")
         if device == "nvme":
-            raise ValueError(
+            raise UserError(
                 f'{path}: "zero_optimization.{block}.device": "nvme" needs DeepSpeed\'s AIO build; use "cpu"'
             )
         if device != "none" and stage < (3 if block == "offload_param" else 1):
             needed = "stage 3" if block == "offload_param" else "stage 1, 2 or 3"
-            raise ValueError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
+            raise UserError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
 
 
 def idle_keys(data: Mapping[str, Any]) -> list[str]:
@@ -365,13 +367,13 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
     """Refuse what DeepSpeed's pipeline engine cannot do or gets wrong.
 
     Raises:
-        ValueError: with the nearest legal choice.
+        UserError: with the nearest legal choice.
     """
     if pp == 1:
         return
     stage = data.get("zero_optimization", {}).get("stage", 0)
     if stage > 1:
-        raise ValueError(
+        raise UserError(
             f"{path}: ZeRO stage {stage} does not go with --pp {pp}: DeepSpeed's pipeline takes stages 0 and 1; "
             "use stage 1, or --pp 1"
         )
@@ -380,7 +382,7 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
         ("flops_profiler", _on(data.get("flops_profiler"))),
     ):
         if asked:
-            raise ValueError(
+            raise UserError(
                 f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it (the start table has the FLOPs, '
                 "metrics.jsonl the times)"
             )
@@ -390,12 +392,12 @@ def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
     """Which number formats the file asks for.
 
     Raises:
-        ValueError: two at once, fp16 on a CPU, or a wrapper that DeepSpeed 0.19.8 gets wrong.
+        UserError: two at once, fp16 on a CPU, or a wrapper that DeepSpeed 0.19.8 gets wrong.
     """
     stage = data.get("zero_optimization", {}).get("stage", 0)
     enabled = [block for block in ("bf16", "fp16", "torch_autocast") if _on(data.get(block))]
     if len(enabled) > 1:
-        raise ValueError(f"{path}: {' and '.join(enabled)} are enabled at once; keep one")
+        raise UserError(f"{path}: {' and '.join(enabled)} are enabled at once; keep one")
     if not enabled:
         return Precision("fp32", "float32")
     kind = enabled[0]
@@ -403,17 +405,17 @@ def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
         name = str(data[kind].get("dtype", "bfloat16")).removeprefix("torch.")
         name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(name, name)
         if name not in ("bfloat16", "float16"):
-            raise ValueError(f'{path}: torch_autocast.dtype {name!r} is not a 16-bit type; use "bfloat16" or "float16"')
+            raise UserError(f'{path}: torch_autocast.dtype {name!r} is not a 16-bit type; use "bfloat16" or "float16"')
         kind = "autocast-bf16" if name == "bfloat16" else "autocast-fp16"
     if kind in ("fp16", "autocast-fp16") and on_cpu:
-        raise ValueError(f"{path}: {kind} needs a GPU and this machine has none; use bf16 or fp32")
+        raise UserError(f"{path}: {kind} needs a GPU and this machine has none; use bf16 or fp32")
     if kind == "bf16" and stage == 0:
-        raise ValueError(
+        raise UserError(
             f"{path}: bf16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
             'use stage 1, or "torch_autocast": {"enabled": true, "dtype": "bfloat16"} as in ds_configs/zero0_bf16.json'
         )
     if kind == "fp16" and stage == 0:
-        raise ValueError(
+        raise UserError(
             f"{path}: fp16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
             "use stage 1 as in ds_configs/zero1_fp16.json"
         )
@@ -424,17 +426,17 @@ def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) 
     """What `pipeline.activation_checkpoint_interval`, the `activation_checkpointing` block and the flag ask for.
 
     Raises:
-        ValueError: the flag asks for it and the JSON turns it off, or the interval is no whole number.
+        UserError: the flag asks for it and the JSON turns it off, or the interval is no whole number.
     """
     interval = data.get("pipeline", {}).get("activation_checkpoint_interval")
     block = data.get("activation_checkpointing")
     if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
-        raise ValueError(
+        raise UserError(
             f"{path}: pipeline.activation_checkpoint_interval must be a whole number >= 0, not {interval!r}"
         )
     if interval == 0 and (flag or block is not None):
         asker = "--grad-checkpointing" if flag else 'the block "activation_checkpointing"'
-        raise ValueError(
+        raise UserError(
             f"{path}: pipeline.activation_checkpoint_interval 0 turns activation checkpointing off and {asker} turns "
             "it on; delete one of them"
         )
@@ -455,7 +457,7 @@ def batch_sizes(
         grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
 
     Raises:
-        ValueError: with the three numbers and two ways out.
+        UserError: with the three numbers and two ways out.
     """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     numbers: list[int | None] = []
@@ -464,7 +466,7 @@ def batch_sizes(
         if value is None or value == "auto":
             numbers.append(None)
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
+            raise UserError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
         else:
             numbers.append(value)
     total, micro, accumulation = numbers
@@ -473,9 +475,9 @@ def batch_sizes(
         (keys[2], "--grad-accum-steps", accumulation, grad_accum_steps),
     ):
         if value is not None and given is not None and value != given:
-            raise ValueError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
+            raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
         if given is not None and given < 1:
-            raise ValueError(f"{flag} must be at least 1, not {given}")
+            raise UserError(f"{flag} must be at least 1, not {given}")
     micro = micro if micro is not None else batch_size
     accumulation = accumulation if accumulation is not None else grad_accum_steps
     if total is None:
@@ -488,7 +490,7 @@ def batch_sizes(
         micro = max(1, total // (accumulation * dp))
     product = micro * accumulation * dp
     if product != total:
-        raise ValueError(
+        raise UserError(
             f"{path}: train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x "
             f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
         )
@@ -543,7 +545,7 @@ def resolve(
             holds.
 
     Raises:
-        ValueError: "auto" stands where nothing resolves it.
+        UserError: "auto" stands where nothing resolves it.
     """
     resolved = copy.deepcopy(dict(data))
     resolved["train_batch_size"] = batch.global_batch
@@ -559,7 +561,7 @@ def resolve(
                 walk(block[key], f"{name}.")
             elif block[key] == "auto":
                 if name not in auto:
-                    raise ValueError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
+                    raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
                 if auto[name] is None:
                     del block[key]
                 else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ds_vit.fault_tolerance.errors import UserError
+
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -12,11 +14,11 @@ def parse_seconds(text: str, flag: str) -> float:
     """`"90"`, `"90s"`, `"15m"`, `"2h"` or `"1d"` in seconds.
 
     Raises:
-        ValueError: names the flag and what it takes.
+        UserError: names the flag and what it takes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(text).strip())
     if match is None:
-        raise ValueError(f"{flag} {text}: write a number of seconds, or 90s, 15m, 2h, 1d")
+        raise UserError(f"{flag} {text}: write a number of seconds, or 90s, 15m, 2h, 1d")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -32,13 +34,13 @@ class Interval:
         """`"500"` (steps), `"30m"` (a time with its unit), `"0"` for never.
 
         Raises:
-            ValueError: names the flag and what it takes.
+            UserError: names the flag and what it takes.
         """
         text = str(text).strip()
         if text.isdigit():
             return cls(steps=int(text))
         if not text[-1:].isalpha():
-            raise ValueError(f"{flag} {text}: write a number of optimizer steps, or a time such as 90s, 15m, 2h")
+            raise UserError(f"{flag} {text}: write a number of optimizer steps, or a time such as 90s, 15m, 2h")
         return cls(seconds=parse_seconds(text, flag))
 
     def __bool__(self) -> bool:

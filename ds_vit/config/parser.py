@@ -18,13 +18,14 @@ import yaml
 
 from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
+from ds_vit.fault_tolerance.errors import UserError
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with an unknown flag answered by the nearest known one, and errors as ValueError."""
+    """argparse, with an unknown flag answered by the nearest known one, and errors as UserError."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def build_parser(
@@ -99,7 +100,7 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     true and false are booleans however they are written; to timm "false" would be a true string.
 
     Raises:
-        ValueError: a piece without `=`.
+        UserError: a piece without `=`.
     """
     if isinstance(pairs, Mapping):
         return dict(pairs)
@@ -107,7 +108,7 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ValueError(f"--model-kwargs takes key=value pieces, not {pair!r}")
+            raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
         out[key.replace("-", "_")] = _literal(value)
     return out
 
@@ -118,26 +119,26 @@ def load_recipe(path: str) -> dict[str, Any]:
     A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is looked for beside the recipe first.
 
     Raises:
-        ValueError: the file is missing, malformed, or has an unknown key or a value of another type.
+        UserError: the file is missing, malformed, or has an unknown key or a value of another type.
     """
     file = Path(path)
     try:
         data = yaml.safe_load(file.read_text()) or {}
     except OSError as error:
-        raise ValueError(f"--recipe {path}: {error.strerror or error}") from None
+        raise UserError(f"--recipe {path}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from None
+        raise UserError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: a recipe is a table of flags, not a {type(data).__name__}")
+        raise UserError(f"{path}: a recipe is a table of flags, not a {type(data).__name__}")
     out: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
-            raise ValueError(f'{path}: there is no flag "{key}"{_nearest_flag(name)}')
+            raise UserError(f'{path}: there is no flag "{key}"{_nearest_flag(name)}')
         if name in out:
-            raise ValueError(f'{path}: "{key}" stands twice')
+            raise UserError(f'{path}: "{key}" stands twice')
         out[name] = _from_yaml(name, value, path)
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
         if out.get(name) and not Path(out[name]).is_absolute() and (file.parent / out[name]).exists():
@@ -153,7 +154,7 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
         return default_of(name)
     if name == "model_kwargs":
         return parse_kwargs(value)
-    wrong = ValueError(f"{path}: {name}: {value!r} is not what {spelling(name)} takes")
+    wrong = UserError(f"{path}: {name}: {value!r} is not what {spelling(name)} takes")
     if isinstance(f.default, bool):
         if not isinstance(value, bool):
             raise wrong
@@ -175,7 +176,7 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
         return [one(item) for item in items]
     out = one(value)
     if meta["choices"] and out not in meta["choices"] and out != f.default:
-        raise ValueError(f"{path}: {name}: {out!r} is not one of {', '.join(meta['choices'])}")
+        raise UserError(f"{path}: {name}: {out!r} is not one of {', '.join(meta['choices'])}")
     return out
 
 
@@ -184,7 +185,7 @@ def _refuse_second_side(argv: Sequence[str], word: str) -> None:
     place = argv.index(word)
     if place >= 2 and argv[place - 2] == "--img-size":
         sides = f"{argv[place - 1]} {word}"
-        raise ValueError(f"--img-size takes one number, not {sides}: images are square here")
+        raise UserError(f"--img-size takes one number, not {sides}: images are square here")
 
 
 def _nearest_flag(name: str) -> str:
@@ -199,7 +200,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
         The table, and the names that were given (on the command line or in the recipe).
 
     Raises:
-        ValueError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
+        UserError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
             together or would have no effect.
     """
     return from_values(read_words(build_parser(), argv))
@@ -216,7 +217,7 @@ def read_words(
         eval_only: whether the program is one that evaluates, whatever the words are.
 
     Raises:
-        ValueError: an unknown flag (the nearest is named), or a value of the wrong kind.
+        UserError: an unknown flag (the nearest is named), or a value of the wrong kind.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     namespace, unknown = parser.parse_known_args(argv)
@@ -224,7 +225,7 @@ def read_words(
         _refuse_second_side(argv, unknown[0])
         word = unknown[0].split("=")[0]
         hint = _nearest_flag(word.lstrip("-").replace("-", "_")) if word.startswith("-") else ""
-        raise ValueError(f"there is no flag {word}{hint}" if word.startswith("-") else f"{word!r} follows no flag")
+        raise UserError(f"there is no flag {word}{hint}" if word.startswith("-") else f"{word!r} follows no flag")
     given = vars(namespace)
     for name in ("local_rank", "deepspeed"):
         given.pop(name, None)
@@ -257,12 +258,12 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
     """The table from the values that were given, by their recipe names; see `parse`.
 
     Raises:
-        ValueError: an unknown name (the nearest flag is named), or flags that cannot stand together.
+        UserError: an unknown name (the nearest flag is named), or flags that cannot stand together.
     """
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name in values:
         if name not in FIELDS:
-            raise ValueError(f'there is no setting "{name}"{_nearest_flag(name)}')
+            raise UserError(f'there is no setting "{name}"{_nearest_flag(name)}')
     if values.get("aa") == "none":
         values["aa"] = ""
     config = RunConfig(**values)

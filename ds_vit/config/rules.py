@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
+from ds_vit.fault_tolerance.errors import UserError
 
 EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"))
 """Flags of which one excludes the other."""
@@ -22,7 +23,7 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     """Refuse what cannot be, what contradicts itself, and what would have no effect.
 
     Raises:
-        ValueError: says which flags, with their numbers, and what to do.
+        UserError: says which flags, with their numbers, and what to do.
     """
 
     def written(name: str) -> bool:
@@ -31,27 +32,27 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]
 
     if not config.deepspeed_config:
-        raise ValueError("--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision")
+        raise UserError("--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision")
     _check_ranges(config)
     _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
-        raise ValueError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
+        raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
     if config.freeze and config.linear_probe:
-        raise ValueError("--linear-probe freezes all but the head already; drop --freeze")
+        raise UserError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
-        raise ValueError("--warmup-steps and --warmup-epochs are both given; keep one")
+        raise UserError("--warmup-steps and --warmup-epochs are both given; keep one")
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
-        raise ValueError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
+        raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
     for name, reason in _idle_flags(config):
         if written(name):
-            raise ValueError(f"{spelling(name)} has no effect {reason}; drop it")
+            raise UserError(f"{spelling(name)} has no effect {reason}; drop it")
 
 
 def _check_ranges(config: RunConfig) -> None:
     def must(ok: bool, name: str, what: str) -> None:
         if not ok:
-            raise ValueError(f"{spelling(name)} must be {what}, not {getattr(config, name)}")
+            raise UserError(f"{spelling(name)} must be {what}, not {getattr(config, name)}")
 
     for name in ("drop", "drop_path"):
         must(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
@@ -111,11 +112,11 @@ def _check_checkpoints(config: RunConfig) -> None:
     if config.time_limit:
         parse_seconds(config.time_limit, "--time-limit")
     if config.keep_checkpoints < 0:
-        raise ValueError(f"--keep-checkpoints must be at least 0 (0 keeps all), not {config.keep_checkpoints}")
+        raise UserError(f"--keep-checkpoints must be at least 0 (0 keeps all), not {config.keep_checkpoints}")
     if config.stop_before_seconds is not None and config.stop_before_seconds < 0:
-        raise ValueError(f"--stop-before-seconds must be at least 0, not {config.stop_before_seconds}")
+        raise UserError(f"--stop-before-seconds must be at least 0, not {config.stop_before_seconds}")
     if config.resume == "auto" and not config.output:
-        raise ValueError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
+        raise UserError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
 
 
 def idle_names(config: RunConfig) -> set[str]:

@@ -32,6 +32,7 @@ from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
 from ds_vit.data.sources.source import ImageDecodeError, Source
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
 _REPLACEMENTS_TRIED = 16
@@ -76,7 +77,7 @@ class _Reader:
         on_bad_image: str,
     ) -> None:
         if on_bad_image not in ("error", "skip"):
-            raise ValueError(f"--on-bad-image {on_bad_image} is none of error, skip")
+            raise UserError(f"--on-bad-image {on_bad_image} is none of error, skip")
         self.source = source
         self.img_size = image.img_size
         self.load_images = load_images
@@ -156,7 +157,7 @@ class _Batches(Dataset):
         try:
             with shielded():
                 return self.load(number)
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             return _Failure(error)
 
     def load(self, number: int) -> MicroBatch:
@@ -245,7 +246,7 @@ class _EvalBatches(_Batches):
 class Loader:
     """Delivers micro-batches in order.
 
-    Iterating raises the ValueError or OSError that a worker met, as it was: one line that names the file.
+    Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file.
     """
 
     def __init__(
@@ -336,12 +337,12 @@ def train_loader(
         pin_memory: page-locked memory for fast copies to a GPU.
 
     Raises:
-        ValueError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
+        UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
     """
     assert order.num_samples == len(source), f"an order of {order.num_samples} samples for {len(source)}"
     assert share.global_batch == order.global_batch, f"{share} does not cut a global batch of {order.global_batch}"
     if mix.active and order.global_batch % 2:
-        raise ValueError(
+        raise UserError(
             f"--mixup and --cutmix mix pairs, which a global batch of {order.global_batch} rows "
             f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
             "make one of the three even, or turn mixing off"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_vit import randomness
+from ds_vit.fault_tolerance.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SampleOrder:
             that it then visits one sample in `aug_repeats`.
 
     Raises:
-        ValueError: not one full global batch in an epoch, or a number below its range.
+        UserError: not one full global batch in an epoch, or a number below its range.
     """
 
     num_samples: int
@@ -39,11 +40,11 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
-            raise ValueError(f"the global batch must be at least 1, not {self.global_batch}")
+            raise UserError(f"the global batch must be at least 1, not {self.global_batch}")
         if self.aug_repeats < 0 or self.aug_repeats != int(self.aug_repeats):
-            raise ValueError(f"--aug-repeats must be 0 or a positive whole number, not {self.aug_repeats}")
+            raise UserError(f"--aug-repeats must be 0 or a positive whole number, not {self.aug_repeats}")
         if self.num_samples < self.global_batch:
-            raise ValueError(
+            raise UserError(
                 f"the global batch of {self.global_batch} is larger than the {self.num_samples} training images, so "
                 "that an epoch has no full batch; lower the batch size, the accumulation or the number of ranks"
             )

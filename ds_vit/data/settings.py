@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from ds_vit.fault_tolerance.errors import UserError
+
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 # The sections of timm's --aa strings (timm.data.auto_augment), a number after each name. timm passes over a section
@@ -24,7 +26,7 @@ _AA_SECTIONS = {
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def _require_probability(flag: str, value: float) -> None:

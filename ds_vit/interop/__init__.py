@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         0; 1 where an export differs from its source by more than the tolerance, and is not kept.
 
     Raises:
-        ValueError: input that cannot be.
+        UserError: input that cannot be.
     """
     command, *words = argv
     return _export(words) if command == "export" else _import(words)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop import hf, onnx_graph, timm_folder
 from ds_vit.interop.check import Difference, Predict, compare
 from ds_vit.interop.source import load_source
@@ -49,16 +50,16 @@ def export(
         Where it is not `within` the tolerance nothing is kept.
 
     Raises:
-        ValueError: input that cannot be, a model that the tool has no class for, or a missing package.
+        UserError: input that cannot be, a model that the tool has no class for, or a missing package.
     """
     if to not in _TOOLS:
-        raise ValueError(f"cannot export to {to!r}; known are {', '.join(_TOOLS)}")
+        raise UserError(f"cannot export to {to!r}; known are {', '.join(_TOOLS)}")
     packages, tool = _TOOLS[to]
     require(packages, f"--to {to}")
     found = find_weights(source, weights, checkpoint)
     folder = Path(output) if output else found.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already; remove it, or name another folder with --output")
+        raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
     exported = load_source(found, settings, labels)
     tool.refuse(exported)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -66,7 +67,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"--output {folder}: {error.strerror}") from None
+        raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         tool.write(exported, partial)
         predict: Predict = tool.load(partial)
@@ -84,7 +85,7 @@ def require(packages: tuple[str, ...], why: str) -> None:
     """Refuse, with the command that helps, where a package is missing.
 
     Raises:
-        ValueError: names the packages.
+        UserError: names the packages.
     """
     missing = []
     for package in packages:
@@ -93,4 +94,4 @@ def require(packages: tuple[str, ...], why: str) -> None:
         except ImportError:
             missing.append(package)
     if missing:
-        raise ValueError(f"{why} needs {', '.join(missing)}: pip install 'ds-vit[export]'")
+        raise UserError(f"{why} needs {', '.join(missing)}: pip install 'ds-vit[export]'")

@@ -18,6 +18,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from ds_vit.checkpoint import save_weights
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.check import Predict
 from ds_vit.interop.source import Exported
 from ds_vit.models import TimmViT
@@ -80,19 +81,19 @@ def refuse(exported: Exported) -> None:
     """Refuse what the class cannot be, before anything is written.
 
     Raises:
-        ValueError: says what stands in the way.
+        UserError: says what stands in the way.
     """
     found = obstacles(exported.model)
     if found:
-        raise ValueError(
+        raise UserError(
             f"Hugging Face's ViTForImageClassification has no counterpart of {'; '.join(found)}: this model cannot be "
             "exported to hf; --to timm and --to onnx can"
         )
     height, width = exported.img_size
     if height != width:
-        raise ValueError(f"images of {height} x {width} pixels: Hugging Face's image processors make square ones only")
+        raise UserError(f"images of {height} x {width} pixels: Hugging Face's image processors make square ones only")
     if exported.pixels["crop_mode"] == "border":
-        raise ValueError("--crop-mode border: Hugging Face's image processors have no counterpart; use --to timm")
+        raise UserError("--crop-mode border: Hugging Face's image processors have no counterpart; use --to timm")
 
 
 def write(exported: Exported, folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from timm.models import clean_state_dict
 
 from ds_vit.checkpoint import save_weights
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.source import model_spec
 from ds_vit.models import InitialCheckpoint, create_model
 from ds_vit.models.weight_files import TensorFiles, deepspeed_checkpoint, open_weights, read_torch
@@ -33,22 +34,22 @@ def import_weights(source: str | Path, to: Path, **settings: Any) -> str:
         What was done, in a line.
 
     Raises:
-        ValueError: it cannot be read, does not fit, or the file exists.
+        UserError: it cannot be read, does not fit, or the file exists.
     """
     source = Path(source)
     if to.suffix != ".safetensors":
-        raise ValueError(f"--to {to}: the file's name must end in .safetensors")
+        raise UserError(f"--to {to}: the file's name must end in .safetensors")
     if to.exists():
-        raise ValueError(f"--to {to} exists already; remove it, or name another file")
+        raise UserError(f"--to {to} exists already; remove it, or name another file")
     if not to.parent.is_dir() or not os.access(to.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--to {to}: {to.parent} is not a folder that can be written to")
+        raise UserError(f"--to {to}: {to.parent} is not a folder that can be written to")
     if settings and "model" not in settings:
-        raise ValueError(f"--{next(iter(settings)).replace('_', '-')} has no effect without --model; drop it")
+        raise UserError(f"--{next(iter(settings)).replace('_', '-')} has no effect without --model; drop it")
     inner = deepspeed_checkpoint(source) if source.is_dir() else None
     state = dict(_from_deepspeed(inner) if inner else open_weights(source))
     others = [f"{name} ({type(value).__name__})" for name, value in state.items() if not torch.is_tensor(value)]
     if others or not state:
-        raise ValueError(f"{source} is no state dict: it holds {', '.join(others[:5]) or 'nothing'}")
+        raise UserError(f"{source} is no state dict: it holds {', '.join(others[:5]) or 'nothing'}")
     partial = to.with_name(f".{to.stem}.unchecked.safetensors")
     try:
         # A clone: two names of one tensor are two tensors in a safetensors file.
@@ -82,18 +83,16 @@ def _from_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
     states = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not any(True for _ in folder.glob("*_optim_states.pt")):
         if len(states) != 1:
-            raise ValueError(
-                f"{folder} holds {len(states)} files of model states: DeepSpeed converts no parallel model"
-            )
+            raise UserError(f"{folder} holds {len(states)} files of model states: DeepSpeed converts no parallel model")
         try:
             return clean_state_dict(dict(read_torch(states[0])["module"]))
         except (pickle.UnpicklingError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{states[0]} cannot be read: {str(error).splitlines()[0]}") from None
+            raise UserError(f"{states[0]} cannot be read: {str(error).splitlines()[0]}") from None
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             state = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
     except Exception as error:  # the converter raises whatever comes
-        raise ValueError(f"DeepSpeed's converter cannot read {folder}: {type(error).__name__}: {error}") from error
+        raise UserError(f"DeepSpeed's converter cannot read {folder}: {type(error).__name__}: {error}") from error
     return clean_state_dict(dict(state))

@@ -11,6 +11,7 @@ import torch
 from timm.data import resolve_data_config
 
 from ds_vit import config as flags
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.stored_weights import StoredWeights
 from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, create_model, image_size
 
@@ -41,9 +42,9 @@ class Exported:
 
 
 def model_spec(values: Mapping[str, Any]) -> ModelSpec:
-    """The spec that flags (by their recipe names) ask for; ValueError without --model."""
+    """The spec that flags (by their recipe names) ask for; UserError without --model."""
     if not values.get("model"):
-        raise ValueError("no config.yaml says which model these weights are of: give --model")
+        raise UserError("no config.yaml says which model these weights are of: give --model")
     size = values.get("img_size")
     classes = {"num_classes": values["num_classes"]} if values.get("num_classes") else {}
     return ModelSpec(values["model"], img_size=size, model_kwargs=values.get("model_kwargs") or {}, **classes)
@@ -58,7 +59,7 @@ def load_source(found: StoredWeights, settings: Mapping[str, Any], labels: str |
         labels: a file of class names, one a line.
 
     Raises:
-        ValueError: the weights are damaged or do not fit the model, there is no model, or another number of labels
+        UserError: the weights are damaged or do not fit the model, there is no model, or another number of labels
             than classes.
     """
     found.verify()
@@ -67,7 +68,7 @@ def load_source(found: StoredWeights, settings: Mapping[str, Any], labels: str |
     spec = model_spec(values)
     checkpoint = InitialCheckpoint(found.path, create_model(spec, for_training=False))
     if checkpoint.newly_initialised:
-        raise ValueError(
+        raise UserError(
             f"{found.path} has no classifier of {spec.num_classes} classes "
             f"({', '.join(checkpoint.newly_initialised)}): give the --num-classes that it has"
         )
@@ -86,7 +87,7 @@ def _read_labels(path: str | Path | None, num_classes: int) -> tuple[str, ...]:
     try:
         names = tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
     except OSError as error:
-        raise ValueError(f"--labels {path}: {error.strerror}") from None
+        raise UserError(f"--labels {path}: {error.strerror}") from None
     if len(names) != num_classes:
-        raise ValueError(f"--labels {path} has {len(names)} names and the model {num_classes} classes")
+        raise UserError(f"--labels {path} has {len(names)} names and the model {num_classes} classes")
     return names

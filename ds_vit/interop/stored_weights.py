@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds_vit.checkpoint import Damaged, marked, open_checkpoint
 from ds_vit.config.run_folder import WEIGHTS, RunFolder, weights_in
+from ds_vit.fault_tolerance.errors import UserError
 
 _POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
 
@@ -32,7 +33,7 @@ class StoredWeights:
         """Compare weights of a checkpoint with its manifest; others have none, and are taken as they are.
 
         Raises:
-            ValueError: a file is missing or its bytes have changed.
+            UserError: a file is missing or its bytes have changed.
         """
         folder = self.path if self.path.is_dir() else self.path.parent
         if not (folder / "manifest.json").is_file():
@@ -41,7 +42,7 @@ class StoredWeights:
             checkpoint = open_checkpoint(folder)
             checkpoint.verify([name for name in checkpoint.files if name.startswith(WEIGHTS[self.kind])])
         except Damaged as error:
-            raise ValueError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
+            raise UserError(f"{folder} is damaged: {error}; name another one with --checkpoint") from None
 
 
 def _pointed_at(checkpoints: Path, pointer: str) -> Path | None:
@@ -52,7 +53,7 @@ def _pointed_at(checkpoints: Path, pointer: str) -> Path | None:
     folder = checkpoints / name
     if not folder.is_dir():
         file = checkpoints / pointer
-        raise ValueError(f"{file} names {folder.name}, which does not exist; name a folder with --checkpoint")
+        raise UserError(f"{file} names {folder.name}, which does not exist; name a folder with --checkpoint")
     return folder
 
 
@@ -61,13 +62,13 @@ def _places(run: RunFolder, checkpoint: str) -> list[Path]:
     if checkpoint in _POINTERS:
         folder = _pointed_at(run.checkpoints, checkpoint)
         if folder is None:
-            raise ValueError(f"--checkpoint {checkpoint}: there is no {run.checkpoints / checkpoint}")
+            raise UserError(f"--checkpoint {checkpoint}: there is no {run.checkpoints / checkpoint}")
         return [folder]
     if checkpoint:
         folders = [path for path in (run.checkpoints / checkpoint, Path(checkpoint)) if path.is_dir()]
         if not folders:
             there = sorted(path.name for path in run.checkpoints.glob("step-*"))
-            raise ValueError(
+            raise UserError(
                 f"--checkpoint {checkpoint}: no such folder, in {run.checkpoints} or by itself; "
                 f"there {'are ' + ', '.join(there) if there else 'is none'}"
             )
@@ -87,17 +88,17 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
             weights, or, where the run is not complete, the latest checkpoint's.
 
     Raises:
-        ValueError: there is nothing of that kind; says what there is.
+        UserError: there is nothing of that kind; says what there is.
     """
     source = Path(source)
     if not source.exists():
-        raise ValueError(f"{source} does not exist; give a run's folder, a checkpoint or a file of weights")
+        raise UserError(f"{source} does not exist; give a run's folder, a checkpoint or a file of weights")
     is_run = source.is_dir() and RunFolder(source).holds_run
     if checkpoint and not is_run:
-        raise ValueError(f"--checkpoint {checkpoint} has no effect: {source} is not a run's folder; drop it")
+        raise UserError(f"--checkpoint {checkpoint} has no effect: {source} is not a run's folder; drop it")
     if source.is_file() or not (is_run or weights_in(source, "raw")):
         if kind != "raw":
-            raise ValueError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
+            raise UserError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
         return StoredWeights(source, None, source if source.is_dir() else source.parent, kind)
     places = _places(RunFolder(source), checkpoint) if is_run else [source]
     for place in places:
@@ -107,7 +108,7 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
     else:
         where = " or ".join(str(place) for place in places)
         hint = "; it has raw weights" if kind == "ema" and any(weights_in(place, "raw") for place in places) else ""
-        raise ValueError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
+        raise UserError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
     run = place if is_run and place == source else place.parent.parent
     recipe = RunFolder(run).config
     return StoredWeights(

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ds_vit.fault_tolerance.errors import UserError
+
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "SHARP_", "MV2_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_", "OMP_")
 FORWARDED += ("MKL_", "HF_", "MLFLOW", "PYTHON", "LD_LIBRARY_PATH")
 """Beginnings of the names of variables that go from the launching machine to every host."""
@@ -29,7 +31,7 @@ def parse(text: str, path: str = "environment file") -> dict[str, str]:
     A value is taken as it stands; one pair of quotes around all of it is removed. Nothing is expanded.
 
     Raises:
-        ValueError: a line of another form, or a name twice; with the line's number.
+        UserError: a line of another form, or a name twice; with the line's number.
     """
     variables: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -39,9 +41,9 @@ def parse(text: str, path: str = "environment file") -> dict[str, str]:
         name, equals, value = line.removeprefix("export ").partition("=")
         name, value = name.strip(), value.strip()
         if not equals or not _NAME.fullmatch(name):
-            raise ValueError(f"{path}, line {number}: {line!r} is not of the form NAME=VALUE")
+            raise UserError(f"{path}, line {number}: {line!r} is not of the form NAME=VALUE")
         if name in variables:
-            raise ValueError(f"{path}, line {number}: {name} is set twice; keep one line")
+            raise UserError(f"{path}, line {number}: {name} is set twice; keep one line")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
         variables[name] = value
@@ -52,27 +54,27 @@ def read(path: str | Path) -> dict[str, str]:
     """`parse` a file.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not of its form.
+        UserError: the file cannot be read, or a line is not of its form.
     """
     try:
         return parse(Path(path).read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(f"environment file {path}: {reason}") from None
+        raise UserError(f"environment file {path}: {reason}") from None
 
 
 def render(variables: Mapping[str, str]) -> str:
     """The text of a `.deepspeed_env` after which a shell on every host has exactly these values.
 
     Raises:
-        ValueError: a value with a line break, or with blanks at its ends: DeepSpeed would lose them.
+        UserError: a value with a line break, or with blanks at its ends: DeepSpeed would lose them.
     """
     lines = []
     for name, value in variables.items():
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a variable")
+            raise UserError(f"{name!r} is not the name of a variable")
         if value != value.strip() or len(value.splitlines()) > 1:
-            raise ValueError(f"{name}={value!r}: DeepSpeed cannot carry a line break or blanks at the ends of a value")
+            raise UserError(f"{name}={value!r}: DeepSpeed cannot carry a line break or blanks at the ends of a value")
         if not _PLAIN.fullmatch(value):
             value = re.sub(r'([\\"$`])', r"\\\1", value)
         lines.append(f"{name}={value}\n")
@@ -88,7 +90,7 @@ def collected(environ: Mapping[str, str], cwd: Path, files: Sequence[str | Path]
     """The variables for every host; later ones win: the environment, `.deepspeed_env` (home, then `cwd`), `files`.
 
     Raises:
-        ValueError: a file that cannot be read or is not of its form.
+        UserError: a file that cannot be read or is not of its form.
     """
     variables = forwarded(environ)
     usual = environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -109,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         sys.stdout.write(render(read(arguments[0])))
-    except ValueError as error:
+    except UserError as error:
         print(f"environment: error: {error}", file=sys.stderr)
         return 2
     return 0

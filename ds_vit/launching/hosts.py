@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_vit.fault_tolerance.errors import UserError
+
 SCHEDULERS = ("slurm", "pbs", "lsf")
 """What `read_hosts` takes besides a file."""
 
@@ -31,35 +33,35 @@ class Host:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ValueError(
+            raise UserError(
                 f"{self.name!r} is not a host name: letters, digits and . _ - : % @ only, and no dash at the start"
             )
         if self.slots < 1:
-            raise ValueError(f"host {self.name} has {self.slots} slots; it needs at least 1, or leave the host out")
+            raise UserError(f"host {self.name} has {self.slots} slots; it needs at least 1, or leave the host out")
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
     """Read a DeepSpeed hostfile: `name slots=N` a line, blank lines and lines of `#` left out.
 
     Raises:
-        ValueError: a line that DeepSpeed would not take, a host twice, or no host at all; with the line's number.
+        UserError: a line that DeepSpeed would not take, a host twice, or no host at all; with the line's number.
     """
     hosts: list[Host] = []
     seen: dict[str, int] = {}
     for number, line in _lines(text):
         match = _HOSTFILE_LINE.fullmatch(line)
         if match is None:
-            raise ValueError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
+            raise UserError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
         name, slots = match.group(1), int(match.group(2))
         if name in seen:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: host {name} is already on line {seen[name]}; "
                 "give it one line with the sum of its slots"
             )
         seen[name] = number
         hosts.append(_host(name, slots, f"{path}, line {number}: "))
     if not hosts:
-        raise ValueError(f"{path} names no host; a line is `name slots=N`")
+        raise UserError(f"{path} names no host; a line is `name slots=N`")
     return tuple(hosts)
 
 
@@ -67,18 +69,18 @@ def parse_names(text: str, path: str = "node file") -> tuple[Host, ...]:
     """Read a node file of PBS or a machine file of MPI: a name a line and slot, or `name:N`; repeats add up.
 
     Raises:
-        ValueError: more than a name on a line, or no host at all; with the line's number.
+        UserError: more than a name on a line, or no host at all; with the line's number.
     """
     slots: Counter[str] = Counter()
     for number, line in _lines(text):
         if len(line.split()) != 1:
-            raise ValueError(f"{path}, line {number}: {line!r} is not one host name")
+            raise UserError(f"{path}, line {number}: {line!r} is not one host name")
         match = re.fullmatch(r"([^:]+):(\d+)", line)
         host = _host(match.group(1), int(match.group(2)), f"{path}, line {number}: ") if match else None
         host = host or _host(line, 1, f"{path}, line {number}: ")
         slots[host.name] += host.slots
     if not slots:
-        raise ValueError(f"{path} names no host")
+        raise UserError(f"{path} names no host")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
@@ -91,15 +93,15 @@ def expand_nodelist(text: str) -> list[str]:
     """`n[1-3,7]-ib,gpu[08-10]` → every name, in order, as `scontrol show hostnames` would.
 
     Raises:
-        ValueError: brackets that do not match, or a range that runs backwards.
+        UserError: brackets that do not match, or a range that runs backwards.
     """
     names: list[str] = []
     for item in _split_outside_brackets(text):
         names += _expand(item, text)
         if len(names) > _MAX_HOSTS:
-            raise ValueError(f"node list {text!r} names more than {_MAX_HOSTS} hosts")
+            raise UserError(f"node list {text!r} names more than {_MAX_HOSTS} hosts")
     if not names:
-        raise ValueError("the node list is empty")
+        raise UserError("the node list is empty")
     return names
 
 
@@ -107,13 +109,13 @@ def expand_counts(text: str) -> list[int]:
     """`4(x2),3` → [4, 4, 3]: Slurm's tasks a node, in the order of its node list.
 
     Raises:
-        ValueError: anything else.
+        UserError: anything else.
     """
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a list of counts such as 4(x2),3")
+            raise UserError(f"{text!r} is not a list of counts such as 4(x2),3")
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts
 
@@ -122,28 +124,28 @@ def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts of a Slurm job: GPUs a node where the job asked for them so, tasks a node otherwise.
 
     Raises:
-        ValueError: not inside a job, or variables that contradict each other.
+        UserError: not inside a job, or variables that contradict each other.
     """
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
-        raise ValueError("SLURM_JOB_NODELIST is not set: this is not inside a Slurm job (salloc, sbatch)")
+        raise UserError("SLURM_JOB_NODELIST is not set: this is not inside a Slurm job (salloc, sbatch)")
     names = expand_nodelist(nodes)
     gpus = environ.get("SLURM_GPUS_PER_NODE", "")  # "4", "h100:4" or "h100:2,a100:2"
     if gpus:
         try:
             counts = [sum(int(kind.split(":")[-1]) for kind in gpus.split(","))] * len(names)
         except ValueError:
-            raise ValueError(f"SLURM_GPUS_PER_NODE={gpus!r} is not a number of GPUs; give --slots N") from None
+            raise UserError(f"SLURM_GPUS_PER_NODE={gpus!r} is not a number of GPUs; give --slots N") from None
     else:
         tasks = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE") or "1"
         try:
             counts = expand_counts(tasks)
-        except ValueError as error:
-            raise ValueError(f"SLURM_TASKS_PER_NODE: {error}") from None
+        except UserError as error:
+            raise UserError(f"SLURM_TASKS_PER_NODE: {error}") from None
         if len(counts) == 1:
             counts *= len(names)
     if len(counts) != len(names):
-        raise ValueError(
+        raise UserError(
             f"SLURM_JOB_NODELIST={nodes} has {len(names)} hosts, and SLURM_TASKS_PER_NODE has {len(counts)} counts"
         )
     return tuple(_host(name, count, "SLURM_JOB_NODELIST: ") for name, count in zip(names, counts, strict=True))
@@ -153,11 +155,11 @@ def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts of a PBS job: how often each occurs in the file that PBS_NODEFILE names.
 
     Raises:
-        ValueError: not inside a job, or the file cannot be read.
+        UserError: not inside a job, or the file cannot be read.
     """
     path = environ.get("PBS_NODEFILE")
     if not path:
-        raise ValueError("PBS_NODEFILE is not set: this is not inside a PBS job (qsub)")
+        raise UserError("PBS_NODEFILE is not set: this is not inside a PBS job (qsub)")
     return parse_names(_read(path, "PBS_NODEFILE="), path)
 
 
@@ -165,12 +167,12 @@ def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts of an LSF job, by LSB_MCPU_HOSTS (`a 4 b 2`), LSB_HOSTS (`a a b`) or the file LSB_DJOB_HOSTFILE.
 
     Raises:
-        ValueError: not inside a job, or a list that is not of that form.
+        UserError: not inside a job, or a list that is not of that form.
     """
     pairs = environ.get("LSB_MCPU_HOSTS", "").split()
     if pairs:
         if len(pairs) % 2 or not all(count.isdecimal() for count in pairs[1::2]):
-            raise ValueError(f"LSB_MCPU_HOSTS={' '.join(pairs)!r} is not a list of `host count` pairs")
+            raise UserError(f"LSB_MCPU_HOSTS={' '.join(pairs)!r} is not a list of `host count` pairs")
         slots: Counter[str] = Counter()
         for name, count in zip(pairs[::2], pairs[1::2], strict=True):
             slots[name] += int(count)
@@ -180,7 +182,7 @@ def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
     path = environ.get("LSB_DJOB_HOSTFILE")
     if path:
         return parse_names(_read(path, "LSB_DJOB_HOSTFILE="), path)
-    raise ValueError("neither LSB_MCPU_HOSTS nor LSB_HOSTS is set: this is not inside an LSF job (bsub)")
+    raise UserError("neither LSB_MCPU_HOSTS nor LSB_HOSTS is set: this is not inside an LSF job (bsub)")
 
 
 def scheduler_of(environ: Mapping[str, str]) -> str | None:
@@ -202,12 +204,12 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
         slots: ranks a host, in place of what the source says.
 
     Raises:
-        ValueError: there is no such source, or it is not of its form.
+        UserError: there is no such source, or it is not of its form.
     """
     if source is None:
         source = scheduler_of(environ)
         if source is None:
-            raise ValueError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
+            raise UserError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
     if source in SCHEDULERS:
         hosts = {"slurm": from_slurm, "pbs": from_pbs, "lsf": from_lsf}[source](environ)
     else:
@@ -228,8 +230,8 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _host(name: str, slots: int, where: str) -> Host:
     try:
         return Host(name, slots)
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from None
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
 
 
 def _read(path: str, named_by: str) -> str:
@@ -237,7 +239,7 @@ def _read(path: str, named_by: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise ValueError(f"{named_by}{path}: {reason}") from None
+        raise UserError(f"{named_by}{path}: {reason}") from None
 
 
 def _split_outside_brackets(text: str) -> list[str]:
@@ -245,13 +247,13 @@ def _split_outside_brackets(text: str) -> list[str]:
     for character in text.strip():
         depth += {"[": 1, "]": -1}.get(character, 0)
         if depth not in (0, 1):
-            raise ValueError(f"node list {text!r}: the brackets do not match")
+            raise UserError(f"node list {text!r}: the brackets do not match")
         if character == "," and depth == 0:
             items.append("")
         else:
             items[-1] += character
     if depth:
-        raise ValueError(f"node list {text!r}: a bracket is not closed")
+        raise UserError(f"node list {text!r}: a bracket is not closed")
     return [item.strip() for item in items if item.strip()]
 
 
@@ -266,9 +268,9 @@ def _expand(item: str, whole: str) -> list[str]:
     for piece in inside.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
         if match is None:
-            raise ValueError(f"node list {whole!r}: {piece!r} is neither a number nor a range")
+            raise UserError(f"node list {whole!r}: {piece!r} is neither a number nor a range")
         first, last = match.group(1), match.group(2) or match.group(1)
         if int(last) < int(first) or int(last) - int(first) >= _MAX_HOSTS:
-            raise ValueError(f"node list {whole!r}: the range {piece} runs backwards or names too many hosts")
+            raise UserError(f"node list {whole!r}: the range {piece} runs backwards or names too many hosts")
         names += [f"{before}{n:0{len(first)}d}{tail}" for n in range(int(first), int(last) + 1) for tail in tails]
     return names

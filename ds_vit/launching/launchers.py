@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import forwarded, render
 from ds_vit.launching.hosts import Host, expand_nodelist, read_hosts
 from ds_vit.launching.rank import PROBED, Job, free_port, signal_ranks
@@ -60,7 +61,7 @@ class Launcher(ABC):
         """The command of the next attempt.
 
         Raises:
-            ValueError: it cannot start, and why.
+            UserError: it cannot start, and why.
         """
 
     @abstractmethod
@@ -122,12 +123,12 @@ class Hostfile(Launcher):
 
     def command(self, job: Job) -> Command:
         if _unsafe(sys.executable):
-            raise ValueError(
+            raise UserError(
                 f"DeepSpeed writes the path of Python, {sys.executable!r}, into remote commands without quotes; "
                 "make the environment at a path of letters, digits and . _ - / alone"
             )
         if shutil.which("pdsh", path=self.environ.get("PATH")) is None:
-            raise ValueError("pdsh is not installed on this machine: apt-get install pdsh, or use launch/mpi.sh")
+            raise UserError("pdsh is not installed on this machine: apt-get install pdsh, or use launch/mpi.sh")
         hosts = self.hosts()
         port = self._probe(hosts)
         self._on_hosts(hosts, ["--signal=KILL"])  # what an earlier attempt may have left behind
@@ -164,7 +165,7 @@ class Hostfile(Launcher):
         """Find this clone on every host, and a free port on the first.
 
         Raises:
-            ValueError: naming every host that cannot be reached or has no clone, with ssh's own words; or those that
+            UserError: naming every host that cannot be reached or has no clone, with ssh's own words; or those that
                 do not fit together.
         """
         port = [f"--port={self.port}"] if self.port else []
@@ -173,7 +174,7 @@ class Hostfile(Launcher):
         bad = {name: answers[name] for name, match in found.items() if match is None}
         if bad:
             lines = [f"{name}: {' '.join(text.split()) or 'no answer'}" for name, text in bad.items()]
-            raise ValueError(
+            raise UserError(
                 f"{len(bad)} of {len(hosts)} hosts cannot take part; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"
             )
@@ -246,7 +247,7 @@ class Mpi(Launcher):
         """Which MPI this mpirun is of, by what `--version` says."""
         program = shutil.which(self.mpirun[0], path=self.environ.get("PATH"))
         if program is None:
-            raise ValueError(f"{self.mpirun[0]} is not on PATH: load the cluster's MPI, or `bash launch/setup.sh mpi`")
+            raise UserError(f"{self.mpirun[0]} is not on PATH: load the cluster's MPI, or `bash launch/setup.sh mpi`")
         done = subprocess.run(
             [program, "--version"], env=dict(self.environ), capture_output=True, text=True, timeout=60
         )
@@ -273,7 +274,7 @@ class Slurm(Launcher):
     def command(self, job: Job) -> Command:
         nodes = self.environ.get("SLURM_JOB_NODELIST")
         if not nodes or not self.environ.get("SLURM_JOB_ID"):
-            raise ValueError("SLURM_JOB_ID is not set: start this by sbatch launch/slurm.sbatch, or inside salloc")
+            raise UserError("SLURM_JOB_ID is not set: start this by sbatch launch/slurm.sbatch, or inside salloc")
         first = expand_nodelist(nodes)[0]
         if self.port or first.partition(".")[0] == socket.gethostname().partition(".")[0]:
             port = self._local_port()
@@ -292,23 +293,23 @@ def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, .
     """The hosts that DeepSpeed's `--include` or `--exclude` leave, in the hostfile's order; slots are not followed.
 
     Raises:
-        ValueError: both are given, a host is not in the hostfile, or none is left.
+        UserError: both are given, a host is not in the hostfile, or none is left.
     """
     if include and exclude:
-        raise ValueError("--include and --exclude exclude each other; give one")
+        raise UserError("--include and --exclude exclude each other; give one")
     slots = {host.name: host.slots for host in hosts}
     left = dict.fromkeys(slots, 0) if include else dict(slots)
     for item in filter(None, (include or exclude).split("@")):
         name, _, numbers = item.partition(":")
         if name not in slots:
-            raise ValueError(f"{'--include' if include else '--exclude'} {name}: the hostfile has {', '.join(slots)}")
+            raise UserError(f"{'--include' if include else '--exclude'} {name}: the hostfile has {', '.join(slots)}")
         if not re.fullmatch(r"\d+(,\d+)*|", numbers):
-            raise ValueError(f"{item!r} is not of the form NAME or NAME:0,2")
+            raise UserError(f"{item!r} is not of the form NAME or NAME:0,2")
         count = len(set(numbers.split(","))) if numbers else slots[name]
         left[name] = count if include else left[name] - count
     chosen = tuple(Host(name, count) for name, count in left.items() if count > 0)
     if not chosen:
-        raise ValueError("no host is left to run on")
+        raise UserError("no host is left to run on")
     return chosen
 
 
@@ -320,7 +321,7 @@ def refuse_unfit(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) -
         told: host → `ds_vit.launching.rank.probe` there.
 
     Raises:
-        ValueError: two names for one machine, more ranks than GPUs, or other code or packages than on the first host.
+        UserError: two names for one machine, more ranks than GPUs, or other code or packages than on the first host.
     """
     first, *others = (host.name for host in hosts)
     names: dict[str, str] = {}
@@ -328,17 +329,17 @@ def refuse_unfit(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) -
         here = told[host.name]
         other = names.setdefault(here["machine"], host.name)
         if other != host.name:
-            raise ValueError(f"{other} and {host.name} are one machine: keep one of the names in the hostfile")
+            raise UserError(f"{other} and {host.name} are one machine: keep one of the names in the hostfile")
         if here["gpus"] and host.slots > here["gpus"]:
-            raise ValueError(f"{host.name}: {host.slots} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
+            raise UserError(f"{host.name}: {host.slots} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
     for name in others:
         for package, version in told[first]["versions"].items():
             if (there := told[name]["versions"].get(package)) != version:
-                raise ValueError(
+                raise UserError(
                     f"{package} is {version} on {first} and {there} on {name}: install the same environment on both"
                 )
         if told[name]["code"] != told[first]["code"]:
-            raise ValueError(
+            raise UserError(
                 f"the code of ds_vit on {name} is not that on {first} (checksums {told[name]['code']} and "
                 f"{told[first]['code']}): git status and git pull there, or put the clone on a shared disk"
             )
@@ -348,7 +349,7 @@ def mpi_family(version: str) -> str:
     """ "openmpi", "intel" or "mpich", by the text of `mpirun --version`.
 
     Raises:
-        ValueError: it is none of them.
+        UserError: it is none of them.
     """
     for sign, family in (
         ("Open MPI", "openmpi"),
@@ -358,7 +359,7 @@ def mpi_family(version: str) -> str:
     ):
         if sign in version:
             return family
-    raise ValueError(f"mpirun --version says {version[:80]!r}: neither Open MPI nor MPICH nor Intel MPI")
+    raise UserError(f"mpirun --version says {version[:80]!r}: neither Open MPI nor MPICH nor Intel MPI")
 
 
 def _deepspeed() -> list[str]:

@@ -53,13 +53,13 @@ def discover(environ: Mapping[str, str] = os.environ) -> Process:
     """Read this process's place from the launcher's environment; plain `python` is one rank of one.
 
     Raises:
-        ValueError: the launcher set a rank but not the world size, or something that is not a number.
+        UserError: the launcher set a rank but not the world size, or something that is not a number.
     """
     for launcher, rank_name, world_name, local_name, local_world_names in _LAUNCHERS:
         if rank_name not in environ or _is_not_told(launcher, environ):
             continue
         if world_name not in environ:
-            raise ValueError(f"{rank_name} is set but {world_name} is not; unset it to run alone, or use a launcher")
+            raise UserError(f"{rank_name} is set but {world_name} is not; unset it to run alone, or use a launcher")
         try:
             rank, world = int(environ[rank_name]), int(environ[world_name])
             local = int(environ.get(local_name, "0"))
@@ -67,9 +67,9 @@ def discover(environ: Mapping[str, str] = os.environ) -> Process:
             if launcher == "slurm":
                 local_world = _slurm_tasks_here(environ)
         except ValueError:
-            raise ValueError(f"{rank_name}, {world_name} and {local_name} must be whole numbers") from None
+            raise UserError(f"{rank_name}, {world_name} and {local_name} must be whole numbers") from None
         if not 0 <= rank < world:
-            raise ValueError(f"{rank_name}={rank} lies outside the world of {world_name}={world} ranks")
+            raise UserError(f"{rank_name}={rank} lies outside the world of {world_name}={world} ranks")
         return Process(launcher, rank, world, local, local_world)
     return Process("none", 0, 1, 0, 1)
 

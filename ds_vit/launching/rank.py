@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching import host_identity
 from ds_vit.launching.errors import ErrorFinder
@@ -216,14 +217,14 @@ def free_port(port: int = 0) -> int:
     """A TCP port that is free, `port` itself where it is given.
 
     Raises:
-        ValueError: `port` is in use.
+        UserError: `port` is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(f"port {port} on {socket.gethostname()}: {error.strerror}") from None
+            raise UserError(f"port {port} on {socket.gethostname()}: {error.strerror}") from None
         return probe.getsockname()[1]
 
 
@@ -234,7 +235,7 @@ def probe(port: int = 0) -> dict[str, Any]:
         {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/host_identity.py.
 
     Raises:
-        ValueError: `port` is in use.
+        UserError: `port` is in use.
     """
     found = {
         "machine": host_identity.identity(),
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "probe" in options:
         try:
             print(PROBED + json.dumps(probe(int(options.get("port", "0")))))
-        except ValueError as error:
+        except UserError as error:
             print(f"rank.py: error: {error}", file=sys.stderr)
             return BAD_INPUT
         return 0

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     try:
         supervisor = build(arguments, environ)
         code = supervisor.run()
-    except ValueError as error:
+    except UserError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
         return BAD_INPUT
     if code == INTERRUPTED and isinstance(supervisor.launcher, Slurm):
@@ -94,20 +95,20 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     """The run that a command line asks for.
 
     Raises:
-        ValueError: flags that contradict each other, or files that cannot be read.
+        UserError: flags that contradict each other, or files that cannot be read.
     """
     cwd = Path.cwd()
     if arguments.restarts and not any(a == "--output" or a.startswith("--output=") for a in arguments.arguments):
-        raise ValueError(
+        raise UserError(
             "--restarts needs --output DIR among the training's flags: else it starts in a new folder each time"
         )
     if min(arguments.restarts, arguments.backoff, arguments.grace) < 0:
-        raise ValueError("--restarts, --backoff and --grace cannot be negative")
+        raise UserError("--restarts, --backoff and --grace cannot be negative")
     if getattr(arguments, "master_addr", None):
         Host(arguments.master_addr, 1)  # raises where it is no host's name
     script = Path(arguments.script)
     if not script.is_file():
-        raise ValueError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
+        raise UserError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
     job = Job(
         command=(str(script.absolute()), *arguments.arguments),
         cwd=str(cwd),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTERRUPTED, OK, UNSAVED
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
@@ -82,7 +83,7 @@ class Supervisor:
             job = self.job if used == 0 else replace(self.job, command=(*self.job.command, "--resume", "auto"))
             try:
                 outcome = self._attempt(job)
-            except ValueError as error:
+            except UserError as error:
                 if used == self.first_restart:
                     raise
                 outcome = Outcome(1)
@@ -163,7 +164,7 @@ class Supervisor:
 
     def _kill(self, process: subprocess.Popen) -> None:
         """End the ranks on every host that can be reached, then the launcher and its children here."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, UserError):
             self.launcher.send(process, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)

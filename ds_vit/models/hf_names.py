@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.zoo import TimmViT
 
 _WHOLE = {
@@ -118,11 +119,11 @@ def check_hf_config(config: Mapping[str, object], model: TimmViT) -> None:
     """Hold what a Hugging Face config.json says, and no tensor's shape shows, against a model.
 
     Raises:
-        ValueError: another number of heads or another activation.
+        UserError: another number of heads or another activation.
     """
     heads, own = config.get("num_attention_heads"), model.blocks[0].attn.num_heads
     if heads not in (None, own):
-        raise ValueError(f"it has {heads} heads and the model {own}; give --model-kwargs num_heads={heads}")
+        raise UserError(f"it has {heads} heads and the model {own}; give --model-kwargs num_heads={heads}")
     act, own_act = config.get("hidden_act"), type(getattr(model.blocks[0].mlp, "act", None)).__name__
     if act is not None and ACTIVATIONS.get(str(act)) != own_act:
-        raise ValueError(f"its hidden_act is {act} and the model's MLP has {own_act}")
+        raise UserError(f"its hidden_act is {act} and the model's MLP has {own_act}")

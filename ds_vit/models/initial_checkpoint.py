@@ -17,6 +17,7 @@ import torch
 from timm.models import vision_transformer
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.hf_names import TensorsFromHF, check_hf_config
 from ds_vit.models.masked_autoencoder import decoder_names
 from ds_vit.models.param_groups import classifier_names
@@ -58,7 +59,7 @@ class InitialCheckpoint:
             model: the description of the model, on the meta device.
 
         Raises:
-            ValueError: the file cannot be read, or names or shapes differ in more than the number of classes; the
+            UserError: the file cannot be read, or names or shapes differ in more than the number of classes; the
                 first five differences are named.
         """
         path = Path(path)
@@ -67,8 +68,8 @@ class InitialCheckpoint:
         if isinstance(self._tensors, TensorsFromHF):
             try:
                 check_hf_config(hf_config(path), model)
-            except ValueError as error:
-                raise ValueError(
+            except UserError as error:
+                raise UserError(
                     f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: {error}"
                 ) from None
         foreign = not set(self._tensors) <= set(wanted)
@@ -90,7 +91,7 @@ class InitialCheckpoint:
         ]
         differences += [f"{name} {tuple(given[name])} is not in the model" for name in given if name not in wanted]
         if differences:
-            raise ValueError(
+            raise UserError(
                 f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}, a model of "
                 f"{len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}"
             )
@@ -101,13 +102,13 @@ class InitialCheckpoint:
         try:
             translated = _filter_function(model)(tensors, model)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: timm cannot translate "
                 f"it ({type(error).__name__}: {error})"
             ) from error
         others = [f"{name} ({type(v).__name__})" for name, v in translated.items() if not isinstance(v, torch.Tensor)]
         if others:
-            raise ValueError(f"initial checkpoint {path} is no state dict: it holds {', '.join(others[:5])}")
+            raise UserError(f"initial checkpoint {path} is no state dict: it holds {', '.join(others[:5])}")
         return translated
 
     @staticmethod

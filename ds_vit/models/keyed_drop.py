@@ -18,6 +18,7 @@ from timm.layers.patch_dropout import PatchDropoutWithIndices
 from torch import nn
 
 from ds_vit import randomness
+from ds_vit.fault_tolerance.errors import UserError
 
 
 class KeyedDrop(nn.Module):
@@ -31,7 +32,7 @@ class KeyedDrop(nn.Module):
     def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
         """Draws in [0, 1) of shape [B, *shape] under this module's name."""
         if self.keys is None:
-            raise ValueError(f"{self.name!r} is random: give the model the samples' keys")
+            raise UserError(f"{self.name!r} is random: give the model the samples' keys")
         return randomness.uniform(self.keys, self.name, shape)
 
 
@@ -123,7 +124,7 @@ def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
         return KeyedPatchDropout(name, module.prob, module.num_prefix_tokens, module.ordered, with_indices)
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0:
         if type(module) is not nn.Dropout:
-            raise ValueError(f"{name}: {type(module).__name__} has no keyed counterpart; set its rate to 0")
+            raise UserError(f"{name}: {type(module).__name__} has no keyed counterpart; set its rate to 0")
         return KeyedDropout(name, module.p)
     return None
 

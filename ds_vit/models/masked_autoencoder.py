@@ -22,6 +22,7 @@ from timm.models import Eva, VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedPatchDropout, sample_keys
 from ds_vit.models.layers import (
     DecoderBlockLayer,
@@ -47,7 +48,7 @@ class AutoencoderSettings:
         norm_pix_loss: paint each patch less its own mean, over its own standard deviation.
 
     Raises:
-        ValueError: a number out of range, or numbers that do not fit each other.
+        UserError: a number out of range, or numbers that do not fit each other.
     """
 
     mask_ratio: float = 0.75
@@ -58,14 +59,14 @@ class AutoencoderSettings:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.mask_ratio < 1.0:
-            raise ValueError(f"--mask-ratio {self.mask_ratio} must lie between 0 and 1; the paper's is 0.75")
+            raise UserError(f"--mask-ratio {self.mask_ratio} must lie between 0 and 1; the paper's is 0.75")
         for flag, value in (("depth", self.decoder_depth), ("heads", self.decoder_heads), ("dim", self.decoder_dim)):
             if value < 1:
-                raise ValueError(f"--decoder-{flag} {value} must be at least 1")
+                raise UserError(f"--decoder-{flag} {value} must be at least 1")
         step = self.decoder_heads if self.decoder_heads % 4 == 0 else self.decoder_heads * 4
         if self.decoder_dim % self.decoder_heads or self.decoder_dim % 4:
             near = max(step, round(self.decoder_dim / step) * step)
-            raise ValueError(
+            raise UserError(
                 f"--decoder-dim {self.decoder_dim} must be a multiple of --decoder-heads {self.decoder_heads}, and of "
                 f"4 for its sine-cosine positions; the nearest is {near}"
             )
@@ -202,30 +203,30 @@ def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSetting
     """Refuse an encoder whose patches cannot be masked or painted."""
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):
-        raise ValueError(
+        raise UserError(
             f"model {spec.name!r} has a convolutional stem ({type(embed).__name__}), through which masked patches "
             "would leak into those that are kept; take a name whose patches do not overlap, as vit_base_patch16_224"
         )
     if not isinstance(model.patch_drop, (nn.Identity, type(None))):
-        raise ValueError(
+        raise UserError(
             f"model_kwargs patch_drop_rate {model.patch_drop.prob} and --mask-ratio {settings.mask_ratio} would both "
             "leave patches out; drop patch_drop_rate"
         )
     for size, patch in zip(embed.img_size, embed.patch_size, strict=True):
         if size % patch:
-            raise ValueError(
+            raise UserError(
                 f"img_size {size} is no multiple of the patch size {patch} of {spec.name!r}, so that some pixels lie "
                 f"in no patch; use --img-size {size // patch * patch}"
             )
     patches = embed.num_patches
     kept = int(patches * (1.0 - settings.mask_ratio))
     if not 0 < kept < patches:
-        raise ValueError(
+        raise UserError(
             f"--mask-ratio {settings.mask_ratio} keeps {kept} of {patches} patches of {spec.name!r}; at least one must "
             "be kept and one masked"
         )
     if model.pos_embed is not None and model.embed_dim % 4:
-        raise ValueError(f"width {model.embed_dim} of {spec.name!r} must be a multiple of 4 for fixed positions")
+        raise UserError(f"width {model.embed_dim} of {spec.name!r} must be a multiple of 4 for fixed positions")
 
 
 def create_autoencoder(
@@ -242,7 +243,7 @@ def create_autoencoder(
         device: as in `create_model`; on another one than meta the decoder's values are not set.
 
     Raises:
-        ValueError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, or a mask that
+        UserError: as `create_model`; a convolutional stem, patch dropout, pixels outside all patches, or a mask that
             leaves nothing on one side.
     """
     model = create_model(replace(spec, num_classes=0), for_training=for_training, device=device, classifier=False)

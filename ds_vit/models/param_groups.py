@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from timm.optim import param_groups_weight_decay
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.sequential import timm_names
 from ds_vit.models.zoo import TimmViT
 
@@ -38,26 +39,26 @@ def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: boo
         linear_probe: freeze everything but the classifier.
 
     Raises:
-        ValueError: a pattern matches nothing, nothing is left to train, both ways are asked for at once, or there is
+        UserError: a pattern matches nothing, nothing is left to train, both ways are asked for at once, or there is
             no classifier to probe with.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if linear_probe:
         if patterns:
-            raise ValueError("linear probing freezes all but the classifier already; --freeze would have no effect")
+            raise UserError("linear probing freezes all but the classifier already; --freeze would have no effect")
         if not classifier_names(model):
-            raise ValueError("linear probing trains the classifier alone, and this model has none")
+            raise UserError("linear probing trains the classifier alone, and this model has none")
         return frozenset(names) - classifier_names(model)
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
             modules = [name for name, _ in model.named_modules() if name]
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.0)
-            raise ValueError(f"--freeze {pattern!r} matches no parameter; nearest: {', '.join(near)}")
+            raise UserError(f"--freeze {pattern!r} matches no parameter; nearest: {', '.join(near)}")
         frozen |= matched
     if len(frozen) == len(names):
-        raise ValueError(f"--freeze {' '.join(patterns)} leaves none of the {len(names)} parameters to train")
+        raise UserError(f"--freeze {' '.join(patterns)} leaves none of the {len(names)} parameters to train")
     return frozenset(frozen)
 
 

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from functools import cache
 
+from ds_vit.fault_tolerance.errors import UserError
+
 
 def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stages: int) -> list[int]:
     """Bounds of contiguous stages with the least work in the busiest one.
@@ -22,11 +24,11 @@ def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stage
         p + 1 numbers: stage i has the layers from the i-th up to, and without, the next.
 
     Raises:
-        ValueError: fewer layers than stages.
+        UserError: fewer layers than stages.
     """
     layers = len(flops)
     if num_stages > layers:
-        raise ValueError(
+        raise UserError(
             f"{layers} layers cannot be cut into --pp {num_stages} stages; --pp may be 1 to {layers} for this model"
         )
     work, memory = ([0.0] for _ in range(2))
@@ -53,12 +55,12 @@ def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> lis
     """Explicit bounds of `--pp-partition`, checked.
 
     Raises:
-        ValueError: not p + 1 rising numbers from 0 to the number of layers.
+        UserError: not p + 1 rising numbers from 0 to the number of layers.
     """
     fits = len(bounds) == num_stages + 1 and bounds[0] == 0 and bounds[-1] == num_layers
     if not fits or any(a >= b for a, b in itertools.pairwise(bounds)):
         even = ",".join(str(round(i * num_layers / num_stages)) for i in range(num_stages + 1))
-        raise ValueError(
+        raise UserError(
             f"--pp-partition {','.join(map(str, bounds))}: --pp {num_stages} needs {num_stages + 1} rising numbers "
             f"from 0 to the model's {num_layers} layers (embedding, blocks, head), for example {even}"
         )

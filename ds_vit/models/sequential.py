@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.layers import BlockLayer, Layer
 
 CheckpointFunction = Callable[..., torch.Tensor]
@@ -69,11 +70,11 @@ class SequentialViT(nn.Module):
             keep the state of a random generator: every draw is keyed.
 
         Raises:
-            ValueError: a negative interval, or a function without an interval.
+            UserError: a negative interval, or a function without an interval.
         """
         super().__init__()
         if checkpoint_interval < 0:
-            raise ValueError(f"checkpoint_interval {checkpoint_interval} must be 0 (off) or a number of blocks")
+            raise UserError(f"checkpoint_interval {checkpoint_interval} must be 0 (off) or a number of blocks")
         if checkpoint_function is not None and not checkpoint_interval:
             raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
         self.layers = nn.ModuleList(layers)
@@ -86,7 +87,7 @@ class SequentialViT(nn.Module):
         """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or what the last layer gives.
 
         Raises:
-            ValueError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
+            UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
         return run_layers(self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from timm.models import clean_state_dict
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.hf_names import TensorsFromHF, is_hf
 
 _TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".tar", ".ckpt")
@@ -35,7 +36,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         paths: the files.
 
     Raises:
-        ValueError: a file is not there, is no safetensors, or is shorter than its header says.
+        UserError: a file is not there, is no safetensors, or is shorter than its header says.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -44,7 +45,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             try:
                 handle = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path} is no safetensors file: {error}") from None
+                raise UserError(f"{path} is no safetensors file: {error}") from None
             self._owners.update(dict.fromkeys(handle.keys(), handle))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -89,18 +90,18 @@ def deepspeed_checkpoint(folder: Path) -> Path | None:
 
 
 def _file_of(path: Path) -> Path:
-    """The file to open for a path that was given; ValueError where there is none."""
+    """The file to open for a path that was given; UserError where there is none."""
     if not path.is_dir():
         return path
     found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
     if found:
         return found[0]
     if deepspeed_checkpoint(path):
-        raise ValueError(
+        raise UserError(
             f"initial checkpoint {path} is one of DeepSpeed's own, which are pickles; if you trust it, convert it: "
             f"ds-vit import {path} --to weights.safetensors"
         )
-    raise ValueError(f"initial checkpoint {path} is a folder without model.safetensors or its index.json")
+    raise UserError(f"initial checkpoint {path} is a folder without model.safetensors or its index.json")
 
 
 def _shards(path: Path) -> list[Path]:
@@ -123,20 +124,20 @@ def open_weights(path: str | Path) -> Mapping[str, torch.Tensor]:
     """The tensors of a checkpoint, under timm's names where the file has Hugging Face's.
 
     Raises:
-        ValueError: it does not exist, cannot be read, or holds more than tensors.
+        UserError: it does not exist, cannot be read, or holds more than tensors.
     """
     path = _file_of(Path(path))
     if not path.is_file():
-        raise ValueError(f"initial checkpoint {path} does not exist")
+        raise UserError(f"initial checkpoint {path} does not exist")
     try:
         tensors = _open_file(path)
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise UserError(
             f"initial checkpoint {path} holds more than tensors and is not loaded, because unpickling it could run "
             f"code; save its state dict as safetensors ({str(error).splitlines()[0]})"
         ) from error
     except (AttributeError, EOFError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"initial checkpoint {path} cannot be read: {error}") from error
+        raise UserError(f"initial checkpoint {path} cannot be read: {error}") from error
     return TensorsFromHF(tensors, lambda name: shape_of(tensors, name)) if is_hf(tensors) else tensors
 
 
@@ -149,7 +150,7 @@ def hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"initial checkpoint {path}: {file} is not JSON: {error}") from None
+        raise UserError(f"initial checkpoint {path}: {file} is not JSON: {error}") from None
     return config if isinstance(config, dict) and "model_type" in config else {}
 
 
@@ -158,12 +159,12 @@ def _open_file(path: Path) -> Mapping[str, torch.Tensor]:
         return _safetensors(path)
     if path.suffix not in _TORCH_SUFFIXES:
         kinds = ", ".join((".safetensors", ".safetensors.index.json", *_TORCH_SUFFIXES))
-        raise ValueError(f"its ending {path.suffix!r} is none of {kinds}")
+        raise UserError(f"its ending {path.suffix!r} is none of {kinds}")
     contents = read_torch(path)
     for wrapper in _WRAPPERS:
         if isinstance(contents, dict) and isinstance(contents.get(wrapper), Mapping):
             contents = contents[wrapper]
             break
     if not isinstance(contents, Mapping):
-        raise ValueError(f"it holds a {type(contents).__name__}, not a dictionary of tensors")
+        raise UserError(f"it holds a {type(contents).__name__}, not a dictionary of tensors")
     return clean_state_dict(dict(contents))

@@ -17,6 +17,8 @@ import torch
 from timm.models import Eva, VisionTransformer
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
+
 TimmViT: TypeAlias = VisionTransformer | Eva
 
 # timm's modules whose names build one of the two classes, exactly as timm implements it.
@@ -66,36 +68,36 @@ def _require_supported_name(name: str) -> None:
     near = difflib.get_close_matches(architecture, supported_names(), n=3, cutoff=0.5)
     hint = f"; nearest: {', '.join(near)}" if near else "; `timm.list_models('vit_*')` lists names"
     if not timm.is_model(architecture):
-        raise ValueError(f"timm {timm.__version__} has no model named {name!r}{hint}")
+        raise UserError(f"timm {timm.__version__} has no model named {name!r}{hint}")
     family = timm.models.model_entrypoint(architecture).__module__.rsplit(".", 1)[-1]
-    raise ValueError(
+    raise UserError(
         f"model {name!r} is of timm's {family!r} family; only names of the classes VisionTransformer and Eva can be "
         f"taken apart into an embedding, blocks and a head{hint}"
     )
 
 
 def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
-    """timm's keyword arguments of a spec; ValueError for names that timm does not have or that a flag owns."""
+    """timm's keyword arguments of a spec; UserError for names that timm does not have or that a flag owns."""
     kind = Eva if timm.models.is_model_in_modules(spec.name.split(".")[0], ("eva",)) else VisionTransformer
     parameters = inspect.signature(kind.__init__).parameters
     legal = [name for name in parameters if name != "self"]
     for key, value in spec.model_kwargs.items():
         if key in _RESERVED:
-            raise ValueError(f"model_kwargs cannot set {key!r}: {_RESERVED[key]}")
+            raise UserError(f"model_kwargs cannot set {key!r}: {_RESERVED[key]}")
         if key not in legal:
             near = difflib.get_close_matches(key, legal, n=1, cutoff=0.0)[0]
-            raise ValueError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs; nearest: {near!r}")
+            raise UserError(f"timm's {kind.__name__} has no argument {key!r} in model_kwargs; nearest: {near!r}")
         types = {parameters[key].annotation, *get_args(parameters[key].annotation)}
         if isinstance(value, str) and bool in types and str not in types:
-            raise ValueError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
+            raise UserError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
     if spec.num_classes < 0:
-        raise ValueError(f"num_classes {spec.num_classes} must not be negative")
+        raise UserError(f"num_classes {spec.num_classes} must not be negative")
     arguments: dict[str, Any] = {"num_classes": spec.num_classes, "dynamic_img_size": False, **spec.model_kwargs}
     if spec.img_size is not None:
         arguments["img_size"] = spec.img_size
     if spec.drop_path is not None:
         if not 0.0 <= spec.drop_path < 1.0:
-            raise ValueError(f"drop_path {spec.drop_path} must lie in [0, 1)")
+            raise UserError(f"drop_path {spec.drop_path} must lie in [0, 1)")
         arguments["drop_path_rate"] = spec.drop_path
     return arguments
 
@@ -103,29 +105,29 @@ def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
 def _check_classifier(model: TimmViT, name: str) -> None:
     """Refuse a model that gives no logits, or too many."""
     if model.num_classes < 1:
-        raise ValueError(f"model {name!r} with num_classes 0 has no classifier to train; give --num-classes")
+        raise UserError(f"model {name!r} with num_classes 0 has no classifier to train; give --num-classes")
     if not model.global_pool:
-        raise ValueError(f"model {name!r} with global_pool '' gives logits for every token; use 'token' or 'avg'")
+        raise UserError(f"model {name!r} with global_pool '' gives logits for every token; use 'token' or 'avg'")
 
 
 def _check_trainable(model: TimmViT, name: str) -> None:
     """Refuse, before training, what would make a run depend on its layout or what could not be keyed."""
     for module_name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
+            raise UserError(
                 f"model {name!r} holds BatchNorm ({module_name}), whose statistics follow the micro-batch: its loss "
                 "would depend on the layout, so it can be evaluated but not trained; take a name without a BatchNorm "
                 "stem, for example vit_base_patch16_224"
             )
         attention_dropout = getattr(getattr(module, "attn_drop", None), "p", 0.0) or getattr(module, "attn_drop_p", 0.0)
         if attention_dropout:
-            raise ValueError(
+            raise UserError(
                 f"attn_drop_rate {attention_dropout} ({module_name}): attention dropout happens inside the fused "
                 "attention kernel, where its draws cannot be keyed by sample; set it to 0 and use --drop-path or "
                 "proj_drop_rate"
             )
         if isinstance(module, nn.modules.dropout._DropoutNd) and not 0.0 <= module.p < 1.0:
-            raise ValueError(f"dropout rate {module.p} ({module_name}) must lie in [0, 1)")
+            raise UserError(f"dropout rate {module.p} ({module_name}) must lie in [0, 1)")
         if getattr(module, "aug_active", False):
             random = {
                 f"rope_{key}_coords": (value, neutral)
@@ -135,7 +137,7 @@ def _check_trainable(model: TimmViT, name: str) -> None:
             if random:
                 active = ", ".join(f"{key}={value}" for key, (value, _) in random.items())
                 switch = " ".join(f"{key}={neutral}" for key, (_, neutral) in random.items())
-                raise ValueError(
+                raise UserError(
                     f"model {name!r} draws random RoPE coordinates once a batch in training ({active}), which would "
                     f"depend on the micro-batch; switch it off with --model-kwargs {switch}"
                 )
@@ -160,7 +162,7 @@ def create_model(
         a `VisionTransformer` or `Eva`.
 
     Raises:
-        ValueError: the name is unknown or of another class, an argument is unknown, reserved or refused by timm, or
+        UserError: the name is unknown or of another class, an argument is unknown, reserved or refused by timm, or
             (for training) the model has BatchNorm, attention dropout, random RoPE or no classifier.
     """
     _require_supported_name(spec.name)
@@ -169,15 +171,15 @@ def create_model(
         model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise ValueError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
+        raise UserError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
     if type(model) not in (VisionTransformer, Eva):
         near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
-        raise ValueError(
+        raise UserError(
             f"model {spec.name!r} is timm's {type(model).__name__}, whose forward differs from VisionTransformer's and "
             f"Eva's{f'; nearest: {near[0]}' if near else ''}"
         )
     if min(model.patch_embed.grid_size) < 1:
-        raise ValueError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
+        raise UserError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
     if for_training:
         if classifier:
             _check_classifier(model, spec.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,19 +28,19 @@ def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
         step: which; None for the last that was looked at.
 
     Raises:
-        ValueError: the run has none, or not of this step (those that it has are named).
+        UserError: the run has none, or not of this step (those that it has are named).
     """
     folder = RunFolder(run)
     if not folder.metrics.is_file():
-        raise ValueError(f"{run}: there is no metrics.jsonl; give a run's --output folder")
+        raise UserError(f"{run}: there is no metrics.jsonl; give a run's --output folder")
     rows = {row["step"]: row for row in folder.rows("gradients")}
     if not rows:
-        raise ValueError(f"{run}: no gradient statistics; train with --grad-stats-interval 100")
+        raise UserError(f"{run}: no gradient statistics; train with --grad-stats-interval 100")
     if step is None:
         return rows[max(rows)]
     if step not in rows:
         nearest = min(rows, key=lambda other: abs(other - step))
-        raise ValueError(f"{run}: step {step} was not looked at; the nearest of {len(rows)} is {nearest}")
+        raise UserError(f"{run}: step {step} was not looked at; the nearest of {len(rows)} is {nearest}")
     return rows[step]
 
 
@@ -63,13 +64,13 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
         title: what run it is.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        UserError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'ds-vit[plot]'") from None
+        raise UserError("a picture needs matplotlib: pip install 'ds-vit[plot]'") from None
     import numpy as np
 
     lowest = row["histogram"]["lowest"]
@@ -116,13 +117,13 @@ def save(row: Mapping[str, Any], title: str, path: Path) -> None:
     """Draw into a file, in the format of its suffix (png, svg, pdf).
 
     Raises:
-        ValueError: matplotlib is not installed, it cannot write this format, or the disk refuses.
+        UserError: matplotlib is not installed, it cannot write this format, or the disk refuses.
     """
     figure = draw(row, title)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise ValueError(f"--output {path}: {error.strerror}") from None
+        raise UserError(f"--output {path}: {error.strerror}") from None
 
 
 def titles(run: Path, row: Mapping[str, Any]) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.adagrad import adagrad
 
+from ds_vit.fault_tolerance.errors import UserError
+
 
 class Adagrad(torch.optim.Optimizer):
     """As `torch.optim.Adagrad`; other tensors may be put into `param_groups` before the first step.
@@ -31,7 +33,7 @@ class Adagrad(torch.optim.Optimizer):
         foreach: as torch's.
 
     Raises:
-        ValueError: a negative number.
+        UserError: a negative number.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Adagrad(torch.optim.Optimizer):
         }
         for name, number in numbers.items():
             if not number >= 0.0:
-                raise ValueError(f"Adagrad's {name} {number} must not be negative")
+                raise UserError(f"Adagrad's {name} {number} must not be negative")
         super().__init__(params, {**numbers, "maximize": maximize, "foreach": foreach})
 
     @torch.no_grad()

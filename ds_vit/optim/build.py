@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
@@ -60,17 +61,17 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         The class and its keyword arguments (without lr where the block has none).
 
     Raises:
-        ValueError: an unknown optimizer (the nearest is named), one that ZeRO would change, or an unknown argument.
+        UserError: an unknown optimizer (the nearest is named), one that ZeRO would change, or an unknown argument.
     """
     name = block.get("type")
     if not isinstance(name, str):
-        raise ValueError(f'{path}: "optimizer" has no "type"; AdamW and SGD are the usual ones')
+        raise UserError(f'{path}: "optimizer" has no "type"; AdamW and SGD are the usual ones')
     params = dict(block.get("params") or {})
     if "max_grad_norm" in params:
-        raise ValueError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
+        raise UserError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
     lowered = name.lower()
     if lowered in _NOT_ELEMENTWISE:
-        raise ValueError(
+        raise UserError(
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
@@ -83,7 +84,7 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         if lowered not in known:
             close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
             nearest = known[close[0]] if close else "AdamW"
-            raise ValueError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
+            raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
         if lowered == "adam" and params.get("adam_w_mode", True):
             lowered = "adamw"
         cls = getattr(torch.optim, known[lowered])
@@ -92,16 +93,16 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     rules = rules_of(cls)
     accepted = {*inspect.signature(cls.__init__).parameters, *rules.own_arguments} - {"self", "params"}
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
-        raise ValueError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
+        raise UserError(f"{path}: optimizer.params.bias_correction: {cls.__name__} always corrects; delete it")
     for key in params:
         if key in _REFUSED_ARGUMENTS and key in accepted and params[key]:
-            raise ValueError(f"{path}: optimizer.params.{key} of {cls.__name__}: {_REFUSED_ARGUMENTS[key]}; delete it")
+            raise UserError(f"{path}: optimizer.params.{key} of {cls.__name__}: {_REFUSED_ARGUMENTS[key]}; delete it")
         if key in rules.spelled_otherwise:
-            raise ValueError(f"{path}: optimizer.params.{key}: {rules.spelled_otherwise[key]}")
+            raise UserError(f"{path}: optimizer.params.{key}: {rules.spelled_otherwise[key]}")
         if key not in accepted:
             close = difflib.get_close_matches(key, sorted(accepted), n=1)
             hint = f"; the nearest is {close[0]!r}" if close else ""
-            raise ValueError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
+            raise UserError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
     _try(cls, params, path)
@@ -126,7 +127,7 @@ def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str)
     try:
         cls([torch.zeros(1, requires_grad=True)], lr=1.0, **arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: optimizer.params of {cls.__name__}: {error}") from error
+        raise UserError(f"{path}: optimizer.params of {cls.__name__}: {error}") from error
 
 
 def parameter_groups(
@@ -181,12 +182,12 @@ def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, 
     """Refuse layer-wise decay for an optimizer whose update is not proportional to its learning rate.
 
     Raises:
-        ValueError: names those it works with.
+        UserError: names those it works with.
     """
     if not rules_of(cls).proportional:
-        raise ValueError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
+        raise UserError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
     if arguments.get("corrected_weight_decay"):
-        raise ValueError(
+        raise UserError(
             f"--layer-decay does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
             "the learning rate; delete it from optimizer.params"
         )
@@ -196,10 +197,10 @@ def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | N
     """Refuse a weight decay that the optimizer would not take.
 
     Raises:
-        ValueError: names the optimizer.
+        UserError: names the optimizer.
     """
     if weight_decay and "weight_decay" not in inspect.signature(cls.__init__).parameters:
-        raise ValueError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
+        raise UserError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
 
 
 def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, model: nn.Module, layer_decay: float | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 
 
@@ -33,7 +34,7 @@ class Lamb(PerParameterOptimizer):
         decoupled_decay: decay as AdamW does, outside the trust ratio.
 
     Raises:
-        ValueError: a value out of range.
+        UserError: a value out of range.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Lamb(PerParameterOptimizer):
         decoupled_decay: bool = False,
     ) -> None:
         if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"LAMB's betas {betas} must be at least 0 and below 1")
+            raise UserError(f"LAMB's betas {betas} must be at least 0 and below 1")
         if eps < 0.0:
-            raise ValueError(f"LAMB's eps {eps} must not be negative")
+            raise UserError(f"LAMB's eps {eps} must not be negative")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.per_parameter import PerParameterOptimizer
 
 
@@ -30,7 +31,7 @@ class Lars(PerParameterOptimizer):
         always_adapt: adapt groups without weight decay too, which by default get plain SGD.
 
     Raises:
-        ValueError: a value out of range.
+        UserError: a value out of range.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class Lars(PerParameterOptimizer):
         always_adapt: bool = False,
     ) -> None:
         if momentum < 0.0:
-            raise ValueError(f"LARS's momentum {momentum} must not be negative")
+            raise UserError(f"LARS's momentum {momentum} must not be negative")
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
-            raise ValueError("LARS with nesterov needs a momentum above 0 and a dampening of 0")
+            raise UserError("LARS with nesterov needs a momentum above 0 and a dampening of 0")
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -17,6 +17,7 @@ from timm.optim.adamw import adamw
 from timm.optim.nadamw import nadamw
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.layer_decay import LayerDecay
 from ds_vit.optim.matrices import WholeMatrices
 from ds_vit.optim.per_parameter import PerParameterOptimizer
@@ -37,14 +38,14 @@ def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozense
         patterns: shell patterns of names, as in timm's `fallback_list`.
 
     Raises:
-        ValueError: no list, or a pattern that no parameter has.
+        UserError: no list, or a pattern that no parameter has.
     """
     shapes = dict(model.named_parameters())
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"fallback_list: {patterns!r} is no list of names; write one such as ['head.*']")
+        raise UserError(f"fallback_list: {patterns!r} is no list of names; write one such as ['head.*']")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise ValueError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
+            raise UserError(f"fallback_list: no parameter of this model is named {pattern!r}; try 'head.*'")
     return frozenset(
         name
         for name, parameter in shapes.items()
@@ -118,7 +119,7 @@ class Muon(PerParameterOptimizer):
         betas: AdamW's.
 
     Raises:
-        ValueError: a value out of range, or a name that does not exist.
+        UserError: a value out of range, or a name that does not exist.
     """
 
     rules = MuonRules()
@@ -143,23 +144,23 @@ class Muon(PerParameterOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         if len(betas) != 2 or not all(0.0 <= value < 1.0 for value in (momentum, *betas)):
-            raise ValueError(f"Muon's momentum {momentum} and two betas {betas} must be at least 0 and below 1")
+            raise UserError(f"Muon's momentum {momentum} and two betas {betas} must be at least 0 and below 1")
         for name, number in (("eps", eps), ("safety_factor", safety_factor), ("fallback_lr_scale", fallback_lr_scale)):
             if number < 0.0:
-                raise ValueError(f"Muon's {name} {number} must not be negative")
+                raise UserError(f"Muon's {name} {number} must not be negative")
         if not isinstance(ns_steps, int) or ns_steps < 1:
-            raise ValueError(f"Muon's ns_steps {ns_steps} must be at least 1")
+            raise UserError(f"Muon's ns_steps {ns_steps} must be at least 1")
         for name, value, choices in (
             ("ns_dtype", ns_dtype, tuple(_TYPES)),
             ("adjust_lr_fn", adjust_lr_fn, _ADJUSTMENTS),
             ("conv_mode", conv_mode, ("flatten", "batched")),
         ):
             if value not in choices:
-                raise ValueError(f"Muon's {name} {value!r} is not one of {', '.join(map(repr, choices))}")
+                raise UserError(f"Muon's {name} {value!r} is not one of {', '.join(map(repr, choices))}")
         try:
             coefficients = timms.resolve_ns_coefficients(ns_coefficients, timms._COEFFICIENTS)
         except TypeError as error:
-            raise ValueError(f"Muon's ns_coefficients: {error}") from None
+            raise UserError(f"Muon's ns_coefficients: {error}") from None
         self._newton_schulz = {
             "steps": ns_steps,
             "coefficients": coefficients,

@@ -40,7 +40,7 @@ class OptimizerRules:
             arguments: of the JSON, `own_arguments` among them.
 
         Raises:
-            ValueError: an argument that does not fit the model.
+            UserError: an argument that does not fit the model.
         """
         return None
 

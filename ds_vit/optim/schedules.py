@@ -10,15 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ds_vit.fault_tolerance.errors import UserError
+
 
 def check_warmup(warmup_steps: int, total_steps: int) -> None:
     """Refuse a warm-up that is longer than the run.
 
     Raises:
-        ValueError: with both numbers.
+        UserError: with both numbers.
     """
     if warmup_steps and warmup_steps >= total_steps:
-        raise ValueError(
+        raise UserError(
             f"a warm-up of {warmup_steps} steps does not fit into a run of {total_steps}; "
             "shorten it with --warmup-steps, or train longer"
         )
@@ -48,10 +50,10 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in ("cosine", "linear", "constant", "wsd"):
-            raise ValueError(f"schedule {self.name!r} is not one of cosine, linear, constant, wsd")
+            raise UserError(f"schedule {self.name!r} is not one of cosine, linear, constant, wsd")
         check_warmup(self.warmup_steps, self.total_steps)
         if self.min_lr > self.base_lr:
-            raise ValueError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
+            raise UserError(f"--min-lr {self.min_lr} is above the base learning rate {self.base_lr}")
 
     @property
     def acts(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_vit.fault_tolerance.errors import UserError
+
 AXES = ("data", "pipe", "model")
 """The axes of a rank's coordinates by DeepSpeed's names, outermost first: a replica's ranks are neighbours."""
 
@@ -24,13 +26,13 @@ class Layout:
         """Give every rank that pp and tp leave over to data parallelism.
 
         Raises:
-            ValueError: pp * tp does not divide the world size.
+            UserError: pp * tp does not divide the world size.
         """
         if min(pp, tp) < 1:
-            raise ValueError(f"--pp {pp} --tp {tp}: both must be at least 1")
+            raise UserError(f"--pp {pp} --tp {tp}: both must be at least 1")
         if world_size % (pp * tp):
             nearest = (world_size // (pp * tp) or 1) * pp * tp
-            raise ValueError(
+            raise UserError(
                 f"{world_size} ranks cannot be cut into --pp {pp} x --tp {tp} = {pp * tp} ranks a replica; "
                 f"start {nearest} ranks, or choose pp * tp among the divisors of {world_size}"
             )

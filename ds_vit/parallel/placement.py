@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
 
@@ -78,20 +79,20 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
         allowed: --tp-across-hosts was given.
 
     Raises:
-        ValueError: a group crosses hosts, which was not allowed; or it was allowed, and none does.
+        UserError: a group crosses hosts, which was not allowed; or it was allowed, and none does.
     """
     local = process.local_world_size
     crosses = layout.tp > 1 and local is not None and process.spans_hosts and local % layout.tp != 0
     if crosses and not allowed:
         degrees = [tp for tp in range(1, local + 1) if local % tp == 0 and layout.world_size % (tp * layout.pp) == 0]
         fitting = [str(tp) for tp in degrees]
-        raise ValueError(
+        raise UserError(
             f"--tp {layout.tp} with {local} ranks a host: a tensor-parallel group would lie on two hosts, and every "
             f"sub-layer would wait for the network; --tp {' or '.join(fitting)} stays inside a host, or say "
             "--tp-across-hosts"
         )
     if allowed and not crosses and local is not None:
-        raise ValueError(
+        raise UserError(
             f"--tp-across-hosts has no effect with --tp {layout.tp} and {local} ranks a host: every tensor-parallel "
             "group lies inside a host; drop it"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_vit.config import RunConfig, default_of, spelling
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
 
@@ -20,22 +21,20 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
         explicit: which of them somebody wrote down.
 
     Raises:
-        ValueError: there is no such task, or a flag was given that it does not listen to.
+        UserError: there is no such task, or a flag was given that it does not listen to.
     """
 
     def is_said(flag: str) -> bool:
         return flag in explicit and getattr(config, flag) != default_of(flag)
 
     if config.task not in TASKS:
-        raise ValueError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
+        raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
     task = TASKS[config.task]
     for other in TASKS.values():
         for flag in sorted(other.flags - task.flags):
             if is_said(flag):
-                raise ValueError(
-                    f"{spelling(flag)} has no effect with --task {task.name}; it is of --task {other.name}"
-                )
+                raise UserError(f"{spelling(flag)} has no effect with --task {task.name}; it is of --task {other.name}")
     for flag, reason in task.refused_flags.items():
         if is_said(flag):
-            raise ValueError(f"{spelling(flag)} has no effect with --task {task.name}: {reason}; drop it")
+            raise UserError(f"{spelling(flag)} has no effect with --task {task.name}: {reason}; drop it")
     return task

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import masked_patches, patchify
 from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, own_classes, reduce_from_region
 
@@ -57,10 +58,10 @@ def loss_rule(
         multi_label: targets are multi-hot [B, C]; smoothing then moves each one towards 1/2 (timm's `smooth_dense`).
 
     Raises:
-        ValueError: multi-label targets without binary cross-entropy.
+        UserError: multi-label targets without binary cross-entropy.
     """
     if multi_label and not bce:
-        raise ValueError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
+        raise UserError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
     left = 0.0 if soft_targets else smoothing  # the mixing has smoothed soft targets: never a second time
     return LossRule(
         binary=bce,
@@ -79,7 +80,7 @@ def build_loss(**settings: Any) -> Loss:
         settings: as for `loss_rule`.
 
     Raises:
-        ValueError: as `loss_rule`.
+        UserError: as `loss_rule`.
     """
     rule = loss_rule(**settings)
     if rule.binary:
@@ -113,7 +114,7 @@ def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any
         (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
 
     Raises:
-        ValueError: as `loss_rule`.
+        UserError: as `loss_rule`.
     """
     rule = loss_rule(**settings)
     first, count = own_classes(num_classes, tp)

@@ -135,7 +135,7 @@ class Task(ABC):
         """The whole model on the meta device: its names, shapes and hyper-parameters.
 
         Raises:
-            ValueError: a model that cannot be trained for this task, or arguments that it does not take.
+            UserError: a model that cannot be trained for this task, or arguments that it does not take.
         """
         return create_model(spec, for_training=for_training)
 

@@ -18,6 +18,7 @@ import torch
 
 from ds_vit import config as flags
 from ds_vit.engine.base import device_of, init_distributed, quiet_deepspeed
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
 
 
@@ -71,11 +72,11 @@ def bench_step(
         img_size: image side, the model's own where None.
 
     Raises:
-        ValueError: more than one rank, or what training with these settings would raise.
+        UserError: more than one rank, or what training with these settings would raise.
     """
     process = discover()
     if process.world_size != 1:
-        raise ValueError(f"bench step measures one rank, and the launcher started {process.world_size}")
+        raise UserError(f"bench step measures one rank, and the launcher started {process.world_size}")
     quiet_deepspeed(False)
     import timm
     from deepspeed.accelerator import get_accelerator

@@ -19,6 +19,7 @@ from ds_vit import config as flags
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.engine.base import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
 from ds_vit.launching.process import Process, discover
 from ds_vit.training.program import guarded, process_group
@@ -81,7 +82,7 @@ def evaluate_weights(
         skipped_images, seconds.
 
     Raises:
-        ValueError: input that cannot be; before the process group exists.
+        UserError: input that cannot be; before the process group exists.
     """
     process = process or discover()
     found = find_weights(source, weights, checkpoint)
@@ -90,11 +91,11 @@ def evaluate_weights(
     settings |= {"initial_checkpoint": str(found.path), "eval_only": True}
     values = flags.over_recipe(stored, settings)
     if not values.get("deepspeed_config"):
-        raise ValueError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
+        raise UserError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
     file = Path(output) if output else RunFolder(found.folder).evaluation
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{file.parent} is not a folder that can be written to; name a file with --output")
+        raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
         found.verify()
     return _run(config, explicit, process, found, file, str(source))
@@ -122,7 +123,7 @@ def _run(
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
     if plan.initial_checkpoint.newly_initialised:
-        raise ValueError(
+        raise UserError(
             f"{found.path} has no classifier of {plan.config.num_classes} classes "
             f"({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
         )

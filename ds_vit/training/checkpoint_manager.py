@@ -23,7 +23,7 @@ from ds_vit.checkpoint.snapshot import Holding, Save, Saver
 from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine
-from ds_vit.fault_tolerance.errors import NotSaved
+from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.models import names_and_shapes
 from ds_vit.monitoring.metrics import Reporter, Throughput
@@ -105,7 +105,7 @@ class CheckpointManager:
             The optimizer steps that are done; 0 for a new run.
 
         Raises:
-            ValueError: on every rank: no checkpoint is intact, or one does not fit the model.
+            UserError: on every rank: no checkpoint is intact, or one does not fit the model.
         """
         if dist.get_rank() == 0 and self.parent.is_dir():
             for name in remove_leftovers(self.parent):
@@ -123,7 +123,7 @@ class CheckpointManager:
             The optimizer steps that are done, and the trainer's state at that step; None where nothing was saved yet.
 
         Raises:
-            ValueError: on every rank: no checkpoint is intact.
+            UserError: on every rank: no checkpoint is intact.
         """
         self._saver.wait()
         self._collect()
@@ -161,12 +161,12 @@ class CheckpointManager:
         while wrong := verify_together(checkpoint):
             damaged.add(checkpoint.path.name)
             if not falls_back:
-                raise ValueError(f"--resume {checkpoint.path}: {wrong}; give another one, or its run's folder")
+                raise UserError(f"--resume {checkpoint.path}: {wrong}; give another one, or its run's folder")
             self._say(f"{wrong}; the checkpoint before it is tried")
             parent, skip = checkpoint.path.parent, frozenset(damaged)
             found = together(lambda parent=parent, skip=skip: newest(parent, skip=skip)[0])
             if found is None:
-                raise ValueError(f"--resume: no checkpoint in {parent} is intact; the newest: {wrong}")
+                raise UserError(f"--resume: no checkpoint in {parent} is intact; the newest: {wrong}")
             checkpoint = found
         return checkpoint
 

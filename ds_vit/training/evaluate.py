@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ds_vit.engine.base import EVAL_CHUNK, Engine
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks import Task
 from ds_vit.training.inputs import EvaluationInputs
 
@@ -26,7 +27,7 @@ def evaluate(
         The figures of `Metrics.compute`, the same on every rank.
 
     Raises:
-        ValueError: no image was valid.
+        UserError: no image was valid.
     """
     metrics = task.metrics(engine.device)
     for start in range(0, inputs.num_batches, EVAL_CHUNK):
@@ -41,7 +42,7 @@ def evaluate(
     metrics.sums = sums[:-1]
     figures = metrics.compute()
     if not figures["images"]:
-        raise ValueError("the validation split has no image that can be decoded")
+        raise UserError("the validation split has no image that can be decoded")
     counted = figures["images"] + int(sums[-1])
     assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
     return figures

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule, check_warmup
 
 DEFAULT_EPOCHS = 300  # timm's
@@ -18,17 +19,17 @@ def learning_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, An
     """--lr, else the JSON's, else the optimizer's own default.
 
     Raises:
-        ValueError: "auto" without --lr, or no number.
+        UserError: "auto" without --lr, or no number.
     """
     if config.lr is not None:
         return config.lr
     lr = arguments.get("lr")
     if lr == "auto":
-        raise ValueError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
+        raise UserError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
     if lr is None:
         lr = inspect.signature(optimizer.__init__).parameters["lr"].default
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
-        raise ValueError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
+        raise UserError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
     return float(lr)
 
 
@@ -84,7 +85,7 @@ def make_schedule(
         notes: lines for people are added to these.
 
     Raises:
-        ValueError: both are asked for.
+        UserError: both are asked for.
     """
     block = data.get("scheduler")
     if block:
@@ -92,7 +93,7 @@ def make_schedule(
         names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
         both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
         if both:
-            raise ValueError(
+            raise UserError(
                 f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
             )
         return None
@@ -120,7 +121,7 @@ def warmup_of_the_json(
         At least 1; 1 too where nothing asks for it.
 
     Raises:
-        ValueError: it does not fit into the run.
+        UserError: it does not fit into the run.
     """
     if ((data.get("scheduler") or {}).get("params") or {}).get("warmup_num_steps") != "auto":
         return 1

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 
 DEFAULT_PARENT = "runs"
@@ -28,11 +29,11 @@ def check_folder(output: str, *, goes_on: bool = False) -> None:
         goes_on: the run in it is the one that shall go on.
 
     Raises:
-        ValueError: says which and what to do.
+        UserError: says which and what to do.
     """
     folder = Path(output)
     if RunFolder(folder).metrics.exists() and not goes_on:
-        raise ValueError(
+        raise UserError(
             f"--output {output} already holds a run (metrics.jsonl); choose another folder, remove it, or "
             "go on with it by --resume auto"
         )
@@ -40,7 +41,7 @@ def check_folder(output: str, *, goes_on: bool = False) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {output}: {parent} is not a folder that can be written to")
+        raise UserError(f"--output {output}: {parent} is not a folder that can be written to")
 
 
 def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.environ, timeout: float = 90.0) -> None:
@@ -49,7 +50,7 @@ def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.
     Plain files, because no process group exists yet; the marks are removed again. Nothing is done on one host.
 
     Raises:
-        ValueError: a host does not see rank 0's folder (or did not come up) within `timeout` seconds.
+        UserError: a host does not see rank 0's folder (or did not come up) within `timeout` seconds.
     """
     if not process.spans_hosts or process.local_rank != 0:
         return
@@ -68,7 +69,7 @@ def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.
         # A mark that a killed run left is old; rank 0's is renewed until every host has answered.
         while not (call.exists() and call.stat().st_mtime > started - 5):
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise UserError(
                     f"--output {output} on host {host} is not the folder that rank 0 writes to (no mark of it "
                     f"after {timeout:.0f} s); give a path on a file system that all hosts share"
                 )
@@ -83,7 +84,7 @@ def check_shared(output: str, process: Process, environ: Mapping[str, str] = os.
             if len(answers) >= hosts - 1:
                 return
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise UserError(
                     f"--output {output} of rank 0 on host {host} was seen by {len(answers)} of {hosts - 1} other hosts "
                     f"after {timeout:.0f} s; give a path on a file system that all hosts share"
                 )

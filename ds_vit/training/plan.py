@@ -18,6 +18,7 @@ from ds_vit import config as flags
 from ds_vit.config import RunConfig, deepspeed_json
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment.transforms import train_transform
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import (
     InitialCheckpoint,
@@ -158,7 +159,7 @@ def prepare(
         stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
 
     Raises:
-        ValueError: one message for people, with the numbers and the way out.
+        UserError: one message for people, with the numbers and the way out.
     """
     task_type = find_task(config, explicit)
     path = config.deepspeed_config
@@ -177,7 +178,7 @@ def prepare(
         data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
     )
     if config.stop_before_seconds is not None and stop_at is None:
-        raise ValueError(
+        raise UserError(
             "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
             "give --time-limit"
         )
@@ -195,7 +196,7 @@ def prepare(
             notes.append(f"{split}: files that are not images are left out: {files}")
     num_classes = config.num_classes or train_source.num_classes
     if num_classes < train_source.num_classes:
-        raise ValueError(
+        raise UserError(
             f"--num-classes {num_classes} is smaller than the {train_source.num_classes} classes of the data; "
             f"use {train_source.num_classes} or more, or leave the flag out"
         )
@@ -225,14 +226,14 @@ def prepare(
         _check_has_replicas(config, layout, data.get("zero_optimization", {}).get("stage", 0))
     image, augment, mix = _pixels(config, model)
     if mix.active and batch.global_batch % 2:
-        raise ValueError(
+        raise UserError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
     resolved_config = dataclasses.replace(config, num_classes=num_classes)
     task = task_type(resolved_config, image, augment, mix, train_source)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and batch.accumulation * layout.dp > 1:
-        raise ValueError(
+        raise UserError(
             f"--task {task.name} compares the samples of a batch with each other, and {batch} would cut it into "
             "batches of their own; use one data-parallel rank without accumulation"
         )
@@ -325,19 +326,19 @@ def _update_rule(
 def _check_types(config: RunConfig, precision: deepspeed_json.Precision, on_cpu: bool) -> None:
     """Refuse --norm-dtype and --tf32 where they would do nothing."""
     if config.norm_dtype == "model" and precision.compute == "float32":
-        raise ValueError(f"--norm-dtype model has no effect in {precision.name}: the model is in float32; drop it")
+        raise UserError(f"--norm-dtype model has no effect in {precision.name}: the model is in float32; drop it")
     if config.tf32 and (on_cpu or precision.compute != "float32"):
         why = "a CPU has no TF32 cores" if on_cpu else f"the model is in {precision.compute}"
-        raise ValueError(f"--tf32 has no effect: {why}; drop it")
+        raise UserError(f"--tf32 has no effect: {why}; drop it")
 
 
 def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:
     """Refuse --check-replicas where there is nothing to compare."""
     flag = f"--check-replicas {config.check_replicas}"
     if layout.dp * layout.tp == 1:
-        raise ValueError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
+        raise UserError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
     if stage == 3:
-        raise ValueError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
+        raise UserError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
 
 
 def _class_parallel(config: RunConfig, num_classes: int) -> bool:
@@ -369,9 +370,9 @@ def _from_json_or_flag(config: RunConfig, flag: str, value: Any, fallback: float
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ValueError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
+        raise UserError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
     if given is not None and given != value:
-        raise ValueError(f'{path} fixes {key} to {value} and {flags.spelling(flag)} says {given}; write "auto" there')
+        raise UserError(f'{path} fixes {key} to {value} and {flags.spelling(flag)} says {given}; write "auto" there')
     return float(value)
 
 
@@ -383,17 +384,17 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
     """
     opened = partial(open_source, config.dataset, config.data_dir or None, download=config.dataset_download)
     if config.eval_only and not config.val_split:
-        raise ValueError("there is nothing to evaluate without a --val-split")
+        raise UserError("there is nothing to evaluate without a --val-split")
     if config.eval_only and not config.train_split:
         source = opened(config.val_split)
         if config.num_classes not in (None, source.num_classes):
-            raise ValueError(
+            raise UserError(
                 f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
                 "without a training split nothing says which is which; name the --train-split that has them all"
             )
         return source, source
     if not config.train_split:
-        raise ValueError("--train-split '' has no meaning but in evaluation; name the training split")
+        raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
     train = opened(config.train_split)
     return train, opened(config.val_split, classes=train.class_names) if config.val_split else None
 

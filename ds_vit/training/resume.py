@@ -14,6 +14,7 @@ from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_json import BatchSizes
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule
 
@@ -68,7 +69,7 @@ def find(config: RunConfig) -> Resume | None:
     """The checkpoint that --resume asks for; None where a run is to begin.
 
     Raises:
-        ValueError: there is none where a path was given, or all that there are are damaged.
+        UserError: there is none where a path was given, or all that there are are damaged.
     """
     if config.resume == "none":
         return None
@@ -77,14 +78,12 @@ def find(config: RunConfig) -> Resume | None:
     else:
         path = Path(config.resume)
         if not path.is_dir():
-            raise ValueError(
-                f"--resume {path}: there is no such folder; give a checkpoint's folder or a run's --output"
-            )
+            raise UserError(f"--resume {path}: there is no such folder; give a checkpoint's folder or a run's --output")
         if step_of(path.name) is not None or (path / "manifest.json").exists():
             try:
                 return Resume(open_checkpoint(path), falls_back=False)
             except Damaged as error:
-                raise ValueError(f"--resume {path}: {error}; give another one, or its run's folder") from None
+                raise UserError(f"--resume {path}: {error}; give another one, or its run's folder") from None
     parent = RunFolder(path).checkpoints
     if config.resume != "auto" and not parent.is_dir():
         parent = path
@@ -92,9 +91,9 @@ def find(config: RunConfig) -> Resume | None:
     if checkpoint is not None:
         return Resume(checkpoint, falls_back=True, notes=tuple(notes))
     if notes:
-        raise ValueError(f"--resume {config.resume}: no checkpoint in {parent} is intact: {'; '.join(notes)}")
+        raise UserError(f"--resume {config.resume}: no checkpoint in {parent} is intact: {'; '.join(notes)}")
     if config.resume != "auto":
-        raise ValueError(f"--resume {config.resume}: there is no checkpoint in {parent}")
+        raise UserError(f"--resume {config.resume}: there is no checkpoint in {parent}")
     return None
 
 
@@ -118,7 +117,7 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
         It, and what to tell people.
 
     Raises:
-        ValueError: with the numbers, where it cannot be kept.
+        UserError: with the numbers, where it cannot be kept.
     """
     wanted = resume.global_batch
     if batch.global_batch == wanted:
@@ -129,7 +128,7 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
         why = f"the checkpoint's global batch is {wanted}, and this run's would be {batch}"
         if not fixed:
             why += f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
-        raise ValueError(
+        raise UserError(
             f"--resume: {why}; "
             + (f'write "train_batch_size": {wanted} or "auto"' if fixed else f"start {_near_divisor(wanted, batch.dp)}")
             + ", or say --allow-batch-change to go on with another batch"
@@ -157,7 +156,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         Lines for people about settings that differ and may.
 
     Raises:
-        ValueError: names the first difference, both values, and what to do.
+        UserError: names the first difference, both values, and what to do.
     """
     saved = resume.checkpoint.state
     notes = []
@@ -166,7 +165,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         if key in _SINCE_LATER and key not in saved["run"] and new is not None:
             notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
         elif old != new:
-            raise ValueError(
+            raise UserError(
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_shown(key, old, new, identity)}; "
                 f"{remedy}, or start a new run"
             )
@@ -200,7 +199,7 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
         Lines for people.
 
     Raises:
-        ValueError: both schedules, and what to do.
+        UserError: both schedules, and what to do.
     """
     old, new = resume.checkpoint.state.get("schedule"), json.loads(json.dumps(rates))
     if old is None and _is_of_json(new):
@@ -209,7 +208,7 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
         was = "the JSON's" if old is None else _rates_in_words(old)
         if allow or resume.global_batch != global_batch:
             return [f"the learning rate's schedule changes from {was} to {_rates_in_words(new)}; the curve with it"]
-        raise ValueError(
+        raise UserError(
             f"--resume {resume.checkpoint.path}: the learning rate's schedule: {was} there and {_rates_in_words(new)} "
             f"here; {_remedy(old, new)}, or say --allow-schedule-change to go on with the new one"
         )

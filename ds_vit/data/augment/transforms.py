@@ -35,6 +35,7 @@ from ds_vit.data.augment.steps import (
     maybe_step,
 )
 from ds_vit.data.settings import AugmentConfig, ImageConfig
+from ds_vit.fault_tolerance.errors import UserError
 
 
 class TrainTransform:
@@ -78,7 +79,7 @@ def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfor
     """The transform of training images that timm's flags in `augment` mean.
 
     Raises:
-        ValueError: --gaussian-blur-prob on images smaller than the blur's kernel.
+        UserError: --gaussian-blur-prob on images smaller than the blur's kernel.
     """
     if augment.no_aug:
         return FixedTransform(
@@ -165,7 +166,7 @@ def _adapt(transform: Any) -> Step:
 
 def _require_room_for_blur(transform: Any, img_size: Size) -> None:
     if isinstance(transform, transforms.GaussianBlur) and min(img_size) <= max(transform.kernel_size) // 2:
-        raise ValueError(
+        raise UserError(
             f"--gaussian-blur-prob: timm's blur has a kernel of {transform.kernel_size[0]} pixels and needs images of "
             f"at least {max(transform.kernel_size) // 2 + 1} pixels, not {img_size[0]}x{img_size[1]}"
         )

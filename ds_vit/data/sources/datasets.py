@@ -11,6 +11,7 @@ from timm.data import create_dataset
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
 from ds_vit.data.sources.source import Source, undecodable
+from ds_vit.fault_tolerance.errors import UserError
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
 # (is what --data-dir alone means) are left out.
@@ -60,11 +61,11 @@ class TorchvisionSource(Source):
 
     def __init__(self, name: str, data_dir: str, split: str, download: bool = False) -> None:
         if split not in (*TRAIN_NAMES, *VAL_NAMES, "test"):
-            raise ValueError(f"torch/{name} has no split {split!r}; it has train, validation and test")
+            raise UserError(f"torch/{name} has no split {split!r}; it has train, validation and test")
         try:
             self._data = create_dataset(f"torch/{name}", root=data_dir, split=split, download=download)
         except (RuntimeError, FileNotFoundError) as error:
-            raise ValueError(
+            raise UserError(
                 f"torch/{name}: torchvision finds no such data set in {data_dir} ({str(error).splitlines()[0]}); "
                 "correct --data-dir, or pass --dataset-download to fetch it"
             ) from error
@@ -115,25 +116,25 @@ def open_source(
         download: let torchvision fetch a `torch/` data set that is not there.
 
     Raises:
-        ValueError: unknown data set, folder missing or without classes or images, classes that differ.
+        UserError: unknown data set, folder missing or without classes or images, classes that differ.
     """
     if dataset == "digits":
         if split not in (*TRAIN_NAMES, *VAL_NAMES):
-            raise ValueError(f"digits has no split {split!r}; it has train and validation")
+            raise UserError(f"digits has no split {split!r}; it has train and validation")
         source: Source = DigitsSource(train=split in TRAIN_NAMES)
     elif dataset.startswith("torch/") and dataset[len("torch/") :] in TORCH_NAMES:
         if not data_dir:
-            raise ValueError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
+            raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
         source = TorchvisionSource(dataset[len("torch/") :], data_dir, split, download)
     elif not dataset:
         if not data_dir:
-            raise ValueError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
+            raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         source = open_folder(data_dir, split, classes)
     else:
         known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES)]
         nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise ValueError(
+        raise UserError(
             f"unknown data set {dataset!r}{hint}; known are {', '.join(known)}, or no --dataset and a --data-dir"
         )
     if classes is not None:
@@ -149,7 +150,7 @@ def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> N
         if missing:
             names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             parts.append(f"{len(missing)} missing in the {where} split ({names})")
-    raise ValueError(
+    raise UserError(
         f"the training split has {len(train)} classes and the validation split {len(val)}, and they differ: "
         + (", ".join(parts) or "the same names in another order")
         + "; both splits must have the same class folders"

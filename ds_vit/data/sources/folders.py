@@ -21,6 +21,7 @@ from PIL import Image
 from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode
+from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
 TRAIN_NAMES = ("train", "training")
@@ -40,7 +41,7 @@ def open_folder(data_dir: str, split: str, classes: Sequence[str] | None = None)
     tars = [os.path.join(location, name) for name in entries if name.lower().endswith(".tar")]
     folders = any(os.path.isdir(os.path.join(location, name)) for name in entries)
     if tars and folders:
-        raise ValueError(
+        raise UserError(
             f"{location} holds class folders and {len(tars)} tar files, so that it is unclear which are the data; "
             "move one kind elsewhere"
         )
@@ -51,14 +52,14 @@ def find_split(data_dir: str, split: str) -> str:
     """The folder or tar file of a split; a name and its synonyms stand for each other, the name itself goes first.
 
     Raises:
-        ValueError: no such folder, no such split in it.
+        UserError: no such folder, no such split in it.
     """
     if not os.path.isdir(data_dir):
         if os.path.isfile(data_dir):
-            raise ValueError(
+            raise UserError(
                 f"--data-dir {data_dir} is a file; pass the folder that holds <split>/ or <split>.tar for both splits"
             )
-        raise ValueError(f"--data-dir {data_dir} does not exist")
+        raise UserError(f"--data-dir {data_dir} does not exist")
     synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
     names = [split, *(name for name in synonyms if name != split)]
     for name in names:
@@ -67,7 +68,7 @@ def find_split(data_dir: str, split: str) -> str:
         if os.path.isfile(tar := os.path.join(data_dir, f"{name}.tar")):
             return tar
     found = sorted(name for name in os.listdir(data_dir) if not name.startswith("."))
-    raise ValueError(
+    raise UserError(
         f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
     )
@@ -95,11 +96,11 @@ def _list_images(paths: list[str], labels: list[str], where: str) -> _Listing:
     if not kept:
         others = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in left_out.most_common(5))
         if in_no_class:
-            raise ValueError(
+            raise UserError(
                 f"{where} holds {in_no_class} images but no class folders; put each image into a folder named as its "
                 f"class, or add {LABELS_FILE} for multi-label data"
             )
-        raise ValueError(
+        raise UserError(
             f"{where} holds no images in class folders (files found: {others or 'none'}; read are "
             f"{' '.join(sorted(IMAGE_EXTENSIONS))})"
         )
@@ -149,7 +150,7 @@ class FolderSource(_FileSource):
     """An ImageFolder: `root/<class>/**/<image>`.
 
     Raises:
-        ValueError: no images, or none in a class folder.
+        UserError: no images, or none in a class folder.
     """
 
     def __init__(self, root: str) -> None:
@@ -177,7 +178,7 @@ class MultiLabelSource(_FileSource):
     Targets are multi-hot float32 vectors over the classes given, else over the labels found, in natural order.
 
     Raises:
-        ValueError: a malformed line, a file that is missing or listed twice, a label that is not in `classes`.
+        UserError: a malformed line, a file that is missing or listed twice, a label that is not in `classes`.
     """
 
     multi_label = True
@@ -187,12 +188,12 @@ class MultiLabelSource(_FileSource):
         files = set(_walk(root)) - {LABELS_FILE}
         missing = sorted(set(rows) - files)
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{os.path.join(root, LABELS_FILE)} lists {len(missing)} files that are not below {root}, "
                 f"the first is {missing[0]}"
             )
         if not rows:
-            raise ValueError(f"{os.path.join(root, LABELS_FILE)} lists no images")
+            raise UserError(f"{os.path.join(root, LABELS_FILE)} lists no images")
         self.left_out = dict(Counter(posixpath.splitext(path)[1].lower() for path in files - set(rows)))
         paths = sorted(rows, key=lambda path: (natural_key(path), path))
         super().__init__(root, paths)
@@ -203,7 +204,7 @@ class MultiLabelSource(_FileSource):
         numbers = {name: number for number, name in enumerate(names)}
         unknown = sorted({label for labels in rows.values() for label in labels} - set(names))
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"{os.path.join(root, LABELS_FILE)} has {len(unknown)} labels that the training split lacks: "
                 + ", ".join(unknown[:5])
             )
@@ -220,17 +221,17 @@ class MultiLabelSource(_FileSource):
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             if (header := next(reader, [])) != ["file", "labels"]:
-                raise ValueError(f"{path}, line 1: the header must be 'file,labels', not {','.join(header)!r}")
+                raise UserError(f"{path}, line 1: the header must be 'file,labels', not {','.join(header)!r}")
             for row in reader:
                 if not row:
                     continue
                 if len(row) != 2 or not row[0]:
-                    raise ValueError(
+                    raise UserError(
                         f"{path}, line {reader.line_num}: {len(row)} columns in place of 2 (file,labels joined by ';')"
                     )
                 name = posixpath.normpath(row[0])
                 if name in seen:
-                    raise ValueError(f"{path}, line {reader.line_num}: {name} is listed twice")
+                    raise UserError(f"{path}, line {reader.line_num}: {name} is listed twice")
                 seen.add(name)
                 yield name, tuple(dict.fromkeys(label.strip() for label in row[1].split(";") if label.strip()))
 
@@ -271,7 +272,7 @@ def _members(file: BinaryIO, base: int, prefix: str, where: str) -> Iterator[_Me
                     label = posixpath.basename(posixpath.join(prefix, posixpath.dirname(path)).rstrip("/"))
                     yield _Member(posixpath.join(prefix, path), label, base + info.offset_data, info.size)
     except tarfile.TarError as error:
-        raise ValueError(f"{where} cannot be read as an uncompressed tar ({error})") from error
+        raise UserError(f"{where} cannot be read as an uncompressed tar ({error})") from error
 
 
 class TarSource(Source):
@@ -285,7 +286,7 @@ class TarSource(Source):
         tars: the tar files. With `root` itself alone, its name is no part of a class.
 
     Raises:
-        ValueError: not an uncompressed tar, no images, or none in a class folder.
+        UserError: not an uncompressed tar, no images, or none in a class folder.
     """
 
     def __init__(self, root: str, tars: list[str]) -> None:

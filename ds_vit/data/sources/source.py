@@ -15,6 +15,8 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
+from ds_vit.fault_tolerance.errors import UserError
+
 # timm lists .png, .jpg and .jpeg alone, so that a folder of WebP files looks empty to it; Pillow reads all of these.
 IMAGE_EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
@@ -24,7 +26,7 @@ IMAGE_EXTENSIONS = frozenset(
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
 
 
-class ImageDecodeError(ValueError):
+class ImageDecodeError(UserError):
     """An image file whose content cannot be decoded; the message names the file."""
 
 

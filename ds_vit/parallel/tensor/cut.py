@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedDropout
 from ds_vit.models.layers import (
     BlockLayer,
@@ -93,20 +94,20 @@ def check_cut(model: TimmViT, size: int) -> None:
         size: the degree; 1 always fits.
 
     Raises:
-        ValueError: a kind of module cannot be cut, or its number of heads or hidden features cannot.
+        UserError: a kind of module cannot be cut, or its number of heads or hidden features cannot.
     """
     if size < 1:
-        raise ValueError(f"tp {size} must be at least 1")
+        raise UserError(f"tp {size} must be at least 1")
     if size == 1:
         return
     refused = _refused_kind(model)
     if refused is not None:
-        raise ValueError(f"{refused} over tp {size}; tp must be 1 for this model")
+        raise UserError(f"{refused} over tp {size}; tp must be 1 for this model")
     for name, number in _counts(model):
         if number % size:
             *some, last = map(str, legal_degrees(model))
             legal = f"may be {', '.join(some)} or {last}" if some else "must be 1"
-            raise ValueError(f"{name} {number} cannot be split over tp {size}; tp {legal}")
+            raise UserError(f"{name} {number} cannot be split over tp {size}; tp {legal}")
 
 
 class _ScatteringVisionTransformerEmbed(VisionTransformerEmbed):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
@@ -70,12 +71,12 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
         0 for a healthy cluster, 1 with a finding of the grade "error".
 
     Raises:
-        ValueError: a hostfile or an environment file that cannot be read, a port that is none.
+        UserError: a hostfile or an environment file that cannot be read, a port that is none.
     """
     if not 0 < arguments.master_port < 65536:
-        raise ValueError(f"--master_port {arguments.master_port}: a port is between 1 and 65535")
+        raise UserError(f"--master_port {arguments.master_port}: a port is between 1 and 65535")
     if arguments.timeout <= 0:
-        raise ValueError(f"--timeout {arguments.timeout:g}: it takes a number of seconds above 0")
+        raise UserError(f"--timeout {arguments.timeout:g}: it takes a number of seconds above 0")
     cwd = Path.cwd()
     sent = {n: v for n, v in collected(environ, cwd, arguments.env_file).items() if n.startswith(_SENT)}
     if "CUDA_VISIBLE_DEVICES" in environ and not arguments.hostfile:
@@ -84,7 +85,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     process = discover(environ)
     if process.world_size > 1:
         if arguments.hostfile:
-            raise ValueError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
+            raise UserError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
         return _as_ranks(arguments, run, process)
     if arguments.hostfile:
         hosts, local = read_hosts(arguments.hostfile, environ), False
@@ -109,7 +110,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
 def _own_name() -> str:
     try:
         return Host(socket.gethostname(), 1).name
-    except ValueError:
+    except UserError:
         return "localhost"
 
 

@@ -46,7 +46,7 @@ class Failure(Exception):
     """A job failed on some rank; every process of it has ended. The text is the first failure, for people.
 
     Attributes:
-        refused: it was a ValueError, which is input that cannot be, not an accident.
+        refused: it was a UserError, which is input that cannot be, not an accident.
     """
 
     def __init__(self, text: str, *, refused: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ds_vit import config as flags
+from ds_vit.fault_tolerance.errors import UserError
 
 DESCRIPTION = (
     "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
@@ -63,7 +64,7 @@ def parse_cut(text: str) -> Cut:
     """Read one layout.
 
     Raises:
-        ValueError: a word that is none of ppN, tpN, zeroN, fp32 and the flags that a layout may have.
+        UserError: a word that is none of ppN, tpN, zeroN, fp32 and the flags that a layout may have.
     """
     values: dict[str, Any] = {}
     stage, fp32, rest = None, False, []
@@ -79,12 +80,12 @@ def parse_cut(text: str) -> Cut:
             rest.append(word)
     try:
         given, unknown = flags.build_parser().parse_known_args(rest)
-    except ValueError as error:
-        raise ValueError(f"layout {text!r}: {error}") from None
+    except UserError as error:
+        raise UserError(f"layout {text!r}: {error}") from None
     foreign = [*unknown, *(flags.spelling(name) for name in vars(given) if name not in _LAYOUT_FLAGS)]
     if foreign or not text.strip():
         hint = " (dp follows from the number of ranks)" if foreign and foreign[0].startswith("dp") else ""
-        raise ValueError(
+        raise UserError(
             f"layout {text!r}: {foreign[0] if foreign else 'nothing'} is not part of a layout{hint}; it is made of "
             f"ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _LAYOUT_FLAGS))}"
         )
@@ -95,12 +96,12 @@ def parse_layouts(text: str) -> tuple[Cut, ...]:
     """Read a list of layouts, commas between them; a comma before a digit is part of `--pp-partition 0,2,7`.
 
     Raises:
-        ValueError: as `parse_cut`, or a layout stands twice.
+        UserError: as `parse_cut`, or a layout stands twice.
     """
     cuts = tuple(parse_cut(piece.strip()) for piece in re.split(r",(?!\s*\d)", text))
     for i, cut in enumerate(cuts):
         if cut.text in [other.text for other in cuts[:i]]:
-            raise ValueError(f"layout {cut.text!r} stands twice; drop one")
+            raise UserError(f"layout {cut.text!r} stands twice; drop one")
     return cuts
 
 
@@ -126,7 +127,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     """Read the command line.
 
     Raises:
-        ValueError: as `config.parse`, a layout that is none, or a flag that the layouts decide.
+        UserError: as `config.parse`, a layout that is none, or a flag that the layouts decide.
     """
     parser = argparse.ArgumentParser(prog="parity.py", allow_abbrev=False, description=DESCRIPTION)
     parser.error = _refuse
@@ -137,17 +138,17 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     parser.add_argument("--own-optimizer", action="store_true", help="the JSON's optimizer instead of clipped SGD")
     own, rest = parser.parse_known_args(argv)
     if own.steps < 1:
-        raise ValueError(f"--steps must be at least 1, not {own.steps}")
+        raise UserError(f"--steps must be at least 1, not {own.steps}")
     if own.rtol is not None and not 0 <= own.rtol < math.inf:
-        raise ValueError(f"--rtol must be a number >= 0, not {own.rtol}")
+        raise UserError(f"--rtol must be a number >= 0, not {own.rtol}")
     config, explicit = flags.parse(rest)
     values = {name: getattr(config, name) for name in explicit}
     for name in ("pp", "tp", "sequence_parallel", "class_parallel", "pp_partition"):
         if name in values:
-            raise ValueError(f"{flags.spelling(name)} is part of a layout here: write it in --layouts")
+            raise UserError(f"{flags.spelling(name)} is part of a layout here: write it in --layouts")
     for name, instead in (("max_steps", "--steps"), ("eval_only", "train.py"), ("check_replicas", "train.py")):
         if values.get(name):
-            raise ValueError(f"{flags.spelling(name)} has no place in parity.py; use {instead}")
+            raise UserError(f"{flags.spelling(name)} has no place in parity.py; use {instead}")
     return Request(
         values=values,
         layouts=parse_layouts(own.layouts) if own.layouts is not None else None,
@@ -159,4 +160,4 @@ def parse(argv: Sequence[str] | None = None) -> Request:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+    raise UserError(message)

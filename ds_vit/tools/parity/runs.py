@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
 from ds_vit.config import deepspeed_json
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
 from ds_vit.parallel.layout import Layout
 from ds_vit.tools.parity.request import Cut, Request, default_layouts, parse_cut
@@ -76,7 +77,7 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
         folder: an existing folder, for the layout's JSON.
 
     Raises:
-        ValueError: as `prepare`; or the global batch cannot be had with this micro-batch and dp.
+        UserError: as `prepare`; or the global batch cannot be had with this micro-batch and dp.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -106,8 +107,8 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
     config, explicit = flags.from_values({**values, "deepspeed_config": str(file)})
     try:
         return prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
-    except ValueError as error:
-        raise ValueError(str(error).replace(str(file), path)) from None
+    except UserError as error:
+        raise UserError(str(error).replace(str(file), path)) from None
 
 
 def _idle(request: Request) -> list[str]:
@@ -132,7 +133,7 @@ def _batch_keys(total: int, micro: int, dp: int) -> dict[str, int]:
     if total % (micro * dp):
         legal = [str(m) for m in range(1, total + 1) if total % (m * dp) == 0]
         ways = f"choose -b among {', '.join(legal)}" if legal else "choose another global batch"
-        raise ValueError(
+        raise UserError(
             f"the reference's global batch of {total} is not micro-batch {micro} x data-parallel {dp} x a whole "
             f"accumulation; {ways}"
         )
@@ -147,7 +148,7 @@ def survey(request: Request) -> Survey:
     """Prepare every layout on this rank, start none.
 
     Raises:
-        ValueError: the reference cannot be, or a layout that was asked for.
+        UserError: the reference cannot be, or a layout that was asked for.
     """
     from torch.optim import SGD
 
@@ -165,8 +166,8 @@ def survey(request: Request) -> Survey:
             reference = parse_cut("zero1" if as_it_is.precision.name.endswith("fp16") else "zero1 fp32")
         try:
             plan = resolve(request, reference, None, folder)
-        except ValueError as error:
-            raise ValueError(f"reference {reference.text!r}: {error}") from None
+        except UserError as error:
+            raise UserError(f"reference {reference.text!r}: {error}") from None
         batch = (plan.batch.global_batch, plan.batch.micro_batch)
         cuts = request.layouts or default_layouts(plan.layout.world_size, stage=stage)
         precision = {reference.text: plan.precision.name}
@@ -174,7 +175,7 @@ def survey(request: Request) -> Survey:
         for cut in cuts:
             try:
                 other = resolve(request, cut, batch, folder)
-            except ValueError as error:
+            except UserError as error:
                 layouts.append((cut, "", str(error)))
                 continue
             if request.layouts is None and _same_run(plan, other):
@@ -183,7 +184,7 @@ def survey(request: Request) -> Survey:
             layouts.append((cut, _describe(other), None))
     illegal = [f"layout {cut.text!r}: {reason}" for cut, _, reason in layouts if reason is not None]
     if illegal and request.layouts is not None:
-        raise ValueError("; ".join(illegal))
+        raise UserError("; ".join(illegal))
     optimizer, arguments = plan.optimizer
     facts = (
         f"{plan.config.model}, {sum(p.numel() for p in plan.model.parameters()):,} parameters, "
