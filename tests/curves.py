@@ -44,7 +44,9 @@ def train_main(argv: list[str]) -> int:
     """What a rank of `train_in` runs: the trainer's own entry point, in the pool's process group."""
     from ds_vit.train import main
 
-    return main(argv)
+    code = main(argv)
+    assert code != 1, "a bug: its traceback is in this rank's output"
+    return code
 
 
 def train_in(ranks: RankPool, world_size: int, argv: Sequence[str], *, timeout: float = 300.0) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -16,7 +15,7 @@ from ds_vit.launching.process import Process, discover, rendezvous
 
 
 def guarded(program: str, body: Callable[[Process], int], interrupted: str, process: Process | None = None) -> int:
-    """Run the body of a program; an error for people becomes one line.
+    """Run the body of a program; an error for people becomes one line, any other one shows its traceback.
 
     Args:
         program: its name in messages.
@@ -32,12 +31,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         process = process or discover()
         is_local_main = process.local_rank == 0
         return body(process)
-    except ValueError as error:
-        # A ValueError that was not raised in this package is a bug, and shows where.
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if not raised_in.is_relative_to(Path(__file__).parents[1]):
-            traceback.print_exc()
-            return exit_codes.BUG
+    except UserError as error:
         num_met = _ranks_that_have_met()
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
         if is_local_main or num_met:
@@ -45,7 +39,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
             print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
-        return error.exit_code if isinstance(error, UserError) else exit_codes.BAD_INPUT
+        return error.exit_code
     except Diverged as error:
         if is_local_main:
             print(f"{program}: {error}", file=sys.stderr, flush=True)
@@ -54,6 +48,9 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         if is_local_main:
             print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
         return exit_codes.CTRL_C
+    except Exception:
+        traceback.print_exc()
+        return exit_codes.BUG
 
 
 def _ranks_that_have_met() -> int:

@@ -12,6 +12,7 @@ from PIL import Image
 from project import ROOT
 from safetensors.torch import load_file, save_file
 
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.train import main
 
 CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
@@ -312,6 +313,52 @@ def test_a_bug_shows_its_traceback(capsys, monkeypatch):
     monkeypatch.setattr(ds_vit.train.flags, "parse", lambda argv: int("not a number"))
     assert main([]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_inside_the_package_shows_its_traceback(capsys, monkeypatch, tmp_path, folder):
+    """`zip(strict=True)` and `int()` raise in our own frames: no mistake of the user's, and worth another start."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("epochs: 1\n")
+    monkeypatch.setattr("ds_vit.config.parser.EITHER", ((),))  # of which a pair is unpacked
+    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--recipe", str(recipe)]
+    assert main(argv) == exit_codes.BUG
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "ValueError" in said
+    assert "train.py: error" not in said
+
+
+def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder):
+    """A ValueError of our own code in a worker, which travelled as if a file were damaged."""
+    output = tmp_path / "out"
+    argv = [*TINY, "--workers", "2", "--deepspeed_config", CPU, "--data-dir", str(folder), "--output", str(output)]
+    [(code, said)] = ranks.run(1, with_a_broken_sampler, argv)
+    assert code == exit_codes.BUG
+    assert "planted" in said
+    assert "train.py: error" not in said
+
+
+def with_a_broken_sampler(argv):
+    """On a rank: main, with batches that raise what code raises, not people."""
+    from ds_vit.data import loader
+
+    def broken(self, number):
+        raise ValueError("planted")
+
+    loader._TrainBatches.load = broken
+    return run_main(argv)
+
+
+def test_every_command_shows_a_bug(capsys, monkeypatch):
+    """`ds-vit` passed every ValueError off as bad input."""
+    from ds_vit import cli
+
+    monkeypatch.setattr("ds_vit.launching.hosts.read_hosts", lambda *_: int("not a number"))
+    assert cli.main(["hosts"]) == exit_codes.BUG
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(["hosts", "--from", "/nowhere/at/all"]) == exit_codes.BAD_INPUT
+    assert capsys.readouterr().err.startswith("ds-vit: error: ")
 
 
 def test_final_weights_are_timms(ranks, tmp_path, folder):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, rendezvous
 
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, port_in_words
 from ds_vit.launching.process import rendezvous as launcher_rendezvous
 
@@ -219,9 +220,8 @@ def _child(
             os.dup2(file.fileno(), 2)
     try:
         ended = _Ended(value=fn(*args))
-    except ValueError as error:
-        refused = _is_ours(error)
-        ended = _Ended(failure=str(error) if refused else traceback.format_exc(), refused=refused)
+    except UserError as error:
+        ended = _Ended(failure=str(error), refused=True)
     except BaseException:
         ended = _Ended(failure=traceback.format_exc())
     sys.stdout.flush()
@@ -230,12 +230,6 @@ def _child(
     sender.close()
     # Not an orderly end: that may wait for threads that wait for other ranks.
     os._exit(0)
-
-
-def _is_ours(error: ValueError) -> bool:
-    """Whether this package raised it: then it is for people. Else it is a bug, and its traceback is wanted."""
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return raised_in.is_relative_to(Path(__file__).parents[2])
 
 
 def _end_with_parent() -> None:
