@@ -708,7 +708,7 @@ class Runner:
         argv = [*self.argv(combination, layout, name), "--output", str(folder), *map(str, words)]
         breakage = self.breakage if number else None
         job = (argv, number == 0, combination.precision == "fp16", stop, breakage)
-        answers = self.ranks.run(layout.world, train_on_rank, *job)
+        answers = self.ranks.run(layout.world, train_on_rank, *job, timeout=600.0)
         codes = [code for code, _ in answers]
         said = "\n".join(dict.fromkeys(text.strip() for _, text in answers if text.strip()))
         if set(codes) == {exit_codes.BAD_INPUT}:

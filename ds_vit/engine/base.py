@@ -171,6 +171,8 @@ class Engine(ABC):
         if optimizer is not None:
             if groups.layout.pp > 1:
                 self._count_groups_of_other_stages()
+            if groups.grid is not None:
+                self._count_nothing_where_there_is_nothing()
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
 
@@ -351,6 +353,28 @@ class Engine(ABC):
 
         if missing:
             optimizer.scaled_global_norm = scaled_global_norm
+
+    def _count_nothing_where_there_is_nothing(self) -> None:
+        """Let a rank take part in BF16_Optimizer's gradient norm that has nothing to count in it.
+
+        What a tensor-parallel group holds in common counts on its first rank. On the others of a stage that trains
+        nothing else, such as a head alone, the list of norms is empty, which torch does not stack.
+        """
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        optimizer = self.engine.optimizer
+        if not isinstance(optimizer, BF16_Optimizer):
+            return
+        own_gradients = optimizer.get_grads_for_norm
+
+        def get_grads_for_norm(for_clipping: bool = False) -> Any:
+            gradients = own_gradients(for_clipping)
+            if for_clipping:
+                return gradients
+            counted, of_experts = gradients
+            return counted or [torch.zeros(1, device=self.device)], of_experts
+
+        optimizer.get_grads_for_norm = get_grads_for_norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a scalar over all ranks (a collective)."""

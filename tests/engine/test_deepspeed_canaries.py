@@ -256,3 +256,40 @@ def grids_on_a_rank():
 def test_a_pipeline_makes_a_grid_of_its_own(ranks):
     """engine/workarounds.py one_grid gives it the run's, or every group would be there twice."""
     assert ranks.run(2, grids_on_a_rank) == [1, 1]
+
+
+def test_an_empty_list_of_gradients_has_no_norm():
+    """engine/base.py gives BF16_Optimizer a zero on a rank that has nothing to count."""
+    from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+    with pytest.raises(RuntimeError, match="non-empty TensorList"):
+        get_global_norm_of_tensors([])
+
+
+def received_gradient_on_a_rank():
+    """In how many buffers the gradients of two micro-batches are received."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from deepspeed.runtime.pipe import engine as pipe
+
+    stage = SimpleNamespace(
+        wall_clock_breakdown=lambda: False,
+        is_pipe_partitioned=False,
+        is_grad_partitioned=False,
+        dynamic_shape=False,
+        grad_layer=None,
+        next_stage=1,
+        pipe_buffers={"outputs": [(torch.ones(1, 3, 4),)]},
+        _allocate_or_extend_buffers=lambda index, size, dtype: torch.zeros(size, dtype=dtype),
+    )
+    buffers = []
+    with mock.patch.object(pipe.p2p, "recv", lambda buffer, stage: buffers.append(buffer.data_ptr())):
+        pipe.PipelineEngine._exec_recv_grads(stage, 0)
+        pipe.PipelineEngine._exec_recv_grads(stage, 0)
+    return len(set(buffers))
+
+
+def test_gradients_of_micro_batches_are_received_in_one_buffer(ranks):
+    """engine/pipeline.py copies what it received before autograd may keep a view of it."""
+    assert ranks.run(1, received_gradient_on_a_rank) == [1]

@@ -104,6 +104,20 @@ def test_bf16_slices_stay_with_bf16_alone(ranks, tmp_path):
         assert_same_curve(alone, train_in(ranks, 2, [*argv, *words.split()]), rtol=3e-3, keys=("loss",))
 
 
+@pytest.mark.parametrize("words", ["--tp 2 --linear-probe", "--tp 2 --pp 2 --pp-partition 0,3,4"])
+def test_a_rank_that_counts_nothing_in_the_norm(ranks, tmp_path, words):
+    """BF16_Optimizer on a rank of a group that trains only what another one counts, the head alone: no norms to stack."""
+    blocks = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    data = json.loads((CONFIGS / "cpu_zero1_fp32.json").read_text()) | blocks
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", "--deepspeed_config", path, "-b", 8]
+    alone = train_in(ranks, 1, [*argv, *(["--linear-probe"] if "probe" in words else [])])
+    rows = train_in(ranks, 4 if "--pp" in words else 2, [*argv, *words.split()])
+    assert_same_curve(alone, rows, rtol=3e-3, keys=("loss",))
+    assert_same_curve(alone, rows, rtol=3e-2, keys=("grad_norm",))
+
+
 def count_bytes(argv):
     """On a rank: train, and give the bytes handed to each kind of collective in the last step."""
     import torch.distributed as dist
