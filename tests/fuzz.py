@@ -290,7 +290,9 @@ def _model(rng: _Draw) -> tuple[str, dict[str, Any], int]:
     name, extra = _MODELS[rng.choice([kind for kind in sorted(_MODELS) if kind != "ViTamin" or rng.maybe(0.1)])]
     if name.startswith("vitamin"):
         return name, {"depth": 2}, 64
-    width, heads = rng.choice([(48, 6), (32, 4), (24, 2), (48, 12)])
+    # Not less than 8 features a head: differential attention halves them, and a norm over 2 features is all but a step,
+    # which makes a gradient of rounding errors.
+    width, heads = rng.choice([(48, 6), (32, 4), (24, 2), (48, 4)])
     kwargs = {"depth": rng.choice([2, 2, 3, 4]), "embed_dim": width, "num_heads": heads, "mlp_ratio": 3.0, **extra}
     if name.startswith(_FIXED_STEM):
         return name, kwargs, 32
