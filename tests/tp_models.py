@@ -18,6 +18,9 @@ WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads
 # Every kind of block, by what is special about cutting it: timm's name and arguments.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Attention and Mlp": ("vit_tiny_patch16_224", {}),
+    "activation with a weight": ("vit_tiny_patch16_224", {"act_layer": "prelu"}),
+    "SwiGLU, activation with a weight": ("aimv2_large_patch14_224", {"act_layer": "prelu"}),
+    "parallel scaling, activation with a weight": ("vit_base_patch16_xp_224", {"act_layer": "prelu"}),
     "layer scale": ("vit_small_patch14_reg4_dinov2", {}),
     "qk-norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
     "norms over features": ("vit_tiny_patch16_224", {"scale_attn_norm": True, "scale_mlp_norm": True}),

@@ -168,6 +168,8 @@ def _draw_weights(model: TimmViT, layer: Layer, seed: int) -> None:
                     module.init_freqs()
             elif isinstance(module, vitamin.Stem):
                 named_apply(vitamin._init_conv, module)
+            elif isinstance(module, nn.PReLU):
+                module.reset_parameters()
 
 
 def initialise(

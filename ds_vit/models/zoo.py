@@ -172,6 +172,7 @@ def create_model(
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UserError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
+    model.to(device)  # timm makes some activations without a device (PReLU has a weight)
     if type(model) not in (VisionTransformer, Eva):
         near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
         raise UserError(

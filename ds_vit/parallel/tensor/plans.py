@@ -68,8 +68,8 @@ class CutPlan:
         vectors: the module's own one-dimensional parameters and buffers over sharded features.
         norms: norms over sharded features.
         dropouts: dropouts over sharded features.
-        partial: whole parameters and modules that act on this rank's heads or feed its columns: their gradient on a
-            rank is a summand.
+        partial: whole parameters and modules that act on this rank's heads or features or feed its columns (an
+            activation may have a weight): their gradient on a rank is a summand.
         divided: attributes, numbers or lists of them, that hold whole counts and must hold this rank's.
     """
 
@@ -150,6 +150,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         rows={"fc2": 1},
         norms=("norm",),
         dropouts=("drop1",),
+        partial=("act",),
     ),
     GluMlp: CutPlan(
         CutGluMlp,
@@ -158,6 +159,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         rows={"fc2": 1},
         norms=("norm",),
         dropouts=("drop1",),
+        partial=("act",),
     ),
     SwiGLU: CutPlan(
         CutSwiGLU,
@@ -166,6 +168,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         rows={"fc2": 1},
         norms=("norm",),
         dropouts=("drop1",),
+        partial=("act",),
     ),
     GeGluMlp: CutPlan(
         CutGeGluMlp,
@@ -173,7 +176,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         columns={"w0": 1, "w1": 1},
         rows={"w2": 1},
         dropouts=("drop1",),
-        partial=("norm",),  # over whole features, but inside: it feeds this rank's columns alone
+        partial=("act", "norm"),  # over whole features, but inside: it feeds this rank's columns alone
     ),
     ParallelScalingBlock: CutPlan(
         CutParallelScalingBlock,
@@ -183,7 +186,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         summands=("attn_out_proj", "mlp_out_proj"),
         vectors=("mlp_bias",),
         dropouts=("mlp_drop",),
-        partial=("q_norm", "k_norm"),
+        partial=("mlp_act", "q_norm", "k_norm"),
         divided=("num_heads", "in_split"),
     ),
     DiffParallelScalingBlock: CutPlan(
@@ -193,7 +196,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         rows={"out_proj": _out_proj},
         vectors=("mlp_bias",),
         dropouts=("mlp_drop",),
-        partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
+        partial=("mlp_act", "q_norm", "k_norm", "sub_norm", *_LAMBDAS),
         divided=("num_heads", "in_split"),
     ),
     AttentionPoolLatent: CutPlan(
