@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,17 @@ from typing import Any
 
 import pydantic
 
+from ds_vit.config.deepspeed_rules import (
+    MONITORS,
+    check_low_precision_masters,
+    check_monitors,
+    check_scaling,
+    check_zero,
+    current_names,
+    idle,
+    switched_on,
+)
 from ds_vit.fault_tolerance.errors import UserError
-
-_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 # Top-level keys of DeepSpeed 0.19.8: runtime/config.py reads them; tests/config/test_deepspeed_json.py compares.
 _TOP_LEVEL_NAMES = """
@@ -61,6 +70,10 @@ _SUB_KEYS: dict[str, frozenset[str]] = {
             "profile",
         }
     ),
+    "timers": frozenset({"throughput"}),
+    "aio": frozenset(
+        {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
+    ),
     "flops_profiler": frozenset(
         {"enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"}
     ),
@@ -88,11 +101,20 @@ _REMOVED_ZERO = {
 
 # Blocks that DeepSpeed would act on in ways that would break the sample order, the model's cut or the promise.
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "autotuning": (lambda v: _on(v), "is DeepSpeed's own launcher mode and rewrites this run; delete the block"),
-    "hybrid_engine": (lambda v: _on(v), "is for generation during RLHF; delete the block"),
-    "data_efficiency": (lambda v: _on(v), "replaces the data loader, whose order here is keyed; delete the block"),
+    "autotuning": (
+        lambda v: switched_on(v),
+        "is DeepSpeed's own launcher mode and rewrites this run; delete the block",
+    ),
+    "hybrid_engine": (switched_on, "is for generation during RLHF; delete the block"),
+    "data_efficiency": (
+        lambda v: switched_on(v),
+        "replaces the data loader, whose order here is keyed; delete the block",
+    ),
     "tensor_parallel": (lambda v: bool(v), "is DeepSpeed's AutoTP, which replaces our cut of the model; use --tp"),
-    "expert_parallel": (lambda v: bool(v), "needs a mixture of experts, which no ViT here has; delete the block"),
+    "expert_parallel": (
+        lambda v: switched_on(v),
+        "needs a mixture of experts, which no ViT here has; delete the block",
+    ),
     "sequence_parallel_size": (lambda v: v not in (None, 1), "is Ulysses, which does not cut a ViT; delete the key"),
     "data_parallel_size": (lambda v: v is not None, "follows from the number of ranks, --pp and --tp; delete the key"),
     "weight_quantization": (lambda v: bool(v), "changes the weights during training; delete the block"),
@@ -101,42 +123,11 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: str(v).lower() != "mean",
         'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
     ),
-    "compile": (lambda v: bool(v), "(DeepCompile) is not supported; delete the block"),
+    "compile": (
+        lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
+        "(DeepCompile) is not supported; delete the block",
+    ),
 }
-
-_STAGE3_ONLY = (
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "sub_group_size",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "memory_efficient_linear",
-    "leaf_module",
-)
-_IDLE_TOP_LEVEL = {
-    "checkpoint": "it steers DeepSpeed's own checkpoints",
-    "datastates_ckpt": "it steers DeepSpeed's own checkpoints",
-    "dataloader_drop_last": "the sample order is ours",
-    "vocabulary_size": "a ViT has no vocabulary",
-    "seq_parallel_communication_data_type": "there is no Ulysses sequence parallelism",
-    "use_data_before_expert_parallelism": "there are no experts",
-    "zero_allow_untested_optimizer": "every optimizer offered here is tested with ZeRO",
-    "zero_force_ds_cpu_optimizer": "offloaded steps use torch's optimizers, which need no JIT build",
-    "log_level": "--verbose decides",
-    "comms_logger": "nobody here prints its summary; a profiler such as nsys sees every collective",
-}
-
-
-def _on(block: Any) -> bool:
-    return isinstance(block, Mapping) and block.get("enabled", False) not in (False, None)
 
 
 @dataclass(frozen=True)
@@ -235,8 +226,9 @@ def _nearest(key: str, known: frozenset[str]) -> str:
     return f'; the nearest known key is "{close[0]}"' if close else ""
 
 
-def _block_model(block: str) -> type | None:
+def block_model(block: str) -> type | None:
     """The pydantic model by which DeepSpeed reads a block, where it has one."""
+    from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -249,13 +241,14 @@ def _block_model(block: str) -> type | None:
         "csv_monitor": CSVConfig,
         "wandb": WandbConfig,
         "comet": CometConfig,
+        "comms_logger": CommsLoggerConfig,
     }
     return models.get(block)
 
 
 def _block_keys(block: str) -> frozenset[str] | None:
     """The keys that DeepSpeed knows in a block, aliases included; None where the block is free."""
-    model = _block_model(block)
+    model = block_model(block)
     if model is None:
         return _SUB_KEYS.get(block)
     return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
@@ -263,15 +256,21 @@ def _block_keys(block: str) -> frozenset[str] | None:
 
 def _check_values(block: str, value: Mapping[str, Any], path: str) -> None:
     """Let DeepSpeed's own model look at the values ("auto" aside), and say in one line what it does not like."""
-    model = _block_model(block)
+    model = block_model(block)
     if model is None:
         return
     try:
         model(**{key: item for key, item in value.items() if item != "auto"})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
+        said = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         name = ".".join([block, *map(str, first["loc"])])
-        raise UserError(f"{path}: {name}: {first['msg']}, not {first.get('input')!r}") from None
+        given = first.get("input")
+        # A rule between keys is broken by the whole block, which nobody wants to read.
+        wrong = "" if isinstance(given, pydantic.BaseModel) else f", not {given!r}"
+        raise UserError(f"{path}: {name}: {said}{wrong}") from None
+    except AssertionError as error:  # an old and a new name of one key
+        raise UserError(f"{path}: {block}: {error}") from None
 
 
 def check_keys(data: Mapping[str, Any], path: str) -> None:
@@ -305,62 +304,15 @@ def check_keys(data: Mapping[str, Any], path: str) -> None:
         raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
     for key, value in data.items():
         _check_values(key, value, path)
-    if zero.get("round_robin_gradients"):
-        raise UserError(
-            f'{path}: "zero_optimization.round_robin_gradients" lets DeepSpeed 0.19.8 mix parameters up; delete it'
-        )
-    if zero.get("zenflow") is not None:
-        raise UserError(
-            f'{path}: "zero_optimization.zenflow" updates parameters late and so moves the curve; delete it'
-        )
-    for block in ("offload_param", "offload_optimizer"):
-        device = (zero.get(block) or {}).get("device", "none")
-        if device == "nvme":
-            raise UserError(
-                f'{path}: "zero_optimization.{block}.device": "nvme" needs DeepSpeed\'s AIO build; use "cpu"'
-            )
-        if device != "none" and stage < (3 if block == "offload_param" else 1):
-            needed = "stage 3" if block == "offload_param" else "stage 1, 2 or 3"
-            raise UserError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
+    check_zero(current_names(zero), stage, path)
+    check_low_precision_masters(data, path)
+    check_scaling(data, stage, path)
+    check_monitors(data, path)
 
 
 def idle_keys(data: Mapping[str, Any]) -> list[str]:
     """One line for each known key that does nothing in this run: "key: why"."""
-    lines = [f"{key}: {why}" for key, why in _IDLE_TOP_LEVEL.items() if key in data]
-    zero = data.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage != 3:
-        lines += [
-            f"zero_optimization.{key}: it acts at stage 3, this is stage {stage}" for key in _STAGE3_ONLY if key in zero
-        ]
-    if stage > 0 and "save_muon_momentum_buffer_in_memory" in zero:
-        lines.append("zero_optimization.save_muon_momentum_buffer_in_memory: Muon is not DeepSpeed's here")
-    if stage == 0:
-        lines += [
-            f"zero_optimization.{key}: it acts at stages 1 to 3, this is stage 0"
-            for key in zero
-            if key not in ("stage", *_STAGE3_ONLY, "offload_param", "offload_optimizer")
-        ]
-    for block in ("fp16", "bf16", "torch_autocast", *_MONITORS):
-        if block in data and not _on(data[block]) and set(data[block]) - {"enabled"}:
-            lines.append(f"{block}: it is not enabled")
-    lines += [
-        f"pipeline.{key}: there is one pipeline stage, or this is set by ds_vit"
-        for key in data.get("pipeline", {})
-        if key not in ("activation_checkpoint_interval",)
-    ]
-    checkpointing = data.get("activation_checkpointing", {})
-    lines += [
-        f"activation_checkpointing.{key}: it needs tensor parallelism or fixed shapes"
-        for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints")
-        if checkpointing.get(key)
-    ]
-    lines += [
-        f"activation_checkpointing.{key}: checkpoints are torch's, which have no such switch"
-        for key in ("synchronize_checkpoint_boundary", "profile")
-        if checkpointing.get(key)
-    ]
-    return lines
+    return [f"{name}: {why}" for name, why in idle(data).items()]
 
 
 def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
@@ -379,7 +331,7 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
         )
     for key, asked in (
         ("wall_clock_breakdown", data.get("wall_clock_breakdown")),
-        ("flops_profiler", _on(data.get("flops_profiler"))),
+        ("flops_profiler", switched_on(data.get("flops_profiler"))),
     ):
         if asked:
             raise UserError(
@@ -395,7 +347,7 @@ def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
         UserError: two at once, fp16 on a CPU, or a wrapper that DeepSpeed 0.19.8 gets wrong.
     """
     stage = data.get("zero_optimization", {}).get("stage", 0)
-    enabled = [block for block in ("bf16", "fp16", "torch_autocast") if _on(data.get(block))]
+    enabled = [block for block in ("bf16", "fp16", "torch_autocast") if switched_on(data.get(block))]
     if len(enabled) > 1:
         raise UserError(f"{path}: {' and '.join(enabled)} are enabled at once; keep one")
     if not enabled:
@@ -420,6 +372,47 @@ def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
             "use stage 1 as in ds_configs/zero1_fp16.json"
         )
     return Precision(kind, {"bf16": "bfloat16", "fp16": "float16"}.get(kind, "float32"))
+
+
+def check_types(data: Mapping[str, Any], found: Precision, path: str) -> None:
+    """Refuse names of types and of modules that DeepSpeed would look up after the ranks have met.
+
+    Args:
+        data: the JSON.
+        found: the precision that it asks for.
+        path: named in messages.
+
+    Raises:
+        UserError: names the key and what it may be.
+    """
+    from deepspeed.runtime.config import DtypeEnum
+
+    types = data.get("data_types") or {}
+    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        try:
+            given = None if types.get(key) is None else DtypeEnum(types[key]).value
+        except (KeyError, ValueError):
+            raise UserError(f'{path}: data_types.{key} must be "fp32", "bf16" or "fp16", not {types[key]!r}') from None
+        if key == "param_dtype" and given is not None and str(given) != f"torch.{found.compute}":
+            raise UserError(
+                f"{path}: data_types.param_dtype {types[key]!r} is not what {found.name} computes in; delete it, or "
+                'enable the block "bf16" or "fp16"'
+            )
+        stage = data.get("zero_optimization", {}).get("stage", 0)
+        if key == "grad_accum_dtype" and stage == 0 and given is not None and str(given) != f"torch.{found.compute}":
+            raise UserError(
+                f"{path}: data_types.grad_accum_dtype {types[key]!r} at ZeRO stage 0 must be the model's type, "
+                f"{found.compute}; delete it, or use stage 1"
+            )
+    for name in (data.get("torch_autocast") or {}).get("lower_precision_safe_modules") or ():
+        package, _, cls = str(name).rpartition(".")
+        try:
+            getattr(importlib.import_module(package), cls)
+        except (ImportError, AttributeError, ValueError):
+            raise UserError(
+                f"{path}: torch_autocast.lower_precision_safe_modules: there is no {name!r}; write the class with its "
+                'module, such as "torch.nn.Linear"'
+            ) from None
 
 
 def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) -> Checkpointing:
@@ -510,7 +503,7 @@ def _other_way(total: int, dp: int) -> str:
 
 
 # What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.
-_FOR_EVALUATION = ("train_micro_batch_size_per_gpu", "fp16", "bf16", "torch_autocast", "data_types", *_MONITORS)
+_FOR_EVALUATION = ("train_micro_batch_size_per_gpu", "fp16", "bf16", "torch_autocast", "data_types", *MONITORS)
 
 
 def for_evaluation(data: Mapping[str, Any], *, pp: int) -> dict[str, Any]:
@@ -569,3 +562,19 @@ def resolve(
 
     walk(resolved, "")
     return resolved
+
+
+def check_with_deepspeed(resolved: Mapping[str, Any], path: str) -> None:
+    """Have DeepSpeed read the resolved file before there is a process group; what it does not like, in one line.
+
+    Raises:
+        UserError: DeepSpeed's own complaint.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # Without ranks DeepSpeed would hold the batch against one; `batch_sizes` has looked at it.
+    try:
+        DeepSpeedConfig({key: value for key, value in resolved.items() if key != "train_batch_size"})
+    except Exception as error:  # whatever it is, it would come again as a traceback after the ranks have met
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path}: DeepSpeed does not take it: {said}") from error

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,3 +111,21 @@ def _own_of(lists: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
     """A group for each list of ranks, made by all; gives the one that this rank is in."""
     groups = [dist.new_group(list(ranks)) for ranks in lists]
     return next(group for ranks, group in zip(lists, groups, strict=True) if rank in ranks)
+
+
+def secondary_partition_group(config: Mapping[str, Any]) -> Any | None:
+    """The ranks around this one that keep a copy of ZeRO-3's weights between them (a collective); None for no copy.
+
+    `zero.Init` would make the groups of `zero_hpz_partition_size` for every layer anew, and the second time DeepSpeed
+    0.19.8 says that they are there. They are made once, for all layers, and for this run alone: those of an earlier run
+    in this process may be of a world that is gone.
+    """
+    zero = config.get("zero_optimization", {})
+    size = int(zero.get("zero_hpz_partition_size", 1))
+    if zero.get("stage", 0) != 3 or size <= 1:
+        return None
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._create_zero_param_parallel_group(size)
+    return groups._get_zero_param_intra_parallel_group()

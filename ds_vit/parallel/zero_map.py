@@ -127,6 +127,9 @@ class ZeroMap:
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
+        # DeepSpeed keeps the nearer copy (zero_hpz_partition_size) of what is not trained for ever.
+        for shard in self.frozen:
+            shard.parameter.ds_secondary_tensor = None
 
     def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 
 from ds_vit.models import Layer, cast_block_buffers, freeze, norms_in_fp32
-from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.tensor import cut_layer
 from ds_vit.training.plan import Plan
 
@@ -54,8 +54,13 @@ def _partition(plan: Plan, groups: Groups) -> Converter | None:
     """ZeRO-3's share of each parameter, of what is left of it by now."""
     if plan.stage != 3:
         return None
+    secondary = secondary_partition_group(plan.deepspeed)
     return lambda layer: deepspeed.zero.Init(
-        module=layer, config_dict_or_path=dict(plan.deepspeed), data_parallel_group=groups.dp, mpu=groups.grid
+        module=layer,
+        config_dict_or_path=dict(plan.deepspeed),
+        data_parallel_group=groups.dp,
+        mpu=groups.grid,
+        zero_param_parallel_group=secondary,
     )
 
 

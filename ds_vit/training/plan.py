@@ -15,7 +15,8 @@ import torch
 from timm.data import resolve_data_config
 
 from ds_vit import config as flags
-from ds_vit.config import RunConfig, deepspeed_json
+from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json
+from ds_vit.config.deepspeed_rules import check_grad_norm, check_secondary_partition, without_idle
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.fault_tolerance.errors import UserError
@@ -165,13 +166,20 @@ def prepare(
     path = config.deepspeed_config
     data = deepspeed_json.load_json(path)
     deepspeed_json.check_keys(data, path)
+    data = deepspeed_auto.settle(data)
     precision = deepspeed_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
+    deepspeed_json.check_types(data, precision, path)
     if config.eval_only:
         data = deepspeed_json.for_evaluation(data, pp=config.pp)
     notes = [f"idle in this run: {line}" for line in deepspeed_json.idle_keys(data)]
+    data = without_idle(data)
+    if not config.eval_only:
+        data, filled = deepspeed_auto.with_optimizer(data, path, lr=config.lr)
+        notes += filled
     layout = Layout.of_world(process.world_size, config.pp, config.tp)
     check_tp_inside_hosts(layout, process, config.tp_across_hosts)
     deepspeed_json.check_pipeline(data, path, config.pp)
+    check_secondary_partition(data, path, dp=layout.dp, tp=config.tp)
     _check_types(config, precision, on_cpu)
     checkpointing = deepspeed_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
     batch = deepspeed_json.batch_sizes(
@@ -240,13 +248,20 @@ def prepare(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train_source)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train_source), in_order, config.seed, config.aug_repeats)
-    fallback, total_steps, horizon, schedule, warmup = None, 0, 0, None, 1
+    fallback, total_steps, horizon, schedule = None, 0, 0, None
+    scheduler: dict[str, Any] = {}
     if rule is not None:
         fallback = rules_of(rule.optimizer).fallback(model, rule.arguments)
         total_steps, horizon = steps(config, order.steps_per_epoch)
         schedule = make_schedule(config, explicit, data, order.steps_per_epoch, horizon, rule.lr, path, notes)
-        warmup = warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes)
-    resolved = _resolve_json(config, data, batch, rule, model, warmup, horizon, precision, path)
+        scheduler = {
+            # From 0 where no flag says otherwise, as in Hugging Face's integration.
+            "warmup_min_lr": config.warmup_lr if "warmup_lr" in explicit else 0.0,
+            "warmup_max_lr": rule.lr,
+            "warmup_num_steps": warmup_of_the_json(config, data, order.steps_per_epoch, horizon, notes),
+            "total_num_steps": horizon,
+        }
+    resolved = _resolve_json(data, batch, rule, model, scheduler, precision, path)
     plan = Plan(
         config=resolved_config,
         task=task,
@@ -311,6 +326,7 @@ def _update_rule(
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
         notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
+    check_grad_norm(data, path, clip=clip)
     decay = _from_json_or_flag(
         config,
         "weight_decay",
@@ -448,13 +464,11 @@ def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, Aug
 
 
 def _resolve_json(
-    config: RunConfig,
     data: Mapping[str, Any],
     batch: deepspeed_json.BatchSizes,
     rule: _UpdateRule | None,
     model: torch.nn.Module,
-    warmup: int,
-    horizon: int,
+    scheduler: Mapping[str, Any],
     precision: deepspeed_json.Precision,
     path: str,
 ) -> dict[str, Any]:
@@ -463,10 +477,7 @@ def _resolve_json(
     auto = {
         "optimizer.params.lr": rule and rule.lr,
         "optimizer.params.weight_decay": rule and rule.decay,
-        "scheduler.params.warmup_num_steps": warmup,
-        "scheduler.params.total_num_steps": horizon,
-        "scheduler.params.warmup_min_lr": config.warmup_lr,
-        "scheduler.params.warmup_max_lr": rule and rule.lr,
+        **{f"scheduler.params.{key}": value for key, value in scheduler.items()},
         "bf16.enabled": precision.name == "bf16",
         "fp16.enabled": precision.name == "fp16",
         "communication_data_type": None,
@@ -484,6 +495,8 @@ def _resolve_json(
     if rule.decay is not None:
         params["weight_decay"] = rule.decay
     resolved["optimizer"] = {**resolved["optimizer"], "params": params}
+    deepspeed_auto.check_scheduler(resolved, path)
+    deepspeed_json.check_with_deepspeed(resolved, path)
     return resolved
 
 

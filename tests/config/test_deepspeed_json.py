@@ -7,7 +7,7 @@ import re
 import pytest
 from project import ROOT
 
-from ds_vit.config import deepspeed_json
+from ds_vit.config import deepspeed_json, deepspeed_rules
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
@@ -85,7 +85,8 @@ def test_removed_keys_are_deepspeeds_own():
 
 def test_stage3_keys_exist():
     """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
-    assert set(deepspeed_json._STAGE3_ONLY) <= deepspeed_json._block_keys("zero_optimization")
+    known = deepspeed_json._block_keys("zero_optimization")
+    assert {*deepspeed_rules._STAGE3_ONLY, *deepspeed_rules._STAGES_1_AND_2, *deepspeed_rules._IDLE_ZERO} <= known
 
 
 REFUSED = [
@@ -104,6 +105,28 @@ REFUSED = [
     ({"tensor_parallel": {"autotp_size": 2}}, "use --tp"),
     ({"gradient_allreduce_op": "sum"}, "depend on the number of ranks"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
+    ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["torch.nn.Linear"]}}}, "mixture of experts"),
+    ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 9}}, "in the backward pass; delete it"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds the weights on their way"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "rounds the gradients on their way"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        '"zero_optimization.offload_optimizer.ratio" below 1',
+    ),
+    ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, "needs stage 3; this file has stage 1"),
+    ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 'stage 2 needs "reduce_scatter": false'),
+    ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2}, 'stage 3 needs "reduce_scatter": false'),
+    (
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2},
+        "divide the gradients by it where it equals the number of data-parallel ranks",
+    ),
+    ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16_master_weights_and_grads"'),
+    ({"fp16": {"fp16_master_weights_and_grads": True}}, "compiled CPU Adam"),
+    ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
+    ({"timers": {"throughputs": {}}}, 'the nearest known key is "throughput"'),
+    ({"comms_logger": {"enabeld": True}}, 'the nearest known key is "enabled"'),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, "cpu_offload"),
 ]
 
 
@@ -112,6 +135,63 @@ def test_refused(data, message):
     """A key that DeepSpeed would swallow in silence or crash on."""
     with pytest.raises(ValueError, match=re.escape(message)):
         deepspeed_json.check_keys(data, "c.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"data_types": {"param_dtype": "bf16"}}, "param_dtype 'bf16' is not what fp32 computes in"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "at ZeRO stage 0 must be the model's type, float32"),
+        ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
+        ({"torch_autocast": {"lower_precision_safe_modules": ["no.such.Module"]}}, "there is no 'no.such.Module'"),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
+            "there is no 'Linear'; write the class with",
+        ),
+    ],
+    ids=str,
+)
+def test_types_refused(data, message):
+    """DeepSpeed looks these up after the ranks have met."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        deepspeed_json.check_types(data, deepspeed_json.precision(data, "c.json", on_cpu=True), "c.json")
+
+
+def test_a_norm_that_is_not_computed():
+    """Nothing to clip by, and a wrapper that cannot do without it."""
+    data = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "compute_grad_norm": False}}
+    with pytest.raises(ValueError, match=r"leaves nothing to clip by, and gradient_clipping is 0\.5"):
+        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.5)
+    deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
+    data["data_types"] = {"grad_accum_dtype": "fp32"}
+    with pytest.raises(ValueError, match="does not go with bf16, stage 1 and gradients summed in fp32"):
+        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
+
+
+def test_a_monitor_whose_package_is_missing(monkeypatch):
+    """An import error on every rank."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match='"comet" needs the package comet_ml: pip install comet_ml, or delete'):
+        deepspeed_rules.check_monitors({"comet": {"enabled": True}, "wandb": {"enabled": False}}, "c.json")
+
+
+def test_deepspeeds_own_complaint_is_one_line():
+    """A value that no rule here knows of, and that DeepSpeed's parser raises at."""
+    good = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 64}
+    deepspeed_json.check_with_deepspeed(good, "c.json")
+    with pytest.raises(ValueError, match=r"c.json: DeepSpeed does not take it: Invalid communication_data_type[^\n]*$"):
+        deepspeed_json.check_with_deepspeed({**good, "communication_data_type": "fp8"}, "c.json")
+
+
+def test_idle_keys_do_not_reach_deepspeed():
+    """What is idle cannot crash it either; what acts stays, and so does an empty block that means something."""
+    zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
+    data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
+    before = copy.deepcopy(data)
+    told = deepspeed_rules.without_idle(data)
+    assert told == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
+    assert data == before
+    assert deepspeed_rules.idle(told) == {}
 
 
 def test_idle_keys_are_named():

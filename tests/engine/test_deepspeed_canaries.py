@@ -87,7 +87,7 @@ def auto_on_a_rank():
 
 
 def test_auto_crashes(ranks):
-    """ds_json.resolve replaces every "auto"."""
+    """deepspeed_json.resolve replaces every "auto"."""
     assert ranks.run(1, auto_on_a_rank) == [True]
 
 
@@ -293,3 +293,128 @@ def received_gradient_on_a_rank():
 def test_gradients_of_micro_batches_are_received_in_one_buffer(ranks):
     """engine/pipeline.py copies what it received before autograd may keep a view of it."""
     assert ranks.run(1, received_gradient_on_a_rank) == [1]
+
+
+def complaint_on_a_rank(config, steps=0):
+    """What DeepSpeed says of a file, in its first steps if not before; None where it is content."""
+    try:
+        engine_on_a_rank(config, steps)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+REFUSED_BY_US = {
+    "prescale_gradients": ({"prescale_gradients": True, "zero_optimization": {"stage": 2}}, "not yet supported"),
+    "predivide": ({"gradient_predivide_factor": 2.0, "zero_optimization": {"stage": 3}}, "not yet supported"),
+    "masters": (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}},
+        "DeepSpeedCPUAdam",
+    ),
+    "no norm": (
+        {"gradient_clipping": 1.0, "zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+        "requires gradient_clipping=0",
+    ),
+    "sums at stage 0": ({"data_types": {"grad_accum_dtype": "bf16"}}, "unsupported mix"),
+    "model's type": (
+        {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+        "conflicts with the enabled precision mode",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED_BY_US.values(), ids=REFUSED_BY_US)
+def test_files_that_deepspeed_refuses_too_late(ranks, config, said):
+    """deepspeed_rules.py and deepspeed_json.check_types refuse these before the ranks meet; one that passes here could pass there."""
+    small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    config = {**config, "zero_optimization": {**small, **config.get("zero_optimization", {})}}
+    [complaint] = ranks.run(1, complaint_on_a_rank, config)
+    assert said in complaint
+
+
+def secondary_groups_on_a_rank():
+    """What `zero.Init` says at a second layer with zero_hpz_partition_size."""
+    import deepspeed
+
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    deepspeed.zero.Init(module=torch.nn.Linear(4, 4), config_dict_or_path=config)
+    with pytest.raises(AssertionError) as caught:
+        deepspeed.zero.Init(module=torch.nn.Linear(4, 4), config_dict_or_path=config)
+    return str(caught.value)
+
+
+def test_secondary_groups_are_made_twice(ranks):
+    """parallel/groups.py secondary_partition_group makes them once, for all layers."""
+    assert all("already initialized" in said for said in ranks.run(2, secondary_groups_on_a_rank))
+
+
+def predivided_on_a_rank(factor):
+    """The gradient norm after a step at stage 3 without reduce-scatter."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "gradient_clipping": 100.0}
+    config["zero_optimization"] = {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 1000}
+    config["gradient_predivide_factor"] = factor
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(1, 4)).square().sum())
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def test_predivided_gradients_stay_divided_at_stage_3(ranks):
+    """deepspeed_rules.check_scaling refuses it: a factor that is the number of ranks is not multiplied back."""
+    one, *_ = ranks.run(2, predivided_on_a_rank, 1.0)
+    two, *_ = ranks.run(2, predivided_on_a_rank, 2.0)
+    assert two == pytest.approx(one / 2)
+
+
+class _TakesATuple(torch.nn.Module):
+    """As a layer of a pipeline is handed its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        x, keys = inputs
+        return x + torch.nn.functional.gelu(self.inner(x)), keys
+
+
+class _Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_TakesATuple() for _ in range(3))
+
+    def forward(self, x):
+        value = (x, torch.zeros(1, dtype=torch.int64))
+        for layer in self.layers:
+            value = layer(value)
+        return value[0]
+
+
+def leaf_on_a_rank():
+    """What the backward pass says where the layers are leaves."""
+    import deepspeed
+
+    zero = {"stage": 3, "reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}
+    zero["leaf_module"] = {"names": ["layers.1"]}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    model = _Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4)).square().sum())
+            engine.step()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_a_leaf_that_is_handed_a_tuple_loses_its_weights(ranks):
+    """deepspeed_rules.py refuses leaf_module and stage3_module_granularity_threshold."""
+    assert all(said and "size" in said for said in ranks.run(2, leaf_on_a_rank))
