@@ -325,7 +325,7 @@ REFUSED_BY_US = {
 
 @pytest.mark.parametrize(("config", "said"), REFUSED_BY_US.values(), ids=REFUSED_BY_US)
 def test_files_that_deepspeed_refuses_too_late(ranks, config, said):
-    """deepspeed_rules.py and deepspeed_json.check_types refuse these before the ranks meet; one that passes here could pass there."""
+    """deepspeed_rules.py and check_types refuse these before the ranks meet; one that passes here could pass there."""
     small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     config = {**config, "zero_optimization": {**small, **config.get("zero_optimization", {})}}
     [complaint] = ranks.run(1, complaint_on_a_rank, config)
