@@ -745,12 +745,16 @@ class Runner:
             words = ["--checkpoint-interval", stopping.step, "--keep-checkpoints", 0] if killed else []
             rows = self.run(combination, number, f"layout{number}", *words)
             _compare(reference, rows, tolerance, f"layout {number}", worst)
-        rows, since = self._interrupted(combination)
+        evaluates_there = any(row["kind"] == "eval" and row["step"] == stopping.step for row in reference)
+        rows, since = self._interrupted(combination, evaluates_there)
         _compare(reference, rows, tolerance, f"gone on after step {since} in layout 4", worst, since)
         return worst
 
-    def _interrupted(self, combination: Combination) -> tuple[list[Row], int]:
-        """What a run that was interrupted gives after it went on, and the step it went on after."""
+    def _interrupted(self, combination: Combination, evaluates_there: bool) -> tuple[list[Row], int]:
+        """What a run that was interrupted gives after it went on, and the step it went on after.
+
+        `evaluates_there`: the uninterrupted run has an evaluation after the step of the interruption.
+        """
         stopping = combination.interruption
         begun = f"layout{stopping.layout}"
         if stopping.kind != "killed":
@@ -763,12 +767,15 @@ class Runner:
         folders = sorted((self.folder / begun / "checkpoints").glob("step-*"))
         steps = {int(path.name.removeprefix("step-")): path for path in folders}
         if stopping.kind != "killed":
-            assert [*steps] == [stopping.step], f"stopped after step {stopping.step}, and saved are {[*steps]}"
+            # The best by evaluation is kept too.
+            assert max(steps) == stopping.step, f"stopped after step {stopping.step}, and saved are {[*steps]}"
             if stopping.in_place:
                 rows = self.run(combination, 4, "resumed", "--resume", "auto", output=begun)
+                if stopping.kind == "told" and not evaluates_there:  # as every run at its end
+                    rows = [row for row in rows if row["kind"] == "train" or row["step"] != stopping.step]
                 return rows, 0
         # Where another save was under way the one that was asked for is later.
-        since = min((step for step in steps if step < combination.steps), key=lambda s: abs(s - stopping.step))
+        since = min((step for step in steps if step < combination.steps), key=lambda step: abs(step - stopping.step))
         return self.run(combination, 4, "resumed", "--resume", steps[since]), since
 
 
