@@ -26,11 +26,11 @@ def seconds_a_step(argv: list[str]) -> float:
     import tempfile
     import time
 
-    from ds_vit.engine import base, pipeline
+    from ds_vit.engine import pipeline, plain
     from ds_vit.train import main
 
     seconds = []
-    for kind in (base.PlainEngine, pipeline.PipeEngine):
+    for kind in (plain.PlainEngine, pipeline.PipeEngine):
         step = kind.train_step
 
         def timed(self, inputs, step=step):  # noqa: ANN001, ANN202

@@ -28,7 +28,7 @@ from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import build_zero_map
-from ds_vit.tasks import Batch, Loss
+from ds_vit.tasks import Batch
 
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
 # two such chunks a run can be stopped.
@@ -394,57 +394,3 @@ class Engine(ABC):
     def close(self) -> None:
         """Let go of DeepSpeed's hooks and buffers."""
         self.engine.destroy()
-
-
-class PlainEngine(Engine):
-    """DeepSpeed's engine around a sequential ViT: ZeRO 0 to 3, one pipeline stage.
-
-    Args:
-        model: `forward(images, keys) → logits [B, C]`.
-        optimizer: over the model's trained parameters.
-        loss: the mean over a micro-batch.
-        config: the DeepSpeed JSON with every "auto" resolved.
-        shared: `groups`, `input_names` and `whole_outputs`, as for `Engine`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        loss: Loss,
-        config: Mapping[str, Any],
-        **shared: Any,
-    ) -> None:
-        self._loss = loss
-        self._total: torch.Tensor | None = None
-        super().__init__(model, optimizer, config, **shared)
-
-    def _initialize_arguments(self) -> dict[str, Any]:
-        return {} if self.groups.grid is None else {"mpu": self.groups.grid}
-
-    def train_step(self, batches: Iterator[Batch]) -> StepResult:
-        """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
-        self.engine.train()
-        self.guard.begin()
-        self._total = None
-        for _ in range(self.accumulation):
-            batch = next(batches)
-            loss = self._loss(self.engine(*self._inputs(batch)), batch)
-            self.engine.backward(loss)
-            self._total = loss.detach() if self._total is None else self._total + loss.detach()
-            self.engine.step()
-        assert self._total is not None
-        return self._result(self._total / self.accumulation)
-
-    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
-        return self._total, self.accumulation
-
-    @torch.no_grad()
-    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
-        """As `Engine.forward_batches`."""
-        self.engine.eval()
-        for _ in range(num_batches):
-            batch = next(batches)
-            outputs = self._whole_outputs(self.engine(*self._inputs(batch))).float()
-            if self.counts_rows:
-                yield outputs, batch

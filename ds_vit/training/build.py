@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ds_vit.engine.base import Engine, PlainEngine
+from ds_vit.engine.base import Engine
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
+from ds_vit.engine.plain import PlainEngine
 from ds_vit.models import (
     Layer,
     SequentialViT,

@@ -23,11 +23,11 @@ def flops_of_last_step(argv):
     """On a rank: train, and give the floating-point operations of the last step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from ds_vit.engine import base, pipeline
+    from ds_vit.engine import pipeline, plain
     from ds_vit.train import main
 
     counted = []
-    for kind in (base.PlainEngine, pipeline.PipeEngine):
+    for kind in (plain.PlainEngine, pipeline.PipeEngine):
         step = kind.train_step
 
         def counting(self, inputs, step=step):

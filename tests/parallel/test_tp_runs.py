@@ -123,7 +123,7 @@ def count_bytes(argv):
     """On a rank: train, and give the bytes handed to each kind of collective in the last step."""
     import torch.distributed as dist
 
-    from ds_vit.engine import base
+    from ds_vit.engine import plain
 
     moved: dict[str, int] = {}
     originals = {}
@@ -140,7 +140,7 @@ def count_bytes(argv):
 
         return call
 
-    step = base.PlainEngine.train_step
+    step = plain.PlainEngine.train_step
     per_step = []
 
     def counted_step(self, inputs):
@@ -156,11 +156,11 @@ def count_bytes(argv):
     for kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
         originals[kind] = getattr(dist, kind)
         setattr(dist, kind, counting(kind, originals[kind]))
-    base.PlainEngine.train_step = counted_step
+    plain.PlainEngine.train_step = counted_step
     try:
         assert main(argv) == 0
     finally:
-        base.PlainEngine.train_step = step
+        plain.PlainEngine.train_step = step
         for kind, original in originals.items():
             setattr(dist, kind, original)
     return per_step[-1]

@@ -1,0 +1,66 @@
+"""The plain engine: a whole ViT on each rank, or its tensor slice; ZeRO 0 to 3, one pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vit.engine.base import Engine, StepResult
+from ds_vit.tasks import Batch, Loss
+
+
+class PlainEngine(Engine):
+    """DeepSpeed's engine around a sequential ViT: ZeRO 0 to 3, one pipeline stage.
+
+    Args:
+        model: `forward(images, keys) → logits [B, C]`.
+        optimizer: over the model's trained parameters.
+        loss: the mean over a micro-batch.
+        config: the DeepSpeed JSON with every "auto" resolved.
+        shared: `groups`, `input_names` and `whole_outputs`, as for `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        loss: Loss,
+        config: Mapping[str, Any],
+        **shared: Any,
+    ) -> None:
+        self._loss = loss
+        self._total: torch.Tensor | None = None
+        super().__init__(model, optimizer, config, **shared)
+
+    def _initialize_arguments(self) -> dict[str, Any]:
+        return {} if self.groups.grid is None else {"mpu": self.groups.grid}
+
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
+        self.engine.train()
+        self.guard.begin()
+        self._total = None
+        for _ in range(self.accumulation):
+            batch = next(batches)
+            loss = self._loss(self.engine(*self._inputs(batch)), batch)
+            self.engine.backward(loss)
+            self._total = loss.detach() if self._total is None else self._total + loss.detach()
+            self.engine.step()
+        assert self._total is not None
+        return self._result(self._total / self.accumulation)
+
+    def _current_loss(self) -> tuple[torch.Tensor | None, int]:
+        return self._total, self.accumulation
+
+    @torch.no_grad()
+    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
+        """As `Engine.forward_batches`."""
+        self.engine.eval()
+        for _ in range(num_batches):
+            batch = next(batches)
+            outputs = self._whole_outputs(self.engine(*self._inputs(batch))).float()
+            if self.counts_rows:
+                yield outputs, batch
