@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_vit import config as flags
 from ds_vit.config.durations import parse_seconds
-from ds_vit.engine.base import quiet_deepspeed
+from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.process import Process, job_end

@@ -66,7 +66,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit import config as flags
     from ds_vit.checkpoint.snapshot import Holding, share_bytes
     from ds_vit.config.run_folder import RunFolder
-    from ds_vit.engine.base import device_of, quiet_deepspeed
+    from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.launching.process import discover
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput

@@ -21,7 +21,8 @@ import torch
 from timm.optim import Lamb, muon, param_groups_weight_decay
 
 from ds_vit import config as flags
-from ds_vit.engine.base import Engine, device_of, init_distributed, quiet_deepspeed
+from ds_vit.engine.base import Engine
+from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.launching.process import discover, rendezvous
 from ds_vit.parallel.groups import build_groups
 from ds_vit.training.build import build_engine

@@ -11,8 +11,6 @@ import copy
 import io
 import logging
 import math
-import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, StepGuard
-from ds_vit.launching.process import port_in_words
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
@@ -35,68 +33,6 @@ from ds_vit.tasks import Batch
 EVAL_CHUNK = 32
 # What DeepSpeed's DynamicLossScaler counts.
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def quiet_deepspeed(verbose: bool) -> None:
-    """Keep DeepSpeed's chatter to warnings; must run before `import deepspeed` to catch what it says on import."""
-    if verbose:
-        return
-    logger = logging.getLogger("DeepSpeed")
-    if not any(isinstance(f, _WarningsOnly) for f in logger.filters):
-        logger.addFilter(_WarningsOnly())
-    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine
-    warnings.filterwarnings("ignore", message=".*c10d::.*autograd kernel was not registered.*")
-
-
-class _WarningsOnly(logging.Filter):
-    """A filter instead of a level, because DeepSpeed sets its logger's level itself, more than once."""
-
-    _EXPECTED = (
-        "Setting accelerator to CPU",
-        "untested optimizer",  # every optimizer that optim/build.py lets through is tested with ZeRO
-        "unable to import 'fp_quantizer'",
-    )
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return record.levelno >= logging.WARNING and not any(piece in text for piece in self._EXPECTED)
-
-
-def init_distributed(arguments: Mapping[str, Any]) -> bool:
-    """Meet the other ranks, unless the process group exists already.
-
-    Returns:
-        Whether the process group was made here (and is to be destroyed by the caller).
-
-    Raises:
-        UserError: the port where they are to meet is taken.
-    """
-    import deepspeed
-
-    # On a CPU DeepSpeed would compile a shared-memory collective first: 50 s, and an error where ninja is missing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    mine = not dist.is_initialized()
-    with port_in_words():
-        deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
-    return mine
-
-
-def device_of(local_rank: int) -> torch.device:
-    """This rank's accelerator (made current), or the CPU."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return torch.device("cpu")
-    accelerator.set_device(local_rank)
-    return torch.device(accelerator.device_name(local_rank))
-
-
-def share_cores(local_world_size: int | None) -> None:
-    """On a CPU, give each rank its share of the cores; two ranks with all cores each run several times slower."""
-    if "OMP_NUM_THREADS" not in os.environ and local_world_size:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
 
 
 @dataclass
@@ -157,7 +93,7 @@ class Engine(ABC):
         config.setdefault("steps_per_print", 2**63 - 1)
         arguments = {"model": model, "optimizer": optimizer, "config": config, **self._initialize_arguments()}
         # BF16_Optimizer prints its memory line by line, past every log level.
-        quiet = any(isinstance(f, _WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
+        quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 0:

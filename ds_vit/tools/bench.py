@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ds_vit import config as flags
-from ds_vit.engine.base import device_of, init_distributed, quiet_deepspeed
+from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import RunFolder, write_json
-from ds_vit.engine.base import quiet_deepspeed
+from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
@@ -113,7 +113,7 @@ def _run(
     quiet_deepspeed(config.verbose)
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.engine.base import device_of
+    from ds_vit.engine.start import device_of
     from ds_vit.models import num_parameters
     from ds_vit.monitoring.metrics import make_console, print_table
     from ds_vit.parallel.groups import build_groups

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.engine.base import Engine, device_of
+from ds_vit.engine.base import Engine
+from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console

@@ -64,7 +64,7 @@ def process_group(process: Process, *, on_cpu: bool) -> Iterator[None]:
     """Meet the other ranks for the block, unless somebody has brought us together already."""
     import torch.distributed as dist
 
-    from ds_vit.engine.base import init_distributed, share_cores
+    from ds_vit.engine.start import init_distributed, share_cores
 
     if on_cpu:
         share_cores(process.local_world_size)

@@ -109,7 +109,7 @@ def test_zero3_does_not_cast_a_partitioned_model(ranks):
 
 
 def test_shared_memory_collective_is_a_jit_build():
-    """engine/base.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
+    """engine/start.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
     from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
     assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"

@@ -132,7 +132,7 @@ def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
 
     import torch.distributed as dist
 
-    from ds_vit.engine.base import device_of, init_distributed, quiet_deepspeed
+    from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
     from ds_vit.tools.doctor.measure import measure
 
     quiet_deepspeed(False)

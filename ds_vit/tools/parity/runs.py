@@ -152,7 +152,7 @@ def survey(request: Request) -> Survey:
     """
     from torch.optim import SGD
 
-    from ds_vit.engine.base import quiet_deepspeed
+    from ds_vit.engine.start import quiet_deepspeed
 
     quiet_deepspeed(bool(request.values.get("verbose")))
     data = deepspeed_json.load_json(request.values["deepspeed_config"])
@@ -219,7 +219,7 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
         rank 0 (None on the others), fp32.
     """
     from ds_vit.checkpoint.snapshot import Holding, collect_weights
-    from ds_vit.engine.base import device_of
+    from ds_vit.engine.start import device_of
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput
     from ds_vit.parallel.groups import build_groups
@@ -252,7 +252,7 @@ def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder:
     import torch.distributed as dist
     from safetensors.torch import save_file
 
-    from ds_vit.engine.base import init_distributed, quiet_deepspeed, share_cores
+    from ds_vit.engine.start import init_distributed, quiet_deepspeed, share_cores
 
     quiet_deepspeed(bool(request.values.get("verbose")))
     from deepspeed.accelerator import get_accelerator
