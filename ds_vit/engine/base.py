@@ -1,7 +1,7 @@
-"""One face over DeepSpeed's engines: initialise, train a step, run the model, hand out its weights.
+"""One face over DeepSpeed's engines: initialise, train a step, run the model, sum and mean over the ranks.
 
-Every workaround of DeepSpeed that is not about ZeRO's flat memory lives in this file, with a canary test each in
-tests/engine/test_deepspeed_canaries.py.
+What DeepSpeed's engines do otherwise than we need is worked around here, in start.py and in workarounds.py, with a
+canary test each in tests/engine/test_deepspeed_canaries.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, StepGuard
+from ds_vit.engine.workarounds import count_groups_of_other_stages, count_nothing_where_there_is_nothing
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
@@ -106,9 +107,9 @@ class Engine(ABC):
             self.engine._take_model_step = clip_and_take_step
         if optimizer is not None:
             if groups.layout.pp > 1:
-                self._count_groups_of_other_stages()
+                count_groups_of_other_stages(self.engine.optimizer, self.device)
             if groups.grid is not None:
-                self._count_nothing_where_there_is_nothing()
+                count_nothing_where_there_is_nothing(self.engine.optimizer, self.device)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
 
@@ -260,57 +261,6 @@ class Engine(ABC):
         if self._clip > 0:
             nn.utils.clip_grads_with_norm_(trained, self._clip, norm)
         return norm
-
-    def _count_groups_of_other_stages(self) -> None:
-        """Let pipeline stages differ in their number of parameter groups (a collective).
-
-        ZeRO sums the gradient norm over the stages group by group, and a stage that has fewer groups than another one
-        (nothing decayed that is trained; nothing that Muon leaves to AdamW) would be missing in a collective. It takes
-        part with zeros instead: the sum over all groups is the same, whichever groups meet.
-        """
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        optimizer = self.engine.optimizer
-        if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer, no ZeRO: one collective for all groups
-            return
-        shape = (1,) if optimizer.cpu_offload else ()  # as ZeRO's own
-        most = torch.tensor(len(optimizer.bit16_groups), device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        missing = int(most) - len(optimizer.bit16_groups)
-        own_norm = optimizer.scaled_global_norm
-
-        def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-            norms = [own_norm(*args, **kwargs)]
-            for _ in range(missing):
-                square = torch.zeros(shape, device=self.device)
-                optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
-                norms.append(square.sqrt().view(()).to(norms[0].device))
-            return combine_grad_norm_groups(norms)
-
-        if missing:
-            optimizer.scaled_global_norm = scaled_global_norm
-
-    def _count_nothing_where_there_is_nothing(self) -> None:
-        """Let a rank take part in BF16_Optimizer's gradient norm that has nothing to count in it.
-
-        What a tensor-parallel group holds in common counts on its first rank. On the others of a stage that trains
-        nothing else, such as a head alone, the list of norms is empty, which torch does not stack.
-        """
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-        optimizer = self.engine.optimizer
-        if not isinstance(optimizer, BF16_Optimizer):
-            return
-        own_gradients = optimizer.get_grads_for_norm
-
-        def get_grads_for_norm(for_clipping: bool = False) -> Any:
-            gradients = own_gradients(for_clipping)
-            if for_clipping:
-                return gradients
-            counted, of_experts = gradients
-            return counted or [torch.zeros(1, device=self.device)], of_experts
-
-        optimizer.get_grads_for_norm = get_grads_for_norm
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a scalar over all ranks (a collective)."""

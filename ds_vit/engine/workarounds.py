@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 
 @contextlib.contextmanager
 def one_grid(grid: Any) -> Iterator[None]:
@@ -21,3 +24,54 @@ def one_grid(grid: Any) -> Iterator[None]:
         yield
     finally:
         module.PipelineParallelGrid = own
+
+
+def count_groups_of_other_stages(optimizer: Any, device: torch.device) -> None:
+    """Let pipeline stages differ in their number of parameter groups (a collective).
+
+    ZeRO sums the gradient norm over the stages group by group, and a stage that has fewer groups than another one
+    (nothing decayed that is trained; nothing that Muon leaves to AdamW) would be missing in a collective. It takes
+    part with zeros instead: the sum over all groups is the same, whichever groups meet.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer, no ZeRO: one collective for all groups
+        return
+    shape = (1,) if optimizer.cpu_offload else ()  # as ZeRO's own
+    most = torch.tensor(len(optimizer.bit16_groups), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    missing = int(most) - len(optimizer.bit16_groups)
+    own_norm = optimizer.scaled_global_norm
+
+    def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        norms = [own_norm(*args, **kwargs)]
+        for _ in range(missing):
+            square = torch.zeros(shape, device=device)
+            optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+            norms.append(square.sqrt().view(()).to(norms[0].device))
+        return combine_grad_norm_groups(norms)
+
+    if missing:
+        optimizer.scaled_global_norm = scaled_global_norm
+
+
+def count_nothing_where_there_is_nothing(optimizer: Any, device: torch.device) -> None:
+    """Let a rank take part in BF16_Optimizer's gradient norm that has nothing to count in it.
+
+    What a tensor-parallel group holds in common counts on its first rank. On the others of a stage that trains
+    nothing else, such as a head alone, the list of norms is empty, which torch does not stack.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    own_gradients = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        gradients = own_gradients(for_clipping)
+        if for_clipping:
+            return gradients
+        counted, of_experts = gradients
+        return counted or [torch.zeros(1, device=device)], of_experts
+
+    optimizer.get_grads_for_norm = get_grads_for_norm

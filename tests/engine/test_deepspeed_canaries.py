@@ -197,7 +197,7 @@ def norm_collectives_on_a_rank():
 
 
 def test_the_norm_is_a_collective_for_each_group(ranks):
-    """engine/base.py has a pipeline stage with fewer groups than another take part in what it would miss."""
+    """engine/workarounds.py has a pipeline stage with fewer groups than another take part in what it would miss."""
     [counts] = ranks.run(1, norm_collectives_on_a_rank)
     assert counts == {1: 1, 2: 2}
 
@@ -259,7 +259,7 @@ def test_a_pipeline_makes_a_grid_of_its_own(ranks):
 
 
 def test_an_empty_list_of_gradients_has_no_norm():
-    """engine/base.py gives BF16_Optimizer a zero on a rank that has nothing to count."""
+    """engine/workarounds.py gives BF16_Optimizer a zero on a rank that has nothing to count."""
     from deepspeed.runtime.utils import get_global_norm_of_tensors
 
     with pytest.raises(RuntimeError, match="non-empty TensorList"):
