@@ -21,8 +21,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.roll_call import GRACE_SECONDS, RAISED_SECONDS, Place, Roll, Sign, Verdict
+from ds_vit.fault_tolerance.stack import innermost, pending_collectives
 
 LOST_SECONDS = 60.0
 """How long a rank may give no sign of life; half of `stall_seconds` where that is shorter.
@@ -37,9 +39,6 @@ LOST_SECONDS = 60.0
 A frozen rank stalls the others too: the reason has to be found before its consequence.
 """
 
-_CUT_OFF_SECONDS = 10.0  # the same, once some rank's connection to another has broken
-_RAISED_SECONDS = 5.0  # for ranks that meet the same error, each in its own time
-_GRACE_SECONDS = 10.0  # for all ranks to read a verdict; for a store to come back
 _FALLBACK_SECONDS = 60.0  # a main thread that never lets go of the interpreter gets this much longer
 _COMMUNICATION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket|remote peer",
@@ -47,139 +46,6 @@ _COMMUNICATION = re.compile(
 )
 _run_number = itertools.count()
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands. `micro_batch` counts from 1 within the step; 0 where this rank takes none."""
-
-    step: int = 0
-    micro_batch: int = 0
-    phase: str = "start"
-
-    def __str__(self) -> str:
-        micro = f", micro-batch {self.micro_batch}" if self.micro_batch else ""
-        return f"step {self.step}{micro}, {self.phase}"
-
-
-@dataclass(frozen=True)
-class Sign:
-    """What a rank tells the others: that it lives, and where it stands.
-
-    Attributes:
-        number: one more each time.
-        state: "runs", "left" (its work is done), "raised" (it ends with `error`) or "cut off" (its connection to
-            another rank broke).
-        idle_seconds: since its last progress.
-    """
-
-    number: int = 0
-    state: str = "runs"
-    host: str = ""
-    place: Place = field(default_factory=Place)
-    idle_seconds: float = 0.0
-    error: str = ""
-
-    def pack(self) -> str:
-        """JSON for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def unpack(cls, text: str | bytes) -> Sign:
-        """The counterpart of `pack`."""
-        values = json.loads(text)
-        return cls(**{**values, "place": Place(**values["place"])})
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The run is given up: `kind` "stall" or "lost", and the line that says why."""
-
-    kind: str
-    line: str
-
-
-class Roll:
-    """Rank 0's list of who was last heard of when (pure but for the times that it is given).
-
-    Args:
-        world_size: number of ranks.
-        lost_seconds: silence after which a rank counts as lost.
-        now: when the run began, in seconds of any clock.
-    """
-
-    def __init__(self, world_size: int, lost_seconds: float, now: float) -> None:
-        self.lost_seconds = lost_seconds
-        self.signs: dict[int, Sign] = {}
-        self._heard = dict.fromkeys(range(world_size), now)
-        self._trouble: float | None = None
-
-    def hear(self, rank: int, sign: Sign, now: float) -> None:
-        """Note what a rank says; a sign that was seen before is no sign of life."""
-        if rank not in self.signs or sign.number != self.signs[rank].number:
-            self._heard[rank] = now
-        self.signs[rank] = sign
-
-    def judge(self, now: float) -> Verdict | None:
-        """Whether a rank is lost, or ended with an error and left the others waiting."""
-        running = [r for r in self._heard if r not in self.signs or self.signs[r].state in ("runs", "cut off")]
-        raised = [r for r, sign in self.signs.items() if sign.state == "raised"]
-        cut_off = [r for r in running if r in self.signs and self.signs[r].state == "cut off"]
-        if self._trouble is None and (raised or cut_off):
-            self._trouble = now
-        waited = now - self._trouble if self._trouble is not None else 0.0
-        if raised and running and waited >= _RAISED_SECONDS:
-            first = raised[0]
-            return Verdict("lost", f"{self._name(first)} ended with an error: {self.signs[first].error}")
-        limit = min(self.lost_seconds, _CUT_OFF_SECONDS) if cut_off else self.lost_seconds
-        # After the first broken connection a rank gets the whole of the shorter limit, not what is left of it.
-        lost = [r for r in running if now - self._heard[r] >= limit and (not cut_off or waited >= limit)]
-        if lost:
-            silent = max(now - self._heard[r] for r in lost)
-            return Verdict(
-                "lost",
-                f"{self._names(lost)} {'is' if len(lost) == 1 else 'are'} lost: no sign of life for {silent:.0f} s "
-                f"(killed, out of memory, or the host or its network is gone); last seen at {self._place(lost[0])}",
-            )
-        if cut_off and waited >= limit + 2 * _GRACE_SECONDS:
-            return Verdict(
-                "lost",
-                f"{self._names(cut_off)} lost the connection to a peer, yet every rank lives: a fault of the network "
-                f"between hosts ({self.signs[cut_off[0]].error}); `ds-vit doctor` tests it",
-            )
-        return None
-
-    def present(self, since: float) -> int:
-        """How many ranks run, or try to, and were heard of after `since`."""
-        running = [r for r, sign in self.signs.items() if sign.state in ("runs", "cut off")]
-        return sum(self._heard[r] >= since for r in running)
-
-    def behind(self) -> str:
-        """Who stands furthest back, for the line about a stall."""
-        running = {r: s for r, s in self.signs.items() if s.state == "runs"}
-        if len(running) < 2:
-            return ""
-        spot = {r: (s.place.step, s.place.micro_batch) for r, s in running.items()}
-        last = [r for r in running if spot[r] == min(spot.values())]
-        if len(last) == len(running):
-            odd = {s.place.phase for s in running.values()}
-            last = [r for r in running if running[r].place.phase == "waiting for data"] if len(odd) > 1 else []
-        return f"; furthest back: {self._names(last)} at {self._place(last[0])}" if last else ""
-
-    def _name(self, rank: int) -> str:
-        host = self.signs[rank].host if rank in self.signs else ""
-        return f"rank {rank}" + (f" (host {host})" if host else "")
-
-    def _names(self, ranks: list[int]) -> str:
-        if len(ranks) == 1:
-            return self._name(ranks[0])
-        hosts = sorted({self.signs[r].host for r in ranks if r in self.signs})
-        listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-        where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts[:8])})" if hosts else ""
-        return f"ranks {listed}{where}"
-
-    def _place(self, rank: int) -> str:
-        return str(self.signs[rank].place) if rank in self.signs else "the start"
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -280,12 +146,12 @@ class Watchdog:
             # Who is to blame is known when the others have been silent for long enough; the threads end this process.
             self._error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             self._state = "cut off"
-            self._stopped.wait(self.lost_seconds + 4 * _GRACE_SECONDS)
+            self._stopped.wait(self.lost_seconds + 4 * GRACE_SECONDS)
         elif error is not None:
             first = (str(error).splitlines() or [""])[0]
             self._error = f"{type(error).__name__}: {first}"[:300]
             self._state = "raised"
-            self._leave(_RAISED_SECONDS + 5 * self._period)
+            self._leave(RAISED_SECONDS + 5 * self._period)
         else:
             self._state = "left"
             self.beat(self._place.step, "end")
@@ -316,7 +182,7 @@ class Watchdog:
                 if self._state in ("left", "raised"):
                     return
                 broken = broken or time.monotonic()
-                if time.monotonic() - broken >= _GRACE_SECONDS:
+                if time.monotonic() - broken >= GRACE_SECONDS:
                     self._contact = -float("inf")
                     return
             else:
@@ -372,7 +238,7 @@ class Watchdog:
             self._show_place()
         with contextlib.suppress(RuntimeError):
             read = self._store.add("read", 1)
-            deadline = time.monotonic() + _GRACE_SECONDS
+            deadline = time.monotonic() + GRACE_SECONDS
             # Nobody leaves before all have read it: the store may go with rank 0's process, and the sockets of any
             # other break what its peers are in.
             while not self._store.check(["go"]) and time.monotonic() < deadline:
@@ -405,8 +271,8 @@ class Watchdog:
             # From here on the other thread, which reads the verdict; a store that hangs is seen by the next rounds.
             asked = threading.Thread(target=self._ask_all_to_stop, args=(verdict,), daemon=True)
             asked.start()
-            asked.join(_GRACE_SECONDS)
-            if self._stopped.wait(2 * _GRACE_SECONDS):
+            asked.join(GRACE_SECONDS)
+            if self._stopped.wait(2 * GRACE_SECONDS):
                 return
         if self._ending.acquire(blocking=False):
             self._say(f"{verdict.line}; ending with code {exit_codes.STALLED}")
@@ -470,27 +336,3 @@ class Watchdog:
             sys.stdout.flush()
             sys.stderr.flush()
         self._end(code)
-
-
-def innermost(frame: Any) -> str:
-    """`, in all_reduce, called by ds_vit/engine/base.py:253 (sum)`: what a stack says to people; "" for no stack."""
-    collective, caller = "", ""
-    while frame is not None and not caller:
-        path = Path(frame.f_code.co_filename)
-        if path.name == "distributed_c10d.py" and not frame.f_code.co_name.startswith("_"):
-            name = frame.f_code.co_name
-            collective = collective if name == "wrapper" and collective else name
-        if path.parent.name == "ds_vit" or "ds_vit" in path.parts[-3:-1]:
-            caller = f"{'/'.join(path.parts[path.parts.index('ds_vit') :])}:{frame.f_lineno} ({frame.f_code.co_name})"
-        frame = frame.f_back
-    return (f", in {collective}" if collective else "") + (f", called by {caller}" if caller else "")
-
-
-def pending_collectives(entries: list[Mapping[str, Any]], limit: int = 4) -> list[str]:
-    """The unfinished collectives of a flight recorder's dump, oldest first, as lines for people."""
-    pending = [e for e in entries if e.get("state") != "completed" and not e.get("retired")]
-    return [
-        f"{e.get('state')}: {e.get('profiling_name', 'collective')} number {e.get('collective_seq_id')} of group "
-        f"{e.get('process_group')}, sizes {e.get('input_sizes')}"
-        for e in pending[:limit]
-    ]

@@ -13,15 +13,9 @@ import torch.distributed as dist
 from ranks import RankFailure
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.watchdog import (
-    Place,
-    Roll,
-    Sign,
-    Watchdog,
-    innermost,
-    is_communication_error,
-    pending_collectives,
-)
+from ds_vit.fault_tolerance.roll_call import Place, Roll, Sign
+from ds_vit.fault_tolerance.stack import innermost, pending_collectives
+from ds_vit.fault_tolerance.watchdog import Watchdog, is_communication_error
 
 # ---- who is lost: without processes --------------------------------------------------------------------------------
 
