@@ -17,8 +17,10 @@ import pytest
 
 from ds_vit import cli
 from ds_vit.launching.hosts import Host
-from ds_vit.tools.doctor.checks import CHECKS, Finding, Run, examine, link_of
+from ds_vit.tools.doctor.checks import CHECKS, examine
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
+from ds_vit.tools.doctor.findings import Finding, Run
+from ds_vit.tools.doctor.interfaces import link_of
 from ds_vit.tools.doctor.measure import bus_factor, host_pairs, tcp_segments
 from ds_vit.tools.doctor.network import Figures, judge, slowest
 from ds_vit.tools.doctor.remote import ROOT, Answer, Way, ask_all, explain

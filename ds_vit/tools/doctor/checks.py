@@ -6,13 +6,13 @@ wrong, "warning" what makes it slow or fragile. A healthy cluster has none.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from ds_vit.launching.host_identity import PACKAGES
-from ds_vit.tools.doctor.facts import Facts, Interface
+from ds_vit.tools.doctor.facts import Facts
+from ds_vit.tools.doctor.findings import Finding, Found, Run, answered, differences, grouped
+from ds_vit.tools.doctor.interfaces import chosen, interface_of, is_address, is_loopback
 from ds_vit.tools.doctor.remote import Answer
 
 CLOCK_SECONDS = 2.0
@@ -24,47 +24,10 @@ _MIN_SHM_BYTES = 256 * 2**20  # Docker's default is 64 MiB: loader workers die o
 _MIN_OPEN_FILES = 1024
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong.
-
-    Attributes:
-        check: one word for the kind of fault.
-        severity: "error" or "warning".
-        hosts: names as the hostfile has them.
-        what: the fault, with its numbers.
-        remedy: what to do, a command where there is one.
-    """
-
-    check: str
-    severity: str
-    hosts: tuple[str, ...]
-    what: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the run would use.
-
-    Attributes:
-        environ: the variables that go to every host.
-        output: `--output`, "" for none.
-        port: where rank 0 will listen.
-    """
-
-    environ: Mapping[str, str]
-    output: str = ""
-    port: int = 0
-
-
 def examine(answers: Sequence[Answer], run: Run) -> list[Finding]:
     """All findings, errors first."""
     findings = [finding for check in CHECKS for finding in check(answers, run)]
     return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
-Found = Iterator[Finding]
 
 
 def reached(answers: Sequence[Answer], run: Run) -> Found:
@@ -77,7 +40,7 @@ def reached(answers: Sequence[Answer], run: Run) -> Found:
 def distinct(answers: Sequence[Answer], run: Run) -> Found:
     """No machine has two names in the list."""
     names = defaultdict(list)
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         names[facts.identity].append(answer.host.name)
     for same in names.values():
         if len(same) > 1:
@@ -89,10 +52,10 @@ def versions(answers: Sequence[Answer], run: Run) -> Found:
     """The same software everywhere."""
     same = "install the same environment on every host (one virtual environment on a shared disk is the easiest)"
     for name in PACKAGES:
-        versions = _differing(answers, lambda facts, name=name: facts.packages.get(name, "missing"))
+        versions = differences(answers, lambda facts, name=name: facts.packages.get(name, "missing"))
         if versions:
             yield Finding("versions", "error", versions.odd, f"{name} differs: {versions}", same)
-        missing = [a.host.name for a, facts in _known(answers) if facts.packages.get(name) == "missing"]
+        missing = [a.host.name for a, facts in answered(answers) if facts.packages.get(name) == "missing"]
         if missing and not versions:
             yield Finding("versions", "error", tuple(missing), f"{name} is not installed", "pip install ds-vit")
     wanted: list[tuple[str, str, Callable[[Facts], str], str]] = [
@@ -102,16 +65,16 @@ def versions(answers: Sequence[Answer], run: Run) -> Found:
         ("the NVIDIA driver", "warning", lambda facts: facts.driver or "none", "bring the drivers to one version"),
     ]
     for what, severity, value, remedy in wanted:
-        versions = _differing(answers, value)
+        versions = differences(answers, value)
         if versions:
             yield Finding("versions", severity, versions.odd, f"{what} differs: {versions}", remedy)
 
 
 def code(answers: Sequence[Answer], run: Run) -> Found:
     """The same ds_vit everywhere."""
-    differing = _differing(answers, lambda facts: facts.code)
+    differing = differences(answers, lambda facts: facts.code)
     if differing:
-        paths = {a.host.name: facts.code_path for a, facts in _known(answers)}
+        paths = {a.host.name: facts.code_path for a, facts in answered(answers)}
         what = f"the code of ds_vit differs from the other hosts' (checksums {differing}; in {paths[differing.odd[0]]})"
         remedy = "git status and git pull there, or put the clone on a shared disk"
         yield Finding("code", "error", differing.odd, what, remedy)
@@ -119,7 +82,7 @@ def code(answers: Sequence[Answer], run: Run) -> Found:
 
 def slots(answers: Sequence[Answer], run: Run) -> Found:
     """No more slots than accelerators, or cores where there is none."""
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         asked, have = answer.host.slots, len(facts.accelerators)
         name = (answer.host.name,)
         if have and asked > have:
@@ -135,15 +98,15 @@ def slots(answers: Sequence[Answer], run: Run) -> Found:
 
 def accelerators(answers: Sequence[Answer], run: Run) -> Found:
     """Torch sees what the driver lists, and all hosts have the same."""
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         have, seen = len(facts.accelerators), facts.torch_accelerators
         if have and seen == 0:
             what = f"the driver {facts.driver} lists {have} accelerators, and torch (CUDA {facts.cuda}) can use none"
             remedy = "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
             yield Finding("accelerators", "error", (answer.host.name,), what, remedy)
-    kinds = _differing(answers, lambda facts: ", ".join(sorted(set(facts.accelerators))) or "none")
+    kinds = differences(answers, lambda facts: ", ".join(sorted(set(facts.accelerators))) or "none")
     if kinds:
-        some_without = any(not facts.accelerators for _, facts in _known(answers))
+        some_without = any(not facts.accelerators for _, facts in answered(answers))
         severity = "error" if some_without else "warning"
         what = f"the accelerators differ: {kinds}"
         yield Finding("accelerators", severity, kinds.odd, what, "leave those hosts out; the slowest sets the pace")
@@ -154,15 +117,15 @@ def names(answers: Sequence[Answer], run: Run) -> Found:
     if len(answers) < 2:
         return
     master = answers[0].host.name
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         found = facts.resolves.get(master)
         if found is not None and not found:
             what = f"{master}, the host of rank 0, has no address here"
             yield Finding("names", "error", (answer.host.name,), what, "add it to DNS or /etc/hosts, or use addresses")
         own = facts.resolves.get(answer.host.name, ())
-        by_name = answer.host.name if not _is_address(answer.host.name) else ""
+        by_name = answer.host.name if not is_address(answer.host.name) else ""
         counts = answer is answers[0] or not run.environ.get("GLOO_SOCKET_IFNAME")
-        if counts and by_name and own and all(_is_loopback(address) for address in own):
+        if counts and by_name and own and all(is_loopback(address) for address in own):
             what = f"{by_name} is {own[0]} on itself, where no other host can reach it"
             remedy = "correct /etc/hosts there (Debian's 127.0.1.1 line)"
             yield Finding("names", "error", (answer.host.name,), what, remedy)
@@ -192,11 +155,11 @@ def clocks(answers: Sequence[Answer], run: Run) -> Found:
 
 def data(answers: Sequence[Answer], run: Run) -> Found:
     """The same data under the same path."""
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         if facts.data_problem:
             remedy = "mount or copy the data there, under the same path"
             yield Finding("data", "error", (answer.host.name,), facts.data_problem, remedy)
-    differing = _differing(answers, lambda facts: facts.data, left_out="")
+    differing = differences(answers, lambda facts: facts.data, left_out="")
     if differing:
         what = f"the data differs from the other hosts' (checksums {differing}: names, or a few files)"
         remedy = "copy it again (rsync -a --checksum), or use a shared disk"
@@ -205,7 +168,7 @@ def data(answers: Sequence[Answer], run: Run) -> Found:
 
 def output(answers: Sequence[Answer], run: Run) -> Found:
     """One folder that every host can write to, with room."""
-    known = [(answer, facts) for answer, facts in _known(answers) if run.output]
+    known = [(answer, facts) for answer, facts in answered(answers) if run.output]
     for answer, facts in known:
         name, free = (answer.host.name,), facts.output_free_bytes
         full = free is not None and free < _MIN_OUTPUT_BYTES
@@ -229,8 +192,8 @@ def interfaces(answers: Sequence[Answer], run: Run) -> Found:
         wanted = run.environ.get(variable, "")
         if not wanted or wanted.startswith("^"):
             continue
-        for answer, facts in _known(answers):
-            matching = _chosen(wanted, facts.interfaces, exact=variable.startswith("GLOO"))
+        for answer, facts in answered(answers):
+            matching = chosen(wanted, facts.interfaces, exact=variable.startswith("GLOO"))
             there = ", ".join(i.name for i in facts.interfaces if i.kind != "loopback" and i.addresses) or "none"
             remedy = f"{variable}=<name> in .deepspeed_env, with a name that every host has; here: {there}"
             if not matching:
@@ -240,9 +203,9 @@ def interfaces(answers: Sequence[Answer], run: Run) -> Found:
                 what = f"{variable}={wanted}: {matching[0].name} is down"
                 remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
                 yield Finding("interface", "error", (answer.host.name,), what, remedy)
-    taken = {a.host.name: interface_of(a, run) for a, _ in _known(answers)}
+    taken = {a.host.name: interface_of(a, run) for a, _ in answered(answers)}
     mtus = {name: str(i.mtu) if i is not None and i.kind != "loopback" else "" for name, i in taken.items()}
-    sizes = _grouped(mtus, left_out="")
+    sizes = grouped(mtus, left_out="")
     if sizes:
         what = f"the largest packet (MTU) of the interface differs: {sizes}"
         remedy = "ip link set dev NAME mtu N: one value on every host; large messages may hang otherwise"
@@ -252,7 +215,7 @@ def interfaces(answers: Sequence[Answer], run: Run) -> Found:
 def adapters(answers: Sequence[Answer], run: Run) -> Found:
     """InfiniBand and RoCE: ports active, of one speed, those that are asked for there; memory can be pinned."""
     wanted = run.environ.get("NCCL_IB_HCA", "")
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         name = (answer.host.name,)
         asked = [item for item in wanted.lstrip("^=").split(",") if item] if not wanted.startswith("^") else []
         for item in asked:
@@ -281,7 +244,7 @@ def adapters(answers: Sequence[Answer], run: Run) -> Found:
         if facts.ports and facts.gpudirect is False:
             what = "the kernel module nvidia_peermem is not loaded: adapters may have to go through host memory"
             yield Finding("gpudirect", "warning", name, what, "modprobe nvidia_peermem there (or NCCL's DMA-BUF way)")
-    rates = _differing(
+    rates = differences(
         answers, lambda facts: ", ".join(sorted({f"{p.gbits:g}" for p in facts.ports if p.state == "ACTIVE"}))
     )
     if rates:
@@ -292,7 +255,7 @@ def adapters(answers: Sequence[Answer], run: Run) -> Found:
 
 def limits(answers: Sequence[Answer], run: Run) -> Found:
     """Shared memory for loader workers, and open files."""
-    for answer, facts in _known(answers):
+    for answer, facts in answered(answers):
         name = (answer.host.name,)
         if facts.shm_bytes is not None and facts.shm_bytes < _MIN_SHM_BYTES:
             what = f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
@@ -319,91 +282,3 @@ CHECKS: tuple[Callable[[Sequence[Answer], Run], Found], ...] = (
     adapters,
     limits,
 )
-
-
-def interface_of(answer: Answer, run: Run) -> Interface | None:
-    """The interface that this host's ranks would talk through: the one that is named, else that of its own address."""
-    facts = answer.facts
-    assert facts is not None
-    wanted = run.environ.get("NCCL_SOCKET_IFNAME" if facts.accelerators else "GLOO_SOCKET_IFNAME", "")
-    if wanted and not wanted.startswith("^"):
-        return next(iter(_chosen(wanted, facts.interfaces, exact=not facts.accelerators)), None)
-    own = facts.resolves.get(answer.host.name, ())
-    return next((i for i in facts.interfaces if set(i.addresses) & set(own)), None)
-
-
-def link_of(answer: Answer, run: Run) -> tuple[str, float]:
-    """(words, Gbit/s; 0 where not known) of the way between hosts: `4 x InfiniBand 400 Gbit/s`, `TCP over eth0`."""
-    facts = answer.facts
-    if facts is None:
-        return "unknown", 0.0
-    active = [port for port in facts.ports if port.state == "ACTIVE"]
-    if active and facts.accelerators:
-        kind = "RoCE" if active[0].link == "Ethernet" else "InfiniBand"
-        return f"{len(active)} x {kind} {active[0].gbits:g} Gbit/s", sum(port.gbits for port in active)
-    interface = interface_of(answer, run)
-    if interface is None:
-        return "unknown", 0.0
-    # A virtual interface reports a rate that means nothing.
-    gbits = 0.0 if interface.kind in ("virtual", "loopback") else interface.gbits
-    return f"TCP over {interface.name}" + (f", {gbits:g} Gbit/s" if gbits else ""), gbits
-
-
-def _known(answers: Sequence[Answer]) -> Iterator[tuple[Answer, Facts]]:
-    for answer in answers:
-        if answer.facts is not None:
-            yield answer, answer.facts
-
-
-@dataclass(frozen=True)
-class Differing:
-    """Values by host, where they are not all equal; `odd` are the hosts of the rarer values."""
-
-    by_value: Mapping[str, Sequence[str]]
-    odd: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "; ".join(f"{value or 'none'} on {_list(hosts)}" for value, hosts in self.by_value.items())
-
-
-def _list(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:6]) + (f" and {len(hosts) - 6} more" if len(hosts) > 6 else "")
-
-
-def _differing(
-    answers: Sequence[Answer], value: Callable[[Facts], str], *, left_out: str | None = None
-) -> Differing | None:
-    """Group hosts by a value of their facts; None where all agree."""
-    return _grouped({answer.host.name: value(facts) for answer, facts in _known(answers)}, left_out)
-
-
-def _grouped(values: Mapping[str, str], left_out: str | None = None) -> Differing | None:
-    """Group hosts by a value; None where all agree. With as many on each side the first host's value is the norm."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, value in values.items():
-        if value != left_out:
-            groups[value].append(name)
-    if len(groups) < 2:
-        return None
-    norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
-    odd = tuple(name for value, names in groups.items() if value != norm for name in names)
-    return Differing(dict(groups), odd)
-
-
-def _chosen(wanted: str, interfaces: Sequence[Interface], *, exact: bool) -> list[Interface]:
-    """NCCL takes beginnings of names unless `=` comes first; gloo takes names."""
-    names = [name for name in wanted.lstrip("=").split(",") if name]
-    exact = exact or wanted.startswith("=")
-    return [i for i in interfaces if any(i.name == n if exact else i.name.startswith(n) for n in names)]
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(address: str) -> bool:
-    return _is_address(address.split("%")[0]) and ipaddress.ip_address(address.split("%")[0]).is_loopback

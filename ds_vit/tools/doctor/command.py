@@ -23,8 +23,10 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.tools.doctor.checks import Finding, Run, examine, link_of
+from ds_vit.tools.doctor.checks import examine
 from ds_vit.tools.doctor.facts import Ask, Facts, gather, mark, marks
+from ds_vit.tools.doctor.findings import Finding, Run
+from ds_vit.tools.doctor.interfaces import link_of
 from ds_vit.tools.doctor.network import Figures, gbits, judge, run_collectives, slowest
 from ds_vit.tools.doctor.remote import Answer, Way, ask_all
 

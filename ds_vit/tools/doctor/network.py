@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_vit.tools.doctor.checks import Finding, Run, link_of
+from ds_vit.tools.doctor.findings import Finding, Run
+from ds_vit.tools.doctor.interfaces import link_of
 from ds_vit.tools.doctor.probe import WORD
 from ds_vit.tools.doctor.remote import Answer, Way
 
