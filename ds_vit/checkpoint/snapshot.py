@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ WEIGHT_BYTES = 5 * 10**9
 STATE_BYTES = 2**30
 """Largest file of optimizer state: small enough for many ranks to write at once."""
 
+_EMA_PREFIX = "ema-"
 OPTIMIZER = "optimizer-"
 """What the kinds of the optimizer's states begin with."""
 
@@ -203,9 +204,18 @@ class Saver:
         holding: what this rank holds.
         keep: checkpoints to keep beside the best one; 0 keeps all.
         group: of all ranks, over gloo; nobody else uses it while a save is under way.
+        apart: parameters that `save_weights` writes into files of their own, by the file's name; in a checkpoint all
+            are together.
     """
 
-    def __init__(self, parent: Path, holding: Holding, keep: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        holding: Holding,
+        keep: int,
+        group: dist.ProcessGroup,
+        apart: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self.parent = parent
         self.holding = holding
         self.keep = keep
@@ -214,6 +224,9 @@ class Saver:
         self._host = HostCopy()
         self._held: list[Sequence[Segment]] | None = None
         self._gathers: dict[tuple[str, ...], Gather] = {}
+        self._apart = {
+            f"{prefix}{name}": frozenset(names) for name, names in (apart or {}).items() for prefix in ("", _EMA_PREFIX)
+        }
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._finished: list[Save] = []
@@ -257,7 +270,8 @@ class Saver:
 
     def save_weights(self, folder: Path) -> None:
         """Write the weights, and their average where there is one, into a folder: `model.safetensors` and
-        `ema.safetensors`, or shards with an index (all ranks).
+        `ema.safetensors`, or shards with an index (all ranks). What has a file of its own goes to `<name>.safetensors`
+        and `ema-<name>.safetensors` beside them.
 
         Raises:
             NotSaved: on every rank, with what went wrong on which.
@@ -265,6 +279,11 @@ class Saver:
         self.wait()
         kinds = tuple(kind for kind in self.holding.kinds() if not kind.startswith(OPTIMIZER))
         host = self._host.take(self.holding, kinds)
+        for name in self._apart:
+            source = "ema" if name.startswith(_EMA_PREFIX) else "model"
+            if source in host:
+                host[name] = host[source]
+        kinds = tuple(host)
         temporary = folder / ".weights.partial"
         entries, error = self._write(temporary, kinds, host)
         if not error:
@@ -343,10 +362,21 @@ class Saver:
             dist.all_gather_object(held, self.holding.given, group=self._group)
             self._held = held
         if kinds not in self._gathers:
-            specs = {kind: self.holding.specs(kind) for kind in kinds}
+            specs = self._specs(kinds)
             limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in kinds}
             self._gathers[kinds] = Gather(self._held, specs, limits, self.rank)
         return self._gathers[kinds]
+
+    def _specs(self, kinds: tuple[str, ...]) -> dict[str, list[TensorSpec]]:
+        """The whole tensors of each of these kinds; what is among them with a file of its own is in no other."""
+        out = {}
+        for kind in kinds:
+            if kind in self._apart:
+                out[kind] = [spec for spec in self.holding.specs("model") if spec.name in self._apart[kind]]
+            else:
+                elsewhere = frozenset().union(*(self._apart[name] for name in kinds if name in self._apart))
+                out[kind] = [spec for spec in self.holding.specs(kind) if spec.name not in elsewhere]
+        return out
 
     def _on_first_rank(self, action: Callable[[], None]) -> str:
         """Do something on rank 0; what went wrong with it, on every rank (a collective)."""

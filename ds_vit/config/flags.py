@@ -57,6 +57,11 @@ class RunConfig:
     pp_partition: str = _flag("", _R, "first layer of each stage and the number of layers: 0,7,14", neutral=("",))
 
     task: str = _flag("classification", _M, "what is trained for", neutral=("classification",))
+    mask_ratio: float = _flag(0.75, _M, "--task mae: share of the patches that are hidden", type=float)
+    decoder_dim: int = _flag(512, _M, "--task mae: width of the decoder", type=int)
+    decoder_depth: int = _flag(8, _M, "--task mae: blocks of the decoder", type=int)
+    decoder_heads: int = _flag(16, _M, "--task mae: attention heads of the decoder", type=int)
+    norm_pix_loss: bool = _flag(False, _M, "--task mae: each patch is painted less its mean, over its deviation")
     model: str = _flag("vit_base_patch16_224", _M, "timm name of a VisionTransformer or Eva model")
     model_kwargs: Mapping[str, Any] = _flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
     num_classes: int | None = _flag(None, _M, "classes of the head (default: the data's)", type=int)

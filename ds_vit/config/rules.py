@@ -11,7 +11,8 @@ EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"))
 
 # What evaluation alone looks at; every other flag is about training.
 _EVALUATION_NAMES = """
-    deepspeed_config pp tp tp_across_hosts sequence_parallel class_parallel pp_partition model model_kwargs num_classes
+    deepspeed_config pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
+    decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
     img_size initial_checkpoint dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
     interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
     stall_seconds verbose

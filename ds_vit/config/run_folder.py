@@ -4,7 +4,8 @@ config.yaml, deepspeed.json     all settings, resolved: enough to run again
 metrics.jsonl, tensorboard/     what was measured
 summary.json                    what came of it
 checkpoints/                    see ds_vit/checkpoint/folder.py
-model.safetensors               the final weights; ema.safetensors their average (or shards and an index)
+model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
+                                with --task mae the encoder's, and decoder.safetensors beside it
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
 """

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from ds_vit.config import RunConfig, default_of, spelling
+from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
 
-__all__ = ["TASKS", "Batch", "Field", "Figure", "Loss", "Metrics", "Task", "find_task"]
+__all__ = ["TASKS", "Batch", "Field", "Figure", "Loss", "Metrics", "Task", "find_task", "idle_flags"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification,)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding)}
 """From the word of `--task` to the task."""
+
+
+def idle_flags(task: type[Task]) -> frozenset[str]:
+    """The flags that do nothing for a task: those that it refuses, and those of other tasks alone."""
+    of_others = frozenset().union(*(other.flags for other in TASKS.values())) - task.flags
+    return of_others | frozenset(task.refused_flags)
 
 
 def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
@@ -25,7 +32,8 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     """
 
     def is_said(flag: str) -> bool:
-        return flag in explicit and getattr(config, flag) != default_of(flag)
+        value = getattr(config, flag)
+        return flag in explicit and value != default_of(flag) and value not in FIELDS[flag].metadata["neutral"]
 
     if config.task not in TASKS:
         raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")

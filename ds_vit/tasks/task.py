@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -107,6 +107,7 @@ class Task(ABC):
         augment: of training.
         mix: of training.
         source: the training split.
+        model: the whole one, on the meta device.
     """
 
     name: ClassVar[str]
@@ -116,17 +117,26 @@ class Task(ABC):
     """Flags that would have no effect, each with the reason."""
     loss_is_mean_of_samples: ClassVar[bool] = True
     """Else the gradient of a global batch is not the sum of its micro-batches', and accumulation is refused."""
+    has_classes: ClassVar[bool] = True
+    """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     figures: ClassVar[tuple[Figure, ...]]
     """The metrics by which weights are judged; the first decides which weights are the best."""
 
     def __init__(
-        self, config: RunConfig, image: ImageConfig, augment: AugmentConfig, mix: MixConfig, source: Source
+        self,
+        config: RunConfig,
+        image: ImageConfig,
+        augment: AugmentConfig,
+        mix: MixConfig,
+        source: Source,
+        model: nn.Module,
     ) -> None:
         self.config = config
         self.image = image
         self.augment = augment
         self.mix = mix
         self.source = source
+        self.model = model
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
@@ -143,6 +153,14 @@ class Task(ABC):
     def layers(cls, model: nn.Module) -> list[Layer]:
         """The model as a list of layers, to be run one after the other or dealt to pipeline stages."""
         return take_apart(model)
+
+    def identity(self) -> dict[str, Any]:
+        """Values of flags, by their recipe names, that a checkpoint cannot be gone on from with others."""
+        return {name: getattr(self.config, name) for name in sorted(self.flags)}
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """The parameters that the end of a run writes apart from `model.safetensors`, by the name of their file."""
+        return {}
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 

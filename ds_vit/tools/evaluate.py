@@ -26,7 +26,8 @@ from ds_vit.training.program import guarded, process_group
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
 _FROM_RUN = (
-    *("deepspeed_config", "model", "model_kwargs", "num_classes", "img_size", "bce_loss"),
+    *("deepspeed_config", "task", "model", "model_kwargs", "num_classes", "img_size", "bce_loss"),
+    *("mask_ratio", "decoder_dim", "decoder_depth", "decoder_heads", "norm_pix_loss"),
     *("dataset", "data_dir", "train_split", "val_split", "workers", "on_bad_image"),
     *("mean", "std", "interpolation", "crop_pct", "crop_mode"),
 )
@@ -124,8 +125,10 @@ def _run(
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
     if plan.initial_checkpoint.newly_initialised:
         raise UserError(
-            f"{found.path} has no classifier of {plan.config.num_classes} classes "
-            f"({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
+            f"{found.path} lacks "
+            + (f"a classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "a part of the model")
+            + f" ({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
+            + (" (a checkpoint of the run has all of it: --checkpoint)" if plan.task.weight_files() else "")
         )
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
     started = time.perf_counter()

@@ -86,7 +86,9 @@ class CheckpointManager:
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
         self._ballot = Ballot(engine.groups.ballots)
         holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model))
-        self._saver = Saver(self.parent, holding, config.keep_checkpoints, engine.groups.files)
+        self._saver = Saver(
+            self.parent, holding, config.keep_checkpoints, engine.groups.files, apart=plan.task.weight_files()
+        )
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
         self._failed_step: int | None = None  # of the last save that came to nothing
         self._saved_at = time.monotonic()
@@ -231,7 +233,8 @@ class CheckpointManager:
             self._collect()
 
     def save_weights(self, folder: Path) -> None:
-        """`model.safetensors`, and `ema.safetensors` where there is an average, written by all ranks.
+        """`model.safetensors`, what the task has apart from it, and both of the average where there is one, written by
+        all ranks.
 
         Weights that could not be written count among `num_failed`, and a line says why.
         """

@@ -34,7 +34,7 @@ from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import check_tp_inside_hosts
 from ds_vit.parallel.stages import stage_bounds
 from ds_vit.parallel.tensor import check_cut, pays
-from ds_vit.tasks import Task, find_task
+from ds_vit.tasks import Task, find_task, idle_flags
 from ds_vit.training.lr import DEFAULT_EPOCHS, learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule, keep_global_batch
 from ds_vit.training.resume import find as find_resume
@@ -86,6 +86,7 @@ class Plan:
         """What makes this the run that it is: a checkpoint of another one cannot be gone on from."""
         return {
             "task": self.config.task,
+            **self.task.identity(),
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.image.img_size),
@@ -202,8 +203,8 @@ def prepare(
         if source is not None and source.left_out:
             files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
             notes.append(f"{split}: files that are not images are left out: {files}")
-    num_classes = config.num_classes or train_source.num_classes
-    if num_classes < train_source.num_classes:
+    num_classes = (config.num_classes or train_source.num_classes) if task_type.has_classes else 0
+    if task_type.has_classes and num_classes < train_source.num_classes:
         raise UserError(
             f"--num-classes {num_classes} is smaller than the {train_source.num_classes} classes of the data; "
             f"use {train_source.num_classes} or more, or leave the flag out"
@@ -238,7 +239,7 @@ def prepare(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
     resolved_config = dataclasses.replace(config, num_classes=num_classes)
-    task = task_type(resolved_config, image, augment, mix, train_source)
+    task = task_type(resolved_config, image, augment, mix, train_source, model)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and batch.accumulation * layout.dp > 1:
         raise UserError(
@@ -512,7 +513,8 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     config = plan.config
     values = {name: getattr(config, name) for name in flags.FIELDS}
     values["deepspeed_config"] = "deepspeed.json"
-    for name in ("output", "batch_size", "grad_accum_steps", "weight_decay", "clip_grad", *_OF_THIS_START):
+    of_the_json = ("batch_size", "grad_accum_steps", "weight_decay", "clip_grad")
+    for name in ("output", *of_the_json, *_OF_THIS_START, *idle_flags(type(plan.task))):
         values[name] = None
     values |= {
         "lr": plan.lr,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config import RunConfig
+from ds_vit.config import FIELDS, RunConfig, spelling
 from ds_vit.config.deepspeed_json import BatchSizes
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
@@ -160,7 +160,8 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     """
     saved = resume.checkpoint.state
     notes = []
-    for key, remedy in _IDENTITY.items():
+    of_task = {name: f"give the same {spelling(name)}" for name in identity if name in FIELDS and name not in _IDENTITY}
+    for key, remedy in {"task": _IDENTITY["task"], **of_task, **_IDENTITY}.items():
         old, new = saved["run"].get(key, _BEFORE.get(key)), identity.get(key)
         if key in _SINCE_LATER and key not in saved["run"] and new is not None:
             notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")

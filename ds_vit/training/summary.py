@@ -175,7 +175,8 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     if summary["skipped_images"]:
         instead = "do not count" if plan.config.eval_only else "were replaced"
         rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and {instead}"))
-    names = ("model.safetensors", "ema.safetensors")
+    apart = plan.task.weight_files()
+    names = [f"{name}.safetensors" for name in ("model", *apart, "ema", *(f"ema-{name}" for name in apart))]
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
