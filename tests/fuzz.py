@@ -83,18 +83,6 @@ LAYOUT_RULES = (
     r"pipeline stage \d+ \(layers .*\) has nothing to train",  # docs/parallelism.md; DeepSpeed #5071
 )
 
-# Temporary: combinations that are known to be wrong and are being mended. Empty this list when they are.
-KNOWN: tuple[tuple[str, Callable[[Combination], bool]], ...] = (
-    (
-        "classes cut over ranks smooth multi-label targets a second time under mixing",
-        lambda c: (
-            c.data in ("labels", "one-label") and c.has("--mixup", "--cutmix", "--cutmix-minmax") and c.cuts_classes
-        ),
-    ),
-    ("Adagrad starts anew at ZeRO 1 to 3", lambda c: c.optimizer == "Adagrad"),
-    ("learned rotary frequencies that are frozen", lambda c: "rope_mixed" in c.model and c.has("--freeze")),
-)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -103,11 +91,6 @@ class Layout:
     world: int
     words: tuple[str, ...]
     json: dict[str, Any]
-
-    @property
-    def cuts_classes(self) -> bool:
-        """Whether the classifier is cut over its classes."""
-        return "--class-parallel on" in " ".join(self.words)
 
     def __str__(self) -> str:
         stage = self.json["zero_optimization"]["stage"]
@@ -163,11 +146,6 @@ class Combination:
         """Its name in the JSON."""
         return self.json["optimizer"]["type"]
 
-    @property
-    def cuts_classes(self) -> bool:
-        """Whether any layout cuts the classifier over its classes."""
-        return any(layout.cuts_classes for layout in self.layouts)
-
     def __str__(self) -> str:
         kwargs = " ".join(f"{key}={value}" for key, value in self.kwargs.items())
         lines = [
@@ -199,13 +177,8 @@ class _Draw(random.Random):
 
 
 def draw(seed: int, index: int, attempt: int = 0) -> Combination:
-    """A combination; the next attempt where the one before was refused. None of `KNOWN` is drawn."""
-    for step in range(100):
-        rng = _Draw(f"{seed}:{index}:{attempt}:{step}")
-        combination = _combination(rng, seed, index)
-        if not any(is_known(combination) for _, is_known in KNOWN):
-            return combination
-    raise AssertionError("KNOWN leaves nothing to draw")
+    """A combination; the next attempt where the one before was refused."""
+    return _combination(_Draw(f"{seed}:{index}:{attempt}:0"), seed, index)
 
 
 def _combination(rng: _Draw, seed: int, index: int) -> Combination:

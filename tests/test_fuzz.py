@@ -95,8 +95,7 @@ def test_everything_is_drawn_and_drawn_again():
     assert (drawn[0].model, drawn[0].words[5]) == _FIRST, "--fuzz-seed 0 no longer draws what it did, or not everywhere"
     words = {word for c in drawn for word in (*c.words, *(w for layout in c.layouts for w in layout.words))}
     assert set(_ALWAYS_SOMEWHERE.split()) <= words
-    # Adagrad is in fuzz.KNOWN.
-    assert {c.optimizer for c in drawn} >= set(fuzz.OPTIMIZERS) - {"Adagrad"}
+    assert {c.optimizer for c in drawn} == set(fuzz.OPTIMIZERS)
     assert {c.precision for c in drawn} == set(fuzz.TOLERANCES)
     assert {c.interruption.kind for c in drawn} == {"killed", "told", "signal"}
     layouts = [layout for c in drawn for layout in c.layouts[1:]]

@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import timm
 import torch
-from curves import read_rows, train_in, train_rows
-from PIL import Image
+from curves import train_in, train_rows
 from project import ROOT
-from safetensors.torch import load_file
 
 from ds_vit import config as flags
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names
-from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import prepare
