@@ -1,4 +1,4 @@
-"""Train: flags and JSON → plan → process group → session (engine, steps, metrics, weights).
+"""Train: flags and JSON → plan → process group → trainer (engine, steps, metrics, weights).
 
 deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --data-dir DIR
 """
