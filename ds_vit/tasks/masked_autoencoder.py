@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -27,7 +28,7 @@ class MaskedAutoencoding(Task):
 
     name = "mae"
     flags = frozenset({"mask_ratio", "decoder_dim", "decoder_depth", "decoder_heads", "norm_pix_loss"})
-    refused_flags: Mapping[str, str] = {
+    refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
         **dict.fromkeys(("linear_probe", "class_parallel", "drop"), "its model has no classifier"),

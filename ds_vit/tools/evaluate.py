@@ -125,8 +125,8 @@ def _run(
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
     if plan.initial_checkpoint.newly_initialised:
         raise UserError(
-            f"{found.path} lacks "
-            + (f"a classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "a part of the model")
+            f"{found.path} has no "
+            + (f"classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "whole model")
             + f" ({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
             + (" (a checkpoint of the run has all of it: --checkpoint)" if plan.task.weight_files() else "")
         )

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from ds_vit import config
 
 RECIPES = ROOT / "launch" / "recipes"
-NAMES = ("deit3_small", "mae_finetune_base", "bigvision_s16_90ep", "augreg")
+NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -32,6 +32,11 @@ ROWS = {
         {"epochs": 100, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
         | {"layer_decay": 0.65, "smoothing": 0.1, "min_lr": 1e-6},
         ("AdamW", 0.05, 0.0, [0.9, 0.999]),
+    ),
+    "mae_pretrain_base": (
+        {"task": "mae", "mask_ratio": 0.75, "norm_pix_loss": True, "epochs": 800, "scale": [0.2, 1.0], "drop_path": 0.0}
+        | {"aa": "", "color_jitter": 0.0, "hflip": 0.5, "min_lr": 0.0, "train_interpolation": "bicubic"},
+        ("AdamW", 0.05, 0.0, [0.9, 0.95]),
     ),
     "bigvision_s16_90ep": (
         {"epochs": 90, "drop_path": 0.0, "mixup": 0.2, "cutmix": 0.0, "aa": "rand-m10-n2-p1", "lr": 0.001}
@@ -103,6 +108,8 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         argv += ["--warmup-steps", 2]  # 10,000 are more than these few images have
     if name == "mae_finetune_base":
         argv += ["--initial-checkpoint", _pretrained(tmp_path, recipe["model"], kwargs)]
+    if name == "mae_pretrain_base":
+        argv += ["--decoder-dim", 64, "--decoder-depth", 1, "--decoder-heads", 2]
     train_in(ranks, 2, argv)
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in train_rows(rows)] == [1, 2]
@@ -119,8 +126,10 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         clip,
     )
     assert params["betas"] == betas
-    if name == "mae_finetune_base":
-        assert params["lr"] == pytest.approx(0.0005 * 12 / 256)
+    if name.startswith("mae_"):
+        assert params["lr"] == pytest.approx(
+            {"mae_finetune_base": 0.0005, "mae_pretrain_base": 1.5e-4}[name] * 12 / 256
+        )
 
 
 def _pretrained(folder, model, kwargs):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import timm
 import torch
 from curves import train_in, train_rows
+from PIL import Image
 from project import ROOT
+from safetensors.torch import load_file
 
 from ds_vit import config as flags
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names
+from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names, timm_state_dict
+from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import prepare
@@ -136,3 +142,156 @@ def test_the_curve_is_that_of_a_plain_loop(ranks, expected, tmp_path, layout):
     words = [*MAE, *RUN, *WORDS[optimizer], *words, "--max-steps", STEPS]
     argv = command(tmp_path, [*words, "-b", micro, "--grad-accum-steps", accumulation], stage, optimizer)
     assert_curve(train_in(ranks, world, argv), expected(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param("pp2", "dp2 ZeRO-0", marks=pytest.mark.slow),
+        ("dp2 ZeRO-3, each block recomputed", "pp2"),
+        pytest.param("tp2", "dp4 ZeRO-3", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_in_another_layout(ranks, expected, tmp_path, first, second):
+    """A checkpoint without the decoder, or without its optimizer state."""
+    optimizer = LAYOUTS[first][4]
+    for layout, steps, resume in ((first, 5, []), (second, STEPS, ["--resume", "auto"])):
+        world, stage, micro, accumulation, other, words = LAYOUTS[layout]
+        assert other == optimizer
+        words = [*MAE, *RUN, *WORDS[optimizer], *words, "-b", micro, "--grad-accum-steps", accumulation, *resume]
+        words += ["--max-steps", steps, "--checkpoint-interval", 5, "--output", tmp_path / "run"]
+        rows = train_in(ranks, world, command(tmp_path, words, stage, optimizer))
+    assert_curve(rows, expected(optimizer))
+
+
+EVAL = [*MAE, "--eval-only", "--norm-pix-loss"]
+
+
+@pytest.mark.parametrize(("world", "rows", "words"), [(1, 355, []), (3, 7, []), (2, 6, ["--pp", 2])])
+def test_every_image_of_the_validation_split_counts_once(ranks, tmp_path, world, rows, words):
+    """A mask that follows the batch, a padding row that counts, pixels that the last stage does not have."""
+    plan = planned(command(tmp_path, [*EVAL, "-vb", 355]))
+    whole, loss_of = plain_model(plan)
+    [batch] = inputs(plan).evaluation().batches
+    with torch.no_grad():
+        losses = loss_of.per_sample(whole.eval()(batch["images"], batch["keys"]), batch["pixels"], batch["keys"])
+    argv = command(tmp_path, [*EVAL, *words, "-vb", rows, "--output", tmp_path / "run"])
+    [row] = [row for row in train_in(ranks, world, argv) if row["kind"] == "eval"]
+    assert (row["loss"], row["images"]) == (pytest.approx(losses.double().mean().item(), rel=1e-6), 355)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["best_loss"], summary["last_loss"]) == (row["loss"], row["loss"])
+
+
+def images(folder):
+    """Class folders of 12 and 8 small images, of which one each cannot be decoded."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 6), ("validation", 4)):
+        for name in ("a", "b"):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+        (folder / split / "a" / "1.png").write_bytes(b"no image")
+    return folder
+
+
+def test_a_bad_image_is_counted_once_where_two_stages_decode_it(ranks, tmp_path):
+    """A count for each stage that reads the image; another stand-in at the end of the pipeline than at its start."""
+    data = images(tmp_path / "data")
+    words = [*MAE, *RUN, "--on-bad-image", "skip", "-b", 4, "--max-steps", 3, "-vb", 3]
+    seen = []
+    for world, layout in ((1, []), (2, ["--pp", 2, "--pp-partition", "0,5,8"])):
+        output = tmp_path / f"run{world}"
+        argv = command(tmp_path, [*words, *layout, "--output", output])
+        argv[argv.index("--dataset") : argv.index("--dataset") + 2] = ["--data-dir", str(data)]
+        rows = train_in(ranks, world, argv)
+        summary = json.loads((output / "summary.json").read_text())
+        [figures] = [row for row in rows if row["kind"] == "eval"]
+        assert (summary["skipped_images"], figures["images"]) == (1, 7)
+        seen.append([row["loss"] for row in [*train_rows(rows), figures]])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+def test_files(ranks, tmp_path):
+    """An encoder that timm cannot load, a decoder that is lost, a file that no run can start from."""
+    words = [*MAE, *RUN, "-b", 16, "--max-steps", 2, "--output", tmp_path / "run", "--model-ema"]
+    train_in(ranks, 2, command(tmp_path, words, stage=3))
+    settings = flags.load_recipe(str(tmp_path / "run" / "config.yaml"))
+    assert "num_classes" not in settings
+    assert settings["mask_ratio"] == 0.75
+    encoder = timm.create_model(NAME, num_classes=0, img_size=16, **KWARGS)
+    names = {name for name, _ in planned(command(tmp_path, MAE)).model.named_parameters()}
+    for prefix in ("", "ema-"):
+        weights = load_file(tmp_path / "run" / f"{prefix.strip('-') or 'model'}.safetensors")
+        encoder.load_state_dict(weights, strict=True)
+        decoder = load_file(tmp_path / "run" / f"{prefix}decoder.safetensors")
+        assert decoder.keys() == names - weights.keys()
+        assert {name for name in decoder if not name.startswith("decoder_")} == {"mask_token"}
+
+    start = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
+    fine_tune = command(tmp_path, [*MODEL, *RUN, *start, "-b", 8, "--max-steps", 2])
+    assert any("newly initialised: head.bias, head.weight" in note for note in planned(fine_tune).notes)
+    rows = train_in(ranks, 1, fine_tune)
+    assert [row["step"] for row in train_rows(rows)] == [1, 2]
+    assert "top1" in rows[-1]
+    plan = planned(command(tmp_path, [*MAE, *RUN, *start, "-b", 8]))
+    assert any("newly initialised: decoder_" in note for note in plan.notes)
+    layers = take_apart(plan.model)
+    initialise(plan.model, layers, seed=0, device="cpu", checkpoint=plan.initial_checkpoint)
+    whole = timm_state_dict(SequentialViT(layers))
+    raw = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(whole[name], tensor) for name, tensor in raw.items())
+
+
+def test_another_mask_is_another_run(ranks, tmp_path):
+    """A run that goes on under another loss, or is refused for a shape that says nothing."""
+    words = [*MAE, *RUN, "-b", 16, "--checkpoint-interval", 1, "--output", tmp_path / "run"]
+    train_in(ranks, 1, command(tmp_path, [*words, "--max-steps", 1]))
+    go_on = [*words, "--max-steps", 2, "--resume", "auto"]
+    assert planned(command(tmp_path, go_on)).resume is not None
+    for flag, value, there, here in (
+        ("--mask-ratio", [0.5], "0.75", "0.5"),
+        ("--decoder-depth", [3], "2", "3"),
+        ("--decoder-dim", [48], "24", "48"),
+        ("--decoder-heads", [3], "6", "3"),
+        ("--norm-pix-loss", [], "False", "True"),
+    ):
+        with pytest.raises(UserError, match=f"{there} there and {here} here; give the same {flag},"):
+            planned(command(tmp_path, [*go_on, flag, *value]))
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--task mae --mixup 0.8", "--mixup has no effect with --task mae: an image is its own target"),
+        ("--task mae --cutmix 1", "--cutmix has no effect with --task mae"),
+        ("--task mae --cutmix-minmax 0.2 0.8", "--cutmix-minmax has no effect with --task mae"),
+        ("--task mae --smoothing 0.2", "--smoothing has no effect with --task mae: its loss is over pixels"),
+        ("--task mae --bce-loss", "--bce-loss has no effect with --task mae"),
+        ("--task mae --num-classes 10", "--num-classes has no effect with --task mae"),
+        ("--task mae --linear-probe", "--linear-probe has no effect with --task mae: its model has no classifier"),
+        ("--task mae --tp 2 --class-parallel on", "--class-parallel has no effect with --task mae"),
+        ("--task mae --drop 0.1", "--drop has no effect with --task mae"),
+        ("--mask-ratio 0.5", "--mask-ratio has no effect with --task classification; it is of --task mae"),
+        ("--norm-pix-loss", "--norm-pix-loss has no effect with --task classification"),
+    ],
+)
+def test_flags_that_would_do_nothing(words, what):
+    """A flag that is taken and forgotten."""
+    with pytest.raises(UserError, match=what):
+        find_task(*flags.parse(["--deepspeed_config", "x.json", "--dataset", "digits", *words.split()]))
+
+
+def test_flags_that_say_what_is_so_anyway():
+    """A recipe of augmentation that turns mixing and smoothing off."""
+    words = ["--deepspeed_config", "x.json", "--dataset", "digits", "--task", "mae", "--mixup", "0", "--smoothing", "0"]
+    assert find_task(*flags.parse(words)).name == "mae"
+
+
+def test_wide_data_does_not_cut_a_classifier(tmp_path):
+    """A classifier that is cut over the data's classes where there is none."""
+    argv = command(tmp_path, [*MAE, *RUN, "-b", 8])
+    plan = planned(argv)
+    assert (plan.config.num_classes, plan.class_parallel, plan.mix.active) == (0, False, False)
+    assert plan.train_source.num_classes == 10
