@@ -123,13 +123,11 @@ def _run(
 
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
-    if plan.initial_checkpoint.newly_initialised:
-        raise UserError(
-            f"{found.path} has no "
-            + (f"classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "whole model")
-            + f" ({', '.join(plan.initial_checkpoint.newly_initialised)}): there is nothing to evaluate"
-            + (" (a checkpoint of the run has all of it: --checkpoint)" if plan.task.weight_files() else "")
-        )
+    if lacking := plan.initial_checkpoint.newly_initialised:
+        what = f"classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "whole model"
+        names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if plan.task.weight_files() else ""
+        raise UserError(f"{found.path} has no {what} ({names}): there is nothing to evaluate{way_out}")
     plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):

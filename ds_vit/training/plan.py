@@ -221,7 +221,9 @@ def prepare(
     starts = bool(config.initial_checkpoint) and resume is None
     initial = InitialCheckpoint(config.initial_checkpoint, model) if starts else None
     if initial is not None and initial.newly_initialised:
-        notes.append(f"not in {config.initial_checkpoint}, newly initialised: {', '.join(initial.newly_initialised)}")
+        names = initial.newly_initialised
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        notes.append(f"not in {config.initial_checkpoint}, newly initialised: {shown}")
 
     if config.tp > 1:
         check_cut(model, config.tp)

@@ -20,6 +20,8 @@ from ds_vit.launching.process import Process
 from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names, timm_state_dict
 from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
+from ds_vit.tools.evaluate import evaluate_weights
+from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import prepare
 
@@ -216,7 +218,12 @@ def test_a_bad_image_is_counted_once_where_two_stages_decode_it(ranks, tmp_path)
 def test_files(ranks, tmp_path):
     """An encoder that timm cannot load, a decoder that is lost, a file that no run can start from."""
     words = [*MAE, *RUN, "-b", 16, "--max-steps", 2, "--output", tmp_path / "run", "--model-ema"]
-    train_in(ranks, 2, command(tmp_path, words, stage=3))
+    rows = train_in(ranks, 2, command(tmp_path, [*words, "--checkpoint-interval", 2], stage=3))
+    with pytest.raises(UserError, match=r"has no whole model \(decoder_.* more\).*--checkpoint latest"):
+        evaluate_weights(tmp_path / "run")
+    assert ranks.run(1, evaluate_main, [str(tmp_path / "run"), "--checkpoint", "latest"]) == [0]
+    [evaluated] = [row["loss"] for row in rows if row["kind"] == "eval"]
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["loss"] == pytest.approx(evaluated, rel=1e-6)
     settings = flags.load_recipe(str(tmp_path / "run" / "config.yaml"))
     assert "num_classes" not in settings
     assert settings["mask_ratio"] == 0.75
