@@ -142,10 +142,10 @@ ORDINARY = fuzz.Combination(
 @contextlib.contextmanager
 def loss_factor():
     """The loss is larger by a ten-thousandth."""
-    from ds_vit.training import build
+    from ds_vit.tasks.classification import Classification
 
-    made = build._loss
-    with mock.patch.object(build, "_loss", lambda *args: lambda *batch: made(*args)(*batch) * 1.0001):
+    made = Classification.loss
+    with mock.patch.object(Classification, "loss", lambda *args: lambda *batch: made(*args)(*batch) * 1.0001):
         yield
 
 

@@ -35,8 +35,8 @@ def train_with_accident(argv, what, step):
     import contextlib
     import io
 
+    from ds_vit.tasks.classification import Classification
     from ds_vit.train import main
-    from ds_vit.training import build
     from ds_vit.training.inputs import InputPipeline
 
     if what == "nan":
@@ -44,27 +44,28 @@ def train_with_accident(argv, what, step):
 
         def spoilt(self, *where):
             micro = self.plan.batch.accumulation
-            for i, (images, keys, targets) in enumerate(training(self, *where)):
-                bad = images is not None and i // micro == step - 1
-                yield images * math.nan if bad else images, keys, targets
+            for i, batch in enumerate(training(self, *where)):
+                bad = "images" in batch and i // micro == step - 1
+                yield {**batch, "images": batch["images"] * math.nan} if bad else batch
 
         InputPipeline.training = spoilt
     if what == "loss":
-        make = build._loss
+        make = Classification.loss
+        accumulation = int(argv[argv.index("--grad-accum-steps") + 1])
 
-        def loud(plan, tp):
-            loss, calls = make(plan, tp), [0]
+        def loud(self, tp):
+            loss, calls = make(self, tp), [0]
 
-            def fn(logits, targets):
-                value = loss(logits, targets)
+            def fn(logits, batch):
+                value = loss(logits, batch)
                 if not value.requires_grad:
                     return value
                 calls[0] += 1
-                return value * 50 if (calls[0] - 1) // plan.batch.accumulation == step - 1 else value
+                return value * 50 if (calls[0] - 1) // accumulation == step - 1 else value
 
             return fn
 
-        build._loss = loud
+        Classification.loss = loud
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = main([str(word) for word in argv])

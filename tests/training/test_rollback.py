@@ -38,9 +38,9 @@ def train_with_bad_batches(argv, bad=(), jump=None):
             feed = itertools.islice(training(self), step * micro)
             yield from itertools.chain(feed, training(self, step, batches))
             return
-        for i, (images, keys, targets) in enumerate(training(self, first_step, skipped)):
-            poor = images is not None and first_step + skipped + i // micro in bad
-            yield images * math.nan if poor else images, keys, targets
+        for i, batch in enumerate(training(self, first_step, skipped)):
+            poor = "images" in batch and first_step + skipped + i // micro in bad
+            yield {**batch, "images": batch["images"] * math.nan} if poor else batch
 
     InputPipeline.training = spoilt
     errors = io.StringIO()
