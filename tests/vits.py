@@ -107,6 +107,20 @@ def our_model(
     return model
 
 
+def what_it_computes(model: nn.Module) -> tuple[Any, ...]:
+    """All that a model's forward depends on beside the values of its weights: two models with equal ones are the same.
+
+    Every sub-module's class, its plain attributes, and the shapes of its parameters and buffers.
+    """
+    plain = (bool, int, float, str, tuple, list, type(None))
+    parts: list[Any] = []
+    for name, module in model.named_modules():
+        own = {key: repr(value) for key, value in vars(module).items() if isinstance(value, plain)}
+        shapes = [(n, tuple(t.shape)) for n, t in [*module.named_parameters(), *module.named_buffers()] if "." not in n]
+        parts.append((name, type(module).__qualname__, tuple(sorted(own.items())), tuple(shapes)))
+    return tuple(parts)
+
+
 def images(spec: ModelSpec, count: int = 2) -> torch.Tensor:
     """Random images of the size that the model takes, [count, 3, height, width]."""
     height, width = create_model(spec, for_training=False).patch_embed.img_size
