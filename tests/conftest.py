@@ -50,7 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.
-_LONGEST = ("launch", "parity", "per_parameter", "oracle", "promise", "parity_tool", "tp_every_name", "cluster_faults")
+_LONGEST = (
+    *("parity", "per_parameter", "cluster_faults", "resume", "precision", "oracle", "promise", "parity_tool", "launch"),
+    *("kill", "tp_every_name", "cluster_slurm", "cluster_doctor", "fuzz", "every_name"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
