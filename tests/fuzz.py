@@ -137,10 +137,6 @@ class Combination:
     layouts: tuple[Layout, ...]
     interruption: Interruption
 
-    def has(self, *flags: str) -> bool:
-        """Whether any of these flags is given."""
-        return any(flag in self.words for flag in flags)
-
     @property
     def optimizer(self) -> str:
         """Its name in the JSON."""
@@ -587,7 +583,7 @@ def train_on_rank(
     Returns:
         Exit code, and what was said on stderr.
     """
-    from test_run import pretend_fp16
+    from runs import pretend_fp16
 
     from ds_vit.train import main
 
@@ -615,16 +611,16 @@ def _signalled(rank: int, step: int) -> Iterator[None]:
     from ds_vit.training.trainer import Trainer
 
     taken = 0
-    account = Trainer._account
+    take_step = Trainer._take_step
 
-    def account_and_tell(self, *args):
+    def take_and_tell(self, *args):
         nonlocal taken
         taken += 1
         if taken == step and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        return account(self, *args)
+        return take_step(self, *args)
 
-    with mock.patch.object(Trainer, "_account", account_and_tell):
+    with mock.patch.object(Trainer, "_take_step", take_and_tell):
         yield
 
 
@@ -789,14 +785,15 @@ def assert_same_evaluation(a: dict[int, Row], b: dict[int, Row], tolerance: Tole
 def refusal(combination: Combination, number: int, argv: list[str], on_cpu: bool) -> str | None:
     """What the trainer would refuse a combination with in a layout, found out without any ranks; None where it runs."""
     from ds_vit import config as flags
-    from ds_vit.parallel import layout as layouts
+    from ds_vit.fault_tolerance.errors import UserError
+    from ds_vit.launching.process import Process
     from ds_vit.training.plan import prepare
 
     world = combination.layouts[number].world
     try:
         config, explicit = flags.parse(argv)
-        prepare(config, explicit, layouts.Process("env", 0, world, 0, world), on_cpu=on_cpu)
-    except ValueError as error:
+        prepare(config, explicit, Process("env", 0, world, 0, world), on_cpu=on_cpu)
+    except UserError as error:
         return str(error)
     return None
 

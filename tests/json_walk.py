@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 from curves import read_rows
 from ranks import RankFailure, RankPool
 
+from ds_vit.fault_tolerance.errors import UserError
+
 if TYPE_CHECKING:
-    from ds_vit.prepare import Plan
+    from ds_vit.training.plan import Plan
 
 WORLD = 2
 
@@ -377,10 +379,9 @@ def planned(argv: list[str]) -> Plan:
     Raises:
         ValueError: it is refused.
     """
-    from ds_vit.layout import Process
-    from ds_vit.prepare import prepare
-
     from ds_vit.config import parse
+    from ds_vit.launching.process import Process
+    from ds_vit.training.plan import prepare
 
     config, explicit = parse(argv)
     return prepare(config, explicit, Process("env", 0, WORLD, 0, WORLD), on_cpu=True)
@@ -411,8 +412,8 @@ def without_ranks(case: Case, folder: Path) -> Verdict | None:
     try:
         plan = planned(argv)
     except ValueError as error:
-        # The way out of train.py: what this package raised becomes one line and exit code 2.
-        one_line = _raised_in_package(error) and "\n" not in str(error)
+        # The way out of train.py: a UserError becomes one line and exit code 2, anything else a traceback.
+        one_line = isinstance(error, UserError) and "\n" not in str(error)
         return Verdict("refused" if one_line else "traceback", str(error))
     finally:
         (folder / "case").rename(folder / f"done-{len(list(folder.iterdir()))}")
@@ -425,15 +426,6 @@ def without_ranks(case: Case, folder: Path) -> Verdict | None:
     names = [note.removeprefix("idle in this run: ").partition(":")[0] for note in said]
     named = any(case.key == name or case.key.startswith(f"{name}.") for name in names)
     return Verdict("idle" if named else "same", "\n".join(said))
-
-
-def _raised_in_package(error: ValueError) -> bool:
-    import traceback
-
-    import ds_vit
-
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return raised_in.is_relative_to(Path(ds_vit.__file__).parent)
 
 
 def run_on_ranks(ranks: RankPool, files: Sequence[tuple[Mapping[str, Any], int | str]], folder: Path) -> list[Verdict]:
@@ -500,19 +492,20 @@ def run_on_a_rank(argv: list[str]) -> _Outcome:
     import traceback
 
     from ds_vit import train
+    from ds_vit.engine import start
 
     met = []
-    meet = train.init_distributed
+    meet = start.init_distributed
     out = io.StringIO()
     code = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        train.init_distributed = lambda arguments: met.append(True) or meet(arguments)
+        start.init_distributed = lambda arguments: met.append(True) or meet(arguments)
         try:
             code = train.main(argv)
         except Exception:
             traceback.print_exc()
         finally:
-            train.init_distributed = meet
+            start.init_distributed = meet
     return code, bool(met), out.getvalue()
 
 

@@ -1,7 +1,7 @@
 """The folder of checkpoints on disk: what is in one, when it is complete, which one counts. No engine, no ranks.
 
 checkpoints/latest                 name of the newest complete one
-checkpoints/best                   name of the one with the highest top-1 so far
+checkpoints/best                   name of the best one so far, by the task's first figure
 checkpoints/step-00001000/         complete, or it would not have this name
     model.safetensors              weights, fp32, timm's names (or shards and model.safetensors.index.json)
     optimizer-exp_avg.safetensors  one for each state of the optimizer, the same names and shapes

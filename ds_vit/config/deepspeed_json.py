@@ -545,7 +545,6 @@ def resolve(
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch
     resolved["gradient_accumulation_steps"] = batch.accumulation
     resolved["gradient_clipping"] = gradient_clipping
-    resolved.pop("comms_logger", None)  # idle, but it would wait for each collective to time it
 
     def walk(block: dict[str, Any], prefix: str) -> None:
         for key in list(block):

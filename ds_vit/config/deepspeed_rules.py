@@ -66,7 +66,7 @@ _IDLE_TOP_LEVEL = {
     "zero_allow_untested_optimizer": "every optimizer offered here is tested with ZeRO",
     "zero_force_ds_cpu_optimizer": "offloaded steps use torch's optimizers, which need no JIT build",
     "log_level": "--verbose decides",
-    "comms_logger": "its summary is printed nowhere; a profiler such as nsys sees every collective",
+    "comms_logger": "its summary is printed nowhere, and it would wait for each collective; nsys sees them all",
 }
 
 

@@ -22,7 +22,11 @@ from torch import nn
 
 from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, StepGuard
-from ds_vit.engine.workarounds import count_groups_of_other_stages, count_nothing_where_there_is_nothing
+from ds_vit.engine.workarounds import (
+    advance_where_applied,
+    count_groups_of_other_stages,
+    count_nothing_where_there_is_nothing,
+)
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
@@ -112,6 +116,8 @@ class Engine(ABC):
                 count_nothing_where_there_is_nothing(self.engine.optimizer, self.device)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
+            if self.engine.lr_scheduler is not None:
+                advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_vit.engine.base import Engine, StepResult
 from ds_vit.engine.workarounds import one_grid
-from ds_vit.models import run_layers
+from ds_vit.models import BlockLayer, DecoderBlockLayer, run_layers
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch, Loss
 
@@ -47,7 +47,8 @@ class StagedViT(PipelineModule):
         checkpoint_function: Callable,
     ) -> None:
         self._bounds = list(bounds)
-        self._layer_count = len(layers)
+        encoder = [isinstance(layer, BlockLayer) and not isinstance(layer, DecoderBlockLayer) for layer in layers]
+        self._last_encoder_block = max(index for index, is_block in enumerate(encoder) if is_block)
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
         self.target_names = (*target_names, "keys")
@@ -69,8 +70,8 @@ class StagedViT(PipelineModule):
 
     def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""
-        if self.parts[self.stage_id + 1] == self._layer_count - 1:
-            outputs = outputs[:2]  # the head alone is left, and has no use for learned rotary frequencies
+        if self.parts[self.stage_id + 1] > self._last_encoder_block:
+            outputs = outputs[:2]  # nothing behind has a use for learned rotary frequencies
         # Point-to-point transfers take contiguous tensors alone; a model without class token has others.
         outputs = tuple(tensor.contiguous() for tensor in outputs)
         if not torch.is_grad_enabled():

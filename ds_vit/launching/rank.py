@@ -232,7 +232,7 @@ def probe(port: int = 0) -> dict[str, Any]:
     """What the launching machine must know of this host.
 
     Returns:
-        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/host_identity.py.
+        {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/launching/host_identity.py.
 
     Raises:
         UserError: `port` is in use.

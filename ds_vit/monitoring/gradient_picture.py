@@ -1,6 +1,6 @@
 """What a run's gradients look like to a number format: a table, and a picture of their powers of two.
 
-Reads the rows of kind "gradients" that --grad-stats-interval writes (`optim/health.py` says what is in them).
+Reads the rows of kind "gradients" that --grad-stats-interval writes (`monitoring/gradients.py` says what is in them).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
 
     Args:
         config: the flags.
-        explicit: which of them somebody wrote down.
+        explicit: which of them were given.
 
     Raises:
         UserError: there is no such task, or a flag was given that it does not listen to.

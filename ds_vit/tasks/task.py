@@ -1,8 +1,8 @@
 """What a run is trained for, behind one face: `--task` chooses it, and nothing outside this package knows which it is.
 
 A task brings the model and its layers, the tensors of a batch, the loss, and the metrics with which weights are judged.
-The input path allocates, loads, broadcasts and pads by `fields`; the engine hands `inputs` to the first layer and the
-rest to the loss; the trainer, the checkpoints and every file of the output folder speak of `figures`.
+The input path allocates, loads, broadcasts and pads by `fields`; the engine hands the first stage's to the first layer
+and the last stage's to the loss; the trainer, the checkpoints and every file of the output folder speak of `figures`.
 
 Shapes: B samples of a micro-batch.
 """
@@ -74,8 +74,9 @@ class Figure:
         return f"{figures[self.name]:.{self.digits + more_digits}f}{self.unit and ' ' + self.unit}"
 
     def best(self, *values: float) -> float:
-        """The best of some values."""
-        return max(values) if self.higher_is_better else min(values)
+        """The best of some values; one that is not a number is none."""
+        numbers = [value for value in values if value == value] or values
+        return max(numbers) if self.higher_is_better else min(numbers)
 
 
 class Metrics(ABC):

@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
 
 
 def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
-    parser = flags.build_parser(program, "Exact top-1 and top-5 of weights, whatever the layout.", _FLAGS, False)
+    parser = flags.build_parser(
+        program, "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.", _FLAGS, False
+    )
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
     words = flags.read_words(parser, argv, eval_only=True)
@@ -79,8 +81,8 @@ def evaluate_weights(
 
     Returns:
         What the file holds, on every rank: source, weights ("raw" or "ema"), file, model, num_parameters, layout
-        {pp, dp, tp}, precision, data_dir or dataset, val_split, top1, top5 (percent), loss (nats), images,
-        skipped_images, seconds.
+        {pp, dp, tp}, precision, data_dir or dataset, val_split, the task's figures (top1, top5 and loss of a
+        classifier), images, skipped_images, seconds.
 
     Raises:
         UserError: input that cannot be; before the process group exists.

@@ -16,7 +16,7 @@ MAX_SKIPS = 50
 
 
 class RollBack(Exception):
-    """Leaves training at a step that was turned down, on all ranks alike.
+    """Leaves training at a step that was turned down, on all ranks together.
 
     Attributes:
         step: that was turned down, counted from 1.

@@ -97,6 +97,7 @@ class CheckpointManager:
         self._identity = plan.identity  # asked for once: it reads the names of all samples
         self._best_step: int | None = None  # step whose weights are the best so far
         self._said_slow = False
+        self._has_saved = False
 
     # ---- going on --------------------------------------------------------------------------------------------------
 
@@ -129,7 +130,8 @@ class CheckpointManager:
         """
         self._saver.wait()
         self._collect()
-        checkpoint = together(lambda: newest(self.parent)[0] if self.parent.is_dir() else None)
+        # Before its own first save, what lies in the folder may be of a course that was given up.
+        checkpoint = together(lambda: newest(self.parent)[0]) if self._has_saved else None
         if checkpoint is not None:
             return self._take(self._intact(checkpoint, falls_back=True))
         if self.plan.resume is None:
@@ -277,6 +279,7 @@ class CheckpointManager:
                 "write_seconds": save.write_seconds,
                 "bytes": save.num_bytes,
             }
+            self._has_saved = self._has_saved or not save.error
             if save.error:
                 self.num_failed += 1
                 self._failed_step = save.step

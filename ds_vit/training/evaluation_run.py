@@ -28,6 +28,7 @@ def evaluate_plan(
     device: torch.device,
     groups: Groups,
     watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, dict[str, float]]:
     """Build the model of a plan and evaluate it (a collective).
 
@@ -36,6 +37,7 @@ def evaluate_plan(
         device: where this rank computes.
         groups: of the run.
         watched: wraps the batches, to see them pass.
+        between: called on every rank after every 32 batches.
 
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
@@ -43,7 +45,7 @@ def evaluate_plan(
     engine = build_engine(plan, device, groups)
     inputs = InputPipeline(plan, engine, Throughput()).evaluation()
     inputs.batches = watched(inputs.batches)
-    return engine, evaluate(engine, plan.task, inputs)
+    return engine, evaluate(engine, plan.task, inputs, between)
 
 
 def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
         return watchdog.micro_batches(batches)
 
     watchdog.beat(0, "building the model", patience=4)
-    engine, figures = evaluate_plan(plan, device, groups, watched)
+    engine, figures = evaluate_plan(plan, device, groups, watched, lambda: watchdog.beat(0, "evaluation"))
     if reporter:
         reporter.start(events=engine.write_events)
         reporter.eval({"step": 0, **figures}, plan.task.figures)

@@ -182,6 +182,8 @@ def prepare(
     deepspeed_json.check_pipeline(data, path, config.pp)
     check_secondary_partition(data, path, dp=layout.dp, tp=config.tp)
     _check_types(config, precision, on_cpu)
+    if precision.name == "autocast-fp16" and not config.eval_only:
+        _check_one_loss_scale(config, data, path)
     checkpointing = deepspeed_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
     batch = deepspeed_json.batch_sizes(
         data, path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
@@ -229,7 +231,7 @@ def prepare(
         check_cut(model, config.tp)
     frozen = frozen_names(model, config.freeze, config.linear_probe)
     bounds = stage_bounds(config, model, frozen)
-    if config.pp > 1:
+    if config.pp > 1 and not config.eval_only:
         bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
         line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
         notes.append(line + (" (more accumulation makes it smaller)" if batch.accumulation < config.pp else ""))
@@ -349,6 +351,15 @@ def _check_types(config: RunConfig, precision: deepspeed_json.Precision, on_cpu:
     if config.tf32 and (on_cpu or precision.compute != "float32"):
         why = "a CPU has no TF32 cores" if on_cpu else f"the model is in {precision.compute}"
         raise UserError(f"--tf32 has no effect: {why}; drop it")
+
+
+def _check_one_loss_scale(config: RunConfig, data: Mapping[str, Any], path: str) -> None:
+    """Refuse float16 autocast without ZeRO where ranks share a model: DeepSpeed gives each a loss scale of its own."""
+    if data.get("zero_optimization", {}).get("stage", 0) == 0 and config.pp * config.tp > 1:
+        raise UserError(
+            f"{path}: torch_autocast in float16 at ZeRO stage 0 keeps a loss scale of its own on every rank, which "
+            f'--pp {config.pp} --tp {config.tp} cannot have; use stage 1, or "dtype": "bfloat16"'
+        )
 
 
 def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:
@@ -492,6 +503,7 @@ def _resolve_json(
     clip = 0.0 if rule is None else rule.clip
     resolved = deepspeed_json.resolve(data, batch=batch, gradient_clipping=clip, auto=auto, path=path)
     if rule is None:
+        deepspeed_json.check_with_deepspeed(resolved, path)
         return resolved
     params = dict(resolved["optimizer"].get("params") or {})
     params["lr"] = rule.lr

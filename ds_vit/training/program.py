@@ -61,13 +61,14 @@ def _ranks_that_have_met() -> int:
 
 @contextlib.contextmanager
 def process_group(process: Process, *, on_cpu: bool) -> Iterator[None]:
-    """Meet the other ranks for the block, unless somebody has brought us together already."""
+    """Meet the other ranks for the block, unless the process group exists already."""
     import torch.distributed as dist
 
-    from ds_vit.engine.start import init_distributed, share_cores
+    from ds_vit.engine.start import device_of, init_distributed, share_cores
 
     if on_cpu:
         share_cores(process.local_world_size)
+    device_of(process.local_rank)  # NCCL takes objects on the current device alone, and that is the first one till now
     made_group = init_distributed(rendezvous(process))
     yield
     # Not after an error: another rank may be inside a collective, where a goodbye would wait for it.

@@ -187,7 +187,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
 
 
 def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: int, *, allow: bool) -> list[str]:
-    """Refuse to go on with other learning rates; a length of the run that sets none of them is nobody's concern.
+    """Refuse to go on with other learning rates; a length of the run that sets none of them may change without a word.
 
     Args:
         resume: the checkpoint.

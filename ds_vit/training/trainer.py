@@ -152,9 +152,9 @@ class Trainer:
     def _train(self, first_step: int) -> None:
         """Steps until the end; after each rollback from the step that it led to."""
         self._boundary(first_step)
-        if first_step and self.evaluated_step != first_step:
-            self._evaluate_if_due(first_step)  # the run was interrupted within this evaluation
         while True:
+            if first_step and self.evaluated_step != first_step:
+                self._evaluate_if_due(first_step)  # the run was interrupted within this evaluation
             try:
                 return self._train_from(first_step)
             except RollBack as bad:
@@ -170,7 +170,6 @@ class Trainer:
             Diverged: nothing was saved yet.
         """
         manager = self.checkpoint_manager
-        assert manager is not None
         self.watchdog.beat(bad.step, "reading the checkpoint", patience=4)
         used = bad.step + manager.skipped_batches
         back = manager.roll_back()
@@ -188,7 +187,7 @@ class Trainer:
         return self.step
 
     def _train_from(self, first_step: int) -> None:
-        skipped = self.checkpoint_manager.skipped_batches if self.checkpoint_manager is not None else 0
+        skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
             self._take_steps(first_step, batches)
@@ -238,9 +237,8 @@ class Trainer:
         Raises:
             Interrupted: some rank was told to stop; all of them are here, and the step is saved.
         """
-        if self.checkpoint_manager is not None:
-            self.watchdog.beat(done, "saving", patience=4)
-            self.checkpoint_manager.boundary(done)
+        self.watchdog.beat(done, "saving", patience=4)
+        self.checkpoint_manager.boundary(done)
 
     def _evaluate_if_due(self, done: int) -> None:
         plan = self.plan
@@ -289,25 +287,27 @@ class Trainer:
             Interrupted: the ranks were told to stop meanwhile; the step is saved, and not counted as evaluated.
         """
         self.throughput.pause()
+        before = len(self.evaluations), len(self.ema_evaluations)
         try:
             self._evaluate_weights(step, self.evaluations, "eval")
             if self.ema is not None:
                 with self.ema.swapped():
                     self._evaluate_weights(step, self.ema_evaluations, "eval_ema")
         except _Stop:
+            del self.evaluations[before[0] :], self.ema_evaluations[before[1] :]  # the run that goes on repeats both
             self._boundary(step)
         self.throughput.resume()
         self.evaluated_step = step
-        if self.checkpoint_manager is not None:
-            figure = self.plan.task.figures[0]
-            values = [evaluation[figure.name] for evaluation in self.evaluations]
-            self.checkpoint_manager.evaluated(step, is_best=values[-1] == figure.best(*values))
+        figure = self.plan.task.figures[0]
+        values = [evaluation[figure.name] for evaluation in self.evaluations]
+        self.checkpoint_manager.evaluated(step, is_best=values[-1] == figure.best(*values))
 
     def _evaluate_weights(self, step: int, evaluations: list[dict[str, float]], kind: str) -> None:
         """Judge the weights that the model has now (a collective)."""
 
         def stop_if_told_to() -> None:
-            if self.checkpoint_manager is not None and self.checkpoint_manager.asked_to_stop():
+            self.watchdog.beat(step, "evaluation")  # a middle stage of a pipeline sees no batch pass
+            if self.checkpoint_manager.asked_to_stop():
                 raise _Stop
 
         self.watchdog.beat(step, "evaluation")

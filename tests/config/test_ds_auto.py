@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from curves import assert_same_curve, train_in
-from ds_vit.layout import Process
-from ds_vit.prepare import prepare
 from project import ROOT
 
 from ds_vit.config import deepspeed_auto, deepspeed_json, parse
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.training.plan import prepare
 
 # transformers' docs, "DeepSpeed": ds_config_zero2.json and ds_config_zero3.json, word for word.
 FP16 = {
@@ -113,7 +114,8 @@ def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
 def test_warmup_of_the_jsons_scheduler_takes_every_flag(tmp_path):
     """--warmup-epochs and --warmup-lr were taken and passed over; no warm-up at all is one step, as DeepSpeed wants."""
     steps = 1442 // 14
-    told = resolved(tmp_path, ZERO3, "--lr", 0.01, "-b", 14, "--warmup-epochs", 2, "--warmup-lr", 1e-4).deepspeed
+    words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
+    told = resolved(tmp_path, ZERO3, *words).deepspeed
     assert told["scheduler"]["params"]["warmup_num_steps"] == 2 * steps
     assert told["scheduler"]["params"]["warmup_min_lr"] == 1e-4
     assert resolved(tmp_path, ZERO2, "--lr", 1).deepspeed["scheduler"]["params"]["warmup_num_steps"] == 1
@@ -234,3 +236,14 @@ def test_shipped_files_are_not_changed_by_settling():
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
         data = deepspeed_json.load_json(path)
         assert deepspeed_auto.settle(data) == data, path.name
+
+
+def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):
+    """Loss scales of ranks that share a model part at the first overflow of one of them (DeepSpeed 0.19.8)."""
+    path = tmp_path / "config.json"
+    autocast = {"enabled": True, "dtype": "float16"}
+    path.write_text(json.dumps({"torch_autocast": autocast, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    words = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--deepspeed_config", str(path), "--tp", "3"]
+    config, explicit = parse([*words, "--batch-size", "8", "--max-steps", "2"])
+    with pytest.raises(UserError, match="a loss scale of its own on every rank"):
+        prepare(config, explicit, Process("env", 0, 3, 0, 3), on_cpu=False)

@@ -213,9 +213,9 @@ def an_outlier():
     """On a rank: fp16 on a CPU, and in steps 4 and 6 a gradient on the last replica that no 16 bits hold."""
     from unittest import mock
 
-    from ds_vit.training import build
+    from ds_vit.tasks import classification
 
-    build_loss, calls = build.build_loss, itertools.count(1)
+    build_loss, calls = classification.build_loss, itertools.count(1)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def planted(**settings):
@@ -229,7 +229,7 @@ def an_outlier():
 
         return with_outlier
 
-    with pretend_fp16(), mock.patch.object(build, "build_loss", planted):
+    with pretend_fp16(), mock.patch.object(classification, "build_loss", planted):
         yield
 
 

@@ -87,3 +87,10 @@ def test_a_word_that_is_no_task(capfd):
     argv = [*WORDS, "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
     assert main([str(word) for word in argv]) == 2
     assert "there is no --task by-loss; there is classification" in capfd.readouterr().err
+
+
+def test_no_number_is_never_the_best():
+    # Catches: one evaluation that is nan, after which no weights are the best any more.
+    lower, higher = ByLoss.figures
+    assert lower.best(float("nan"), 0.5, 0.7) == 0.5
+    assert higher.best(0.1, float("nan"), 0.3) == 0.3
