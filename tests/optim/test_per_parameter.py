@@ -161,9 +161,9 @@ def train_slices_apart(argv):
     from ds_vit.train import main
 
     def apply_(self, tensors, work):
-        for part in self._parts:
-            own = part.segment.of(tensors[part.block].view(-1))
-            own.copy_(work(own.view(part.segment.tp_slice.local_shape)).reshape(-1))
+        for segment in self._own:
+            own = segment.of(tensors[self._number[segment.block]].view(-1))
+            own.copy_(work(own.view(segment.tp_slice.local_shape)).reshape(-1))
 
     WholeMatrices.apply_ = apply_
     return main(argv)
