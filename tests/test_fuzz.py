@@ -76,7 +76,7 @@ def test_most_draws_are_legal(data, tmp_path, capsys):
     assert len(refusals) < 0.15 * number
 
 
-_FIRST = ("vit_tiny_patch16_224", "664")
+_FIRST = ("vit_small_patch16_18x2_224", "399")
 # Values that no probability brings to zero; each must occur among these draws.
 _ALWAYS_SOMEWHERE = """
     --aug-repeats --no-aug --aa --color-jitter --color-jitter-prob --hflip --vflip --grayscale-prob

@@ -132,7 +132,7 @@ def test_config_yaml_evaluates_its_weights(ranks, tmp_path):
 
 def test_config_yaml_of_a_run_without_evaluation(ranks, tmp_path):
     """A crop that was resolved for a split that nobody evaluates, and is then refused as without effect."""
-    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 1, "--val-split", ""]
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 2, "--val-split", ""]
     first = train_in(ranks, 1, [*argv, "--output", tmp_path / "run"])
     again = train_in(ranks, 1, ["--recipe", tmp_path / "run" / "config.yaml", "--output", tmp_path / "again"])
     assert_same_curve(first, again, rtol=1e-6)
