@@ -124,6 +124,8 @@ def save(row: Mapping[str, Any], title: str, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise UserError(f"--output {path}: {error.strerror}") from None
+    except ValueError as error:  # matplotlib's word for a suffix that it does not know
+        raise UserError(f"--output {path}: {error}") from None
 
 
 def titles(run: Path, row: Mapping[str, Any]) -> str:
