@@ -75,7 +75,7 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    known = {n.lower(): n for n in OFFERED}
+    known = {n.lower(): n for n in (*OFFERED, *_OURS)}
     if lowered == "lion":
         from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
     elif lowered in known and known[lowered] in _OURS:
