@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit import config as flags
+from ds_vit.config.deepspeed_rules import MONITORS
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
@@ -36,7 +37,6 @@ _FLAGS = (
     *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
     *("dataset_download", "validation_batch_size", "verbose"),
 )
-_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
@@ -130,7 +130,7 @@ def _run(
         names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if plan.task.weight_files() else ""
         raise UserError(f"{found.path} has no {what} ({names}): there is nothing to evaluate{way_out}")
-    plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in _MONITORS})
+    plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in MONITORS})
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):
         engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.layout))
