@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,9 @@ def test_modules_say_their_job():
     silent = [str(path.relative_to(ROOT)) for path in python if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent, f"no docstring: {silent}"
     assert "utils.py" not in {path.name for path in python}
+
+
+def test_no_two_test_modules_of_one_name():
+    # Catches: a second file of a name, which pytest finds on collecting all and not on running either alone.
+    modules = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert not [name for name, count in modules.items() if count > 1]
