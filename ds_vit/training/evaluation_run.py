@@ -64,7 +64,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     device = device_of(plan.process.local_rank)
     reporter = Reporter(folder, total_steps=0, console=make_console()) if plan.process.rank == 0 else None
     console = reporter.console if reporter else None
-    show_start(plan, folder, forward_flops(plan.model), device, console)
+    show_start(plan, folder, forward_flops(plan.model) if console else 0, device, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         watchdog.beat(0, "evaluation")

@@ -63,7 +63,7 @@ class Trainer:
         self.watchdog = watchdog
         self.signals = signals
         self.device = device_of(plan.process.local_rank)
-        self.flops = forward_flops(plan.model)
+        self.flops = forward_flops(plan.model) if plan.process.rank == 0 else 0  # of rank 0, which tells them
         self.peak = peak_tflops(self.device, plan.precision.name)
         self.throughput = Throughput()
         self.evaluations: list[dict[str, float]] = []
