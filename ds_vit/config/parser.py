@@ -18,6 +18,7 @@ import yaml
 
 from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
+from ds_vit.config.timm_hints import timm_hint
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -136,7 +137,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in FIELDS:
-            raise UserError(f'{path}: there is no flag "{key}"{_nearest_flag(name)}')
+            raise UserError(f'{path}: there is no flag "{key}"{_instead(name)}')
         if name in out:
             raise UserError(f'{path}: "{key}" stands twice')
         out[name] = _from_yaml(name, value, path)
@@ -188,7 +189,11 @@ def _refuse_second_side(argv: Sequence[str], word: str) -> None:
         raise UserError(f"--img-size takes one number, not {sides}: images are square here")
 
 
-def _nearest_flag(name: str) -> str:
+def _instead(name: str) -> str:
+    """What to write in place of a name that is no flag: what stands for timm's flag, else the nearest of ours."""
+    hint = timm_hint(name)
+    if hint is not None:
+        return f"; {hint}"
     close = difflib.get_close_matches(name, list(FIELDS), n=1, cutoff=0.6)
     return f"; the nearest is {spelling(close[0])}" if close else ""
 
@@ -224,8 +229,10 @@ def read_words(
     if unknown:
         _refuse_second_side(argv, unknown[0])
         word = unknown[0].split("=")[0]
-        hint = _nearest_flag(word.lstrip("-").replace("-", "_")) if word.startswith("-") else ""
-        raise UserError(f"there is no flag {word}{hint}" if word.startswith("-") else f"{word!r} follows no flag")
+        if word.startswith("-"):
+            raise UserError(f"there is no flag {word}{_instead(word.lstrip('-').replace('-', '_'))}")
+        folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
+        raise UserError(f"{word!r} follows no flag{folder}")
     given = vars(namespace)
     for name in ("local_rank", "deepspeed"):
         given.pop(name, None)
@@ -263,7 +270,7 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name in values:
         if name not in FIELDS:
-            raise UserError(f'there is no setting "{name}"{_nearest_flag(name)}')
+            raise UserError(f'there is no setting "{name}"{_instead(name)}')
     if values.get("aa") == "none":
         values["aa"] = ""
     config = RunConfig(**values)
