@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_vit.models.layers import take_apart
+from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.layers import BlockLayer, Layer, take_apart
 from ds_vit.models.zoo import TimmViT, image_size
 
 
@@ -30,27 +33,55 @@ class LayerCost(NamedTuple):
     activation_bytes: int
 
 
-def layer_costs(model: TimmViT) -> list[LayerCost]:
-    """The cost of each layer of `take_apart(model)`, counted on the meta device.
+def layer_costs(model: TimmViT, layers: Sequence[Layer] | None = None) -> list[LayerCost]:
+    """The cost of each layer of `take_apart(model)`, on the meta device; of blocks that are alike one is counted.
 
     Args:
         model: from `create_model`, on the meta device.
+        layers: of `take_apart(model)`, where the caller has them; they are put into evaluation mode.
     """
     height, width = image_size(model)
     keys = torch.zeros(1, dtype=torch.int64, device="meta")
-    value = (torch.empty(1, model.in_chans, height, width, device="meta"), keys)
-    costs = []
-    for layer in take_apart(model):
+    value: Any = (torch.empty(1, model.in_chans, height, width, device="meta"), keys)
+    costs: list[LayerCost] = []
+    counted: tuple[Any, ...] | None = None
+    for layer in layers or take_apart(model):
         layer.eval()
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[id(tensor.untyped_storage())] = tensor.numel() * tensor.element_size()
-            return tensor
-
-        weights = sum(p.numel() * p.element_size() for p in layer.parameters())
-        # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            value = layer(value)
-        costs.append(LayerCost(counter.get_total_flops(), max(0, sum(kept.values()) - weights)))
+        looks = _looks(layer.block) if isinstance(layer, BlockLayer) else None
+        # A block hands on what it was given, in the same shapes.
+        if looks is not None and looks == counted:
+            costs.append(costs[-1])
+            continue
+        cost, value = _count(layer, value)
+        costs.append(cost)
+        counted = looks
     return costs
+
+
+def _looks(module: nn.Module) -> tuple[Any, ...]:
+    """What decides on a module's cost in evaluation: its classes, settings and shapes, and not its weights' values."""
+    if isinstance(module, (KeyedDrop, nn.Identity)):  # a first block without drop-path has none of it
+        return ()
+    settings = {name: repr(value) for name, value in vars(module).items() if not name.startswith("_")}
+    shapes = [
+        (name, tensor.shape)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    inner = [(name, child and _looks(child)) for name, child in module._modules.items()]
+    return type(module), settings, shapes, inner
+
+
+def _count(layer: Layer, value: Any) -> tuple[LayerCost, Any]:
+    """A layer's cost, and what it makes of `value`."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[id(tensor.untyped_storage())] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+    # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        value = layer(value)
+    return LayerCost(counter.get_total_flops(), max(0, sum(kept.values()) - weights)), value

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit import randomness
 from ds_vit.models.layers import BlockLayer, Layer, RopeFrequencies, block_stacks
-from ds_vit.models.zoo import TimmViT
+from ds_vit.models.zoo import TimmViT, fills_nothing
 
 if TYPE_CHECKING:
     from ds_vit.models.initial_checkpoint import InitialCheckpoint
@@ -95,8 +95,8 @@ class _KeyedDraws(TorchDispatchMode):
     ) -> Any:
         """Route random operations on real tensors to keyed draws, all others to torch."""
         kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta and func._schema.name.endswith("_"):
-            return args[0]  # nothing to fill; torch's own way, which works out shapes in Python, took half of the time
+        if fills_nothing(func, args):
+            return args[0]
         if func is _aten.uniform_.default and not args[0].is_meta:
             low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
             return self._fill(args[0], _uniform, low, high)

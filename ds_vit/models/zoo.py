@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
 
@@ -16,6 +16,7 @@ import timm
 import torch
 from timm.models import Eva, VisionTransformer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -144,6 +145,25 @@ def _check_trainable(model: TimmViT, name: str) -> None:
             module.aug_active = False  # neutral settings: spare the draws and keep the cached table
 
 
+def fills_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator of torch would change a tensor in place that has no memory (on the meta device)."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta and func._schema.name.endswith("_")
+
+
+class NothingToFill(TorchDispatchMode):
+    """Passes over what fills tensors on the meta device.
+
+    timm's constructors initialise each parameter there too, and torch works out each operation's shapes in Python:
+    half of the time that a description takes.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The tensor itself, or what torch makes of it."""
+        return args[0] if fills_nothing(func, args) else func(*args, **(kwargs or {}))
+
+
 def create_model(
     spec: ModelSpec, *, for_training: bool = True, device: str = "meta", classifier: bool = True
 ) -> TimmViT:
@@ -168,7 +188,8 @@ def create_model(
     _require_supported_name(spec.name)
     arguments = _constructor_arguments(spec)
     try:
-        model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
+        with NothingToFill():
+            model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UserError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error

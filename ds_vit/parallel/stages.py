@@ -28,7 +28,7 @@ def stage_bounds(config: RunConfig, model: torch.nn.Module, frozen: frozenset[st
     elif config.pp == 1:
         bounds = [0, len(layers)]
     else:
-        costs = layer_costs(model)
+        costs = layer_costs(model, layers)
         bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], config.pp)
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         names = {name for layer in layers[start:stop] for name, _ in layer.named_parameters()}

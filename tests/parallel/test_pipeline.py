@@ -6,12 +6,13 @@ import random
 
 import oracle
 import pytest
+import torch
 from curves import assert_same_curve, evals, read_rows, train_in
 from project import ROOT
 from runs import KINDS, count_decodes, drift
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.models import ModelSpec, balance, check_bounds, create_model, forward_flops, layer_costs
+from ds_vit.models import ModelSpec, balance, check_bounds, create_model, flops, forward_flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
@@ -74,6 +75,23 @@ def test_layer_costs_add_up():
     # sbd(20 + 4r) bytes in fp32 with r = 4 and no fused layers below, within a factor: attention's tables aside.
     tokens, width = 196, 768
     assert 0.5 < costs[1].activation_bytes / (2 * tokens * width * 34) < 2.0
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_rope_mixed_224"])
+def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
+    """A block that costs something else and is taken for its neighbour; and blocks that are all counted."""
+    model = create_model(ModelSpec(name, num_classes=10, drop_path=0.1))
+    count, counted = flops._count, []
+    monkeypatch.setattr(flops, "_count", lambda layer, value: counted.append(layer) or count(layer, value))
+    layer_costs(model)
+    assert len(counted) == 3
+    wide = model.blocks[5].mlp
+    wide.fc1 = torch.nn.Linear(wide.fc1.in_features, 7, device="meta")
+    wide.fc2 = torch.nn.Linear(7, wide.fc2.out_features, device="meta")
+    once = layer_costs(model)
+    monkeypatch.setattr(flops, "_looks", lambda block: None)
+    assert once == layer_costs(model)
+    assert once[6] != once[5] == once[7]
 
 
 def test_check_bounds():
