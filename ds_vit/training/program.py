@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import Diverged
+from ds_vit.launching.last_word import say_last
 from ds_vit.launching.process import Process, discover, rendezvous
 
 
@@ -36,21 +37,27 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
         if is_local_main or num_met:
             where = f" (rank {process.rank})" if num_met > 1 else ""
-            print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
+            _say(f"{program}: error{where}: {error}")
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return error.exit_code
     except Diverged as error:
         if is_local_main:
-            print(f"{program}: {error}", file=sys.stderr, flush=True)
+            _say(f"{program}: {error}")
         return exit_codes.DIVERGED
     except KeyboardInterrupt:
         if is_local_main:
-            print(f"{program}: interrupted; {interrupted}", file=sys.stderr, flush=True)
+            _say(f"{program}: interrupted; {interrupted}")
         return exit_codes.CTRL_C
     except Exception:
         traceback.print_exc()
         return exit_codes.BUG
+
+
+def _say(sentence: str) -> None:
+    """One line on stderr, and once more where the launcher's output ends."""
+    print(sentence, file=sys.stderr, flush=True)
+    say_last(sentence)
 
 
 def _ranks_that_have_met() -> int:

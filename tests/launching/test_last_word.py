@@ -1,0 +1,42 @@
+"""The sentence that matters stands at the end of what a launcher prints, not above its own lines."""
+
+import subprocess
+import sys
+import time
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from ds_vit.launching.last_word import say_last
+
+SENTENCE = 'train.py: error: "$(false)" is no flag; drop it'
+
+# Like DeepSpeed's launcher: known by its command line, it outlives its rank, says something long, and ends with 2.
+LAUNCHER = """
+import subprocess, sys, time
+rank = f"from ds_vit.launching.last_word import say_last; say_last({sys.argv[2]!r})"
+subprocess.run([sys.executable, "-c", rank], check=True)
+time.sleep(0.3)
+print("[ERROR] a dump of the command")
+"""
+
+
+def test_after_deepspeeds_launcher():
+    """A sentence that the launcher's own lines come after, that a shell takes apart, or that somebody must wait for."""
+    command = [sys.executable, "-c", LAUNCHER, "deepspeed.launcher.launch", SENTENCE]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["[ERROR] a dump of the command", SENTENCE]
+
+
+def test_in_torchruns_last_lines(tmp_path):
+    """torchrun's report of the failed rank with a pointer to documentation in place of a reason."""
+    file = tmp_path / "error.json"
+    say_last(SENTENCE, {"TORCHELASTIC_ERROR_FILE": str(file)})
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert abs(failure.timestamp - time.time()) < 60
+    assert SENTENCE in str(ChildFailedError("launch/train.py", {0: failure})).splitlines()[-2]
+
+
+def test_without_a_launcher(capfd):
+    """The sentence twice in a terminal."""
+    say_last(SENTENCE, {})
+    assert capfd.readouterr() == ("", "")
