@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from ds_vit.config import deepspeed_json
+from ds_vit.config import deepspeed_keys
 from ds_vit.config.deepspeed_rules import current_names
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -35,7 +35,7 @@ RESOLVED_LATER = frozenset(
 
 
 def settle(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The file as DeepSpeed's own models read it, after `deepspeed_json.check_keys`.
+    """The file as DeepSpeed's own models read it, after `deepspeed_keys.check_keys`.
 
     In the blocks that DeepSpeed reads by a pydantic model "auto" means the default, a number or a truth value may stand
     in quotation marks, and ZeRO's offload has an old spelling. Whatever this package reads, it reads afterwards.
@@ -45,7 +45,7 @@ def settle(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     out = dict(data)
     for block, value in data.items():
-        model = deepspeed_json.block_model(block)
+        model = deepspeed_keys.block_model(block)
         if model is not None and isinstance(value, Mapping):
             current = current_names(value) if block == "zero_optimization" else value
             kept = {k: v for k, v in current.items() if not (v == "auto" and f"{block}.{k}" not in RESOLVED_LATER)}

@@ -1,6 +1,6 @@
 """Rules about single keys of a DeepSpeed JSON: what does nothing in a run, and what DeepSpeed 0.19.8 gets wrong.
 
-`deepspeed_json.py` reads the file and asks here. tests/config/test_json_walk.py runs every key and so holds the rules
+`deepspeed_keys.py` looks at the file and asks here. tests/config/test_json_walk.py runs every key and so holds the rules
 to DeepSpeed.
 """
 

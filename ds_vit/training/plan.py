@@ -15,7 +15,7 @@ import torch
 from timm.data import resolve_data_config
 
 from ds_vit import config as flags
-from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json
+from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
 from ds_vit.config.deepspeed_rules import check_grad_norm, check_secondary_partition, without_idle
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment.transforms import train_transform
@@ -166,13 +166,13 @@ def prepare(
     task_type = find_task(config, explicit)
     path = config.deepspeed_config
     data = deepspeed_json.load_json(path)
-    deepspeed_json.check_keys(data, path)
+    deepspeed_keys.check_keys(data, path)
     data = deepspeed_auto.settle(data)
     precision = deepspeed_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     deepspeed_json.check_types(data, precision, path)
     if config.eval_only:
         data = deepspeed_json.for_evaluation(data, pp=config.pp)
-    notes = [f"idle in this run: {line}" for line in deepspeed_json.idle_keys(data)]
+    notes = [f"idle in this run: {line}" for line in deepspeed_keys.idle_keys(data)]
     data = without_idle(data)
     if not config.eval_only:
         data, filled = deepspeed_auto.with_optimizer(data, path, lr=config.lr)

@@ -7,7 +7,7 @@ import re
 import pytest
 from project import ROOT
 
-from ds_vit.config import deepspeed_json, deepspeed_rules
+from ds_vit.config import deepspeed_json, deepspeed_keys, deepspeed_rules
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
@@ -17,8 +17,8 @@ CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 def test_shipped_files_are_legal_for_any_number_of_ranks(path, dp):
     """A shipped file that our own rules, or some number of ranks, would refuse."""
     data = deepspeed_json.load_json(path)
-    deepspeed_json.check_keys(data, path.name)
-    assert deepspeed_json.idle_keys(data) == []
+    deepspeed_keys.check_keys(data, path.name)
+    assert deepspeed_keys.idle_keys(data) == []
     deepspeed_json.precision(data, path.name, on_cpu=False)
     sizes = deepspeed_json.batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
     assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
@@ -68,24 +68,24 @@ def test_top_level_keys_are_deepspeeds_own():
 
     seen: set[str] = set()
     DeepSpeedConfig(_Spy({"train_batch_size": 1}, seen))
-    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(deepspeed_json._REMOVED)
+    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(deepspeed_keys._REMOVED)
     # These are read outside DeepSpeedConfig.
     elsewhere = {"scheduler", "sequence_parallel_size", "data_parallel_size", "log_level"}
-    assert read - deepspeed_json.TOP_LEVEL == set()
-    assert deepspeed_json.TOP_LEVEL - read - elsewhere == set()
+    assert read - deepspeed_keys.TOP_LEVEL == set()
+    assert deepspeed_keys.TOP_LEVEL - read - elsewhere == set()
 
 
 def test_removed_keys_are_deepspeeds_own():
     """Canary: DeepSpeed's list of removed keys moves."""
     from deepspeed.runtime import config
 
-    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(deepspeed_json._REMOVED)
-    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(deepspeed_json._REMOVED_ZERO)
+    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(deepspeed_keys._REMOVED)
+    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(deepspeed_keys._REMOVED_ZERO)
 
 
 def test_stage3_keys_exist():
     """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
-    known = deepspeed_json._block_keys("zero_optimization")
+    known = deepspeed_keys._block_keys("zero_optimization")
     assert {*deepspeed_rules._STAGE3_ONLY, *deepspeed_rules._STAGES_1_AND_2, *deepspeed_rules._IDLE_ZERO} <= known
 
 
@@ -134,7 +134,7 @@ REFUSED = [
 def test_refused(data, message):
     """A key that DeepSpeed would swallow in silence or crash on."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        deepspeed_json.check_keys(data, "c.json")
+        deepspeed_keys.check_keys(data, "c.json")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_idle_keys_do_not_reach_deepspeed():
 
 def test_idle_keys_are_named():
     """Nothing is silently ignored: each idle key gets a line with its reason."""
-    lines = deepspeed_json.idle_keys(
+    lines = deepspeed_keys.idle_keys(
         {
             "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1},
             "checkpoint": {},
@@ -210,7 +210,7 @@ def test_idle_keys_are_named():
 
 def test_comms_logger_is_idle_and_left_out():
     """DeepSpeed's log of collectives, which costs time at each of them and is printed by nobody here."""
-    [line] = deepspeed_json.idle_keys({"comms_logger": {"enabled": True, "verbose": True}})
+    [line] = deepspeed_keys.idle_keys({"comms_logger": {"enabled": True, "verbose": True}})
     assert line.startswith("comms_logger: ")
     resolved = deepspeed_rules.without_idle({"comms_logger": {"enabled": True}})
     assert "comms_logger" not in resolved

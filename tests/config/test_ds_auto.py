@@ -9,7 +9,7 @@ import pytest
 from curves import assert_same_curve, train_in
 from project import ROOT
 
-from ds_vit.config import deepspeed_auto, deepspeed_json, parse
+from ds_vit.config import deepspeed_auto, deepspeed_json, deepspeed_keys, parse
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.plan import prepare
@@ -200,9 +200,9 @@ def test_blocks_are_read_as_deepspeed_reads_them(block, settled):
     data = {"zero_optimization": block}
     if settled is None:
         with pytest.raises(ValueError, match="stage '2' does not exist"):
-            deepspeed_json.check_keys(data, "c.json")
+            deepspeed_keys.check_keys(data, "c.json")
         return
-    deepspeed_json.check_keys(data, "c.json")
+    deepspeed_keys.check_keys(data, "c.json")
     assert deepspeed_auto.settle(data) == {"zero_optimization": settled}
 
 
@@ -210,7 +210,7 @@ def test_a_precision_in_quotation_marks():
     """`"enabled": "false"` switched bf16 on."""
     data = deepspeed_auto.settle({"bf16": {"enabled": "false"}, "fp16": {"enabled": "auto"}})
     assert data == {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
-    deepspeed_json.check_keys({"autotuning": {"enabled": "false"}, "wandb": {"enabled": "off"}}, "c.json")
+    deepspeed_keys.check_keys({"autotuning": {"enabled": "false"}, "wandb": {"enabled": "off"}}, "c.json")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from curves import assert_same_curve
 from json_walk import CASES, Case, Verdict, run_on_ranks, without_ranks
 
-from ds_vit.config import deepspeed_json
+from ds_vit.config import deepspeed_keys
 
 CHUNK = 16
 # Neighbours have the same file without the key: it is run once for all of them.
@@ -28,11 +28,11 @@ def keys_of_deepspeed() -> Iterator[str]:
         "offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
     }
-    for block in deepspeed_json.TOP_LEVEL:
+    for block in deepspeed_keys.TOP_LEVEL:
         yield block
-        model = deepspeed_json.block_model(block)
+        model = deepspeed_keys.block_model(block)
         fields = {field.alias or name for name, field in model.model_fields.items()} if model else ()
-        for key in fields or deepspeed_json._SUB_KEYS.get(block, ()):
+        for key in fields or deepspeed_keys._SUB_KEYS.get(block, ()):
             yield f"{block}.{key}"
     for block, model in nested.items():
         for key in model.model_fields:
