@@ -64,7 +64,8 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from ds_vit import config as flags
-    from ds_vit.checkpoint.snapshot import Holding, share_bytes
+    from ds_vit.checkpoint.holding import Holding
+    from ds_vit.checkpoint.snapshot import share_bytes
     from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.launching.process import discover

@@ -1,4 +1,4 @@
-"""What of a running engine goes into a checkpoint, copied to host memory and written by a thread beside training.
+"""Checkpoints of a running engine, copied to host memory and written by a thread beside training.
 
 The pause is the copy of this rank's share alone. The thread moves segments to their writers through a process group of
 its own, so that it never meets training's collectives.
@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Gather
+from ds_vit.checkpoint.holding import OPTIMIZER, Holding
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
 from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 WEIGHT_BYTES = 5 * 10**9
 """Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""
@@ -31,83 +31,6 @@ STATE_BYTES = 2**30
 """Largest file of optimizer state: small enough for many ranks to write at once."""
 
 _EMA_PREFIX = "ema-"
-OPTIMIZER = "optimizer-"
-"""What the kinds of the optimizer's states begin with."""
-
-
-class Holding:
-    """What this rank holds of the model, its optimizer state and its average, and which of it this rank gives.
-
-    A collective where the optimizer keeps different states for different parameters (Muon).
-
-    Args:
-        zero_map: the map of this rank.
-        ema: one tensor for each of the map's shards, or None without an average.
-        shapes: timm name → whole shape, of all parameters in the model's order.
-    """
-
-    def __init__(
-        self, zero_map: ZeroMap, ema: Sequence[torch.Tensor] | None, shapes: Mapping[str, Sequence[int]]
-    ) -> None:
-        self.zero_map = zero_map
-        self.ema = ema
-        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self.trained = [*zero_map.shards]
-        self.blocks: list[Shard] = [*self.trained, *zero_map.frozen]
-        self.given = tuple(
-            segment for shard in self.blocks for segment in shard.segments if self._gives(shard, segment.replicated)
-        )
-        """What this rank gives."""
-        self._given = {segment.block for segment in self.given}
-        declared = {shard: zero_map.declared_keys(shard) for shard in self.trained}
-        self._declared = {name: keys for shard, keys in declared.items() if keys is not None for name in shard.names}
-        """timm name → the states that are kept for it; empty where all parameters have the same."""
-        if self._declared:
-            everybodys: list[dict[str, tuple[str, ...]]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybodys, self._declared)
-            self._declared = {name: keys for own in everybodys for name, keys in own.items()}
-
-    def _gives(self, shard: Shard, replicated: bool) -> bool:
-        """Whether this rank's copy is the one that is saved."""
-        partitioned = self.zero_map.stage == 3 or (self.zero_map.stage > 0 and shard.group >= 0)
-        first_in_dp = partitioned or self.zero_map.dp_rank == 0
-        return first_in_dp and (self.zero_map.tp_rank == 0 or not replicated)
-
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of which there are tensors now, the same on every rank."""
-        keys = self.zero_map.state_keys()
-        if keys and self._declared:  # a pipeline stage may have none of those that are kept for some parameters alone
-            keys = tuple(sorted({key for declared in self._declared.values() for key in declared}))
-        states = tuple(OPTIMIZER + key for key in keys)
-        return ("model", *states, *(("ema",) if self.ema is not None else ()))
-
-    def specs(self, kind: str) -> list[TensorSpec]:
-        """The whole tensors of a kind: weights of all parameters, optimizer state of the trained ones."""
-        names = frozenset(self.shapes)
-        if kind.startswith(OPTIMIZER):
-            names = frozenset(name for name in self.zero_map.names if self._has_state(name, kind))
-        return [TensorSpec(name, shape) for name, shape in self.shapes.items() if name in names]
-
-    def _has_state(self, name: str, kind: str) -> bool:
-        """Whether there is a state of this kind for a trained parameter."""
-        return not self._declared or kind.removeprefix(OPTIMIZER) in self._declared[name]
-
-    def tensors(self, kind: str) -> list[torch.Tensor | None]:
-        """This rank's flat tensors of a kind, a block each, where they are; None where this rank gives nothing."""
-        out: list[torch.Tensor | None] = []
-        for block, shard in enumerate(self.blocks):
-            is_trained = block < len(self.trained)
-            is_state = kind.startswith(OPTIMIZER)
-            if block not in self._given or (is_state and not (is_trained and self._has_state(shard.names[0], kind))):
-                out.append(None)
-            elif kind == "model" or not is_trained:
-                out.append(shard.tensor)
-            elif kind == "ema":
-                assert self.ema is not None
-                out.append(self.ema[block])
-            else:
-                out.append(self.zero_map.state(shard, kind.removeprefix(OPTIMIZER)))
-        return out
 
 
 class HostCopy:

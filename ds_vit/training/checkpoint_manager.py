@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint import Checkpoint, newest, open_checkpoint, remove_leftovers
+from ds_vit.checkpoint.holding import Holding
 from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, verify_together
-from ds_vit.checkpoint.snapshot import Holding, Save, Saver
+from ds_vit.checkpoint.snapshot import Save, Saver
 from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine

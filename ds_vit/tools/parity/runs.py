@@ -218,7 +218,8 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
         (loss, gradient norm before clipping) of each step, on every rank; and the whole model by timm's names on
         rank 0 (None on the others), fp32.
     """
-    from ds_vit.checkpoint.snapshot import Holding, collect_weights
+    from ds_vit.checkpoint.holding import Holding
+    from ds_vit.checkpoint.snapshot import collect_weights
     from ds_vit.engine.start import device_of
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.metrics import Throughput
