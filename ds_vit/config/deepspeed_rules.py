@@ -1,7 +1,7 @@
 """Rules about single keys of a DeepSpeed JSON: what does nothing in a run, and what DeepSpeed 0.19.8 gets wrong.
 
-`deepspeed_keys.py` looks at the file and asks here. tests/config/test_json_walk.py runs every key and so holds the rules
-to DeepSpeed.
+`deepspeed_keys.py` looks at the file and asks here. tests/config/test_json_walk.py runs every key and so holds the
+rules to DeepSpeed.
 """
 
 from __future__ import annotations

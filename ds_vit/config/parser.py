@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
 from ds_vit.config.timm_hints import timm_hint
 from ds_vit.fault_tolerance.errors import UserError
@@ -54,12 +54,12 @@ def build_parser(
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
-    groups = {}
+    groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, f in FIELDS.items():
         if only is not None and name not in only:
             continue
         meta = f.metadata
-        group = groups.setdefault(meta["section"], parser.add_argument_group(meta["section"]))
+        group = groups[meta["section"]]
         names = [*meta["short"], spelling(name)]
         dashed = "--" + name.replace("_", "-")
         if dashed not in names:
@@ -71,10 +71,8 @@ def build_parser(
             twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
             group.add_argument(twin, action="store_false", dest=name, help=argparse.SUPPRESS)
             continue
-        for key in ("type", "nargs", "choices", "metavar"):
-            if meta[key] is not None:
-                options[key] = meta[key]
-        group.add_argument(*names, **options)
+        options |= {key: meta[key] for key in ("nargs", "choices", "metavar") if meta[key] is not None}
+        group.add_argument(*names, type=TYPES[name], **options)
     return parser
 
 
@@ -160,7 +158,7 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
         if not isinstance(value, bool):
             raise wrong
         return value
-    convert = meta["type"] or str
+    convert = TYPES[name]
 
     def one(item: Any) -> Any:
         if isinstance(item, (bool, list, dict)) or (convert is int and isinstance(item, float) and item != int(item)):

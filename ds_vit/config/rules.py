@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.config.durations import Interval, parse_seconds
-from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config.flag import check_values
+from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
 from ds_vit.fault_tolerance.errors import UserError
 
 EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"))
@@ -27,14 +31,10 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         UserError: says which flags, with their numbers, and what to do.
     """
 
-    def written(name: str) -> bool:
-        """Whether the flag was given and asks for something: neither its default nor a neutral value."""
-        value = getattr(config, name)
-        return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]
-
     if not config.deepspeed_config:
         raise UserError("--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision")
-    _check_ranges(config)
+    check_values(config)
+    _ = config.augment, config.mix  # which look at their values together
     _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
         raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
@@ -46,65 +46,8 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         rate = config.model_kwargs["drop_rate"]
         raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
     for name, reason in _idle_flags(config):
-        if written(name):
+        if is_asked_for(name, config, explicit):
             raise UserError(f"{spelling(name)} has no effect {reason}; drop it")
-
-
-def _check_ranges(config: RunConfig) -> None:
-    def must(ok: bool, name: str, what: str) -> None:
-        if not ok:
-            raise UserError(f"{spelling(name)} must be {what}, not {getattr(config, name)}")
-
-    for name in ("drop", "drop_path"):
-        must(0 <= getattr(config, name) < 1, name, "at least 0 and below 1")
-    for name in (
-        "hflip",
-        "vflip",
-        "grayscale_prob",
-        "gaussian_blur_prob",
-        "reprob",
-        "mixup_prob",
-        "mixup_switch_prob",
-    ):
-        must(0 <= getattr(config, name) <= 1, name, "between 0 and 1")
-    must(0 <= config.smoothing < 1, "smoothing", "at least 0 and below 1")
-    for name in (
-        "epochs",
-        "max_steps",
-        "img_size",
-        "num_classes",
-        "log_interval",
-        "recount",
-        "validation_batch_size",
-        "lr_base_size",
-    ):
-        value = getattr(config, name)
-        must(value is None or value >= 1, name, "at least 1")
-    for name in (
-        "workers",
-        "eval_interval",
-        "warmup_steps",
-        "warmup_epochs",
-        "mixup",
-        "cutmix",
-        "aug_repeats",
-        "grad_stats_interval",
-        "rollback",
-        "check_replicas",
-    ):
-        value = getattr(config, name)
-        must(value is None or value >= 0, name, "at least 0")
-    for name in ("lr", "min_lr", "warmup_lr", "weight_decay", "clip_grad", "stall_seconds"):
-        value = getattr(config, name)
-        must(value is None or (value >= 0 and value < float("inf")), name, "a number >= 0")
-    must(config.layer_decay is None or 0 < config.layer_decay <= 1, "layer_decay", "above 0 and at most 1")
-    must(0 <= config.model_ema_decay < 1, "model_ema_decay", "at least 0 and below 1")
-    must(config.spike_factor is None or config.spike_factor > 1, "spike_factor", "above 1")
-    must(0 < config.wsd_decay_fraction <= 1, "wsd_decay_fraction", "above 0 and at most 1")
-    for name in ("mean", "std"):
-        value = getattr(config, name)
-        must(value is None or len(value) in (1, 3), name, "one number or three")
-    must(config.std is None or min(config.std) > 0, "std", "above 0")
 
 
 def _check_checkpoints(config: RunConfig) -> None:
@@ -112,10 +55,6 @@ def _check_checkpoints(config: RunConfig) -> None:
     Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
     if config.time_limit:
         parse_seconds(config.time_limit, "--time-limit")
-    if config.keep_checkpoints < 0:
-        raise UserError(f"--keep-checkpoints must be at least 0 (0 keeps all), not {config.keep_checkpoints}")
-    if config.stop_before_seconds is not None and config.stop_before_seconds < 0:
-        raise UserError(f"--stop-before-seconds must be at least 0, not {config.stop_before_seconds}")
     if config.resume == "auto" and not config.output:
         raise UserError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
 
@@ -129,11 +68,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     """(flag, why it does nothing here) for this combination."""
     idle: list[tuple[str, str]] = []
     if config.no_aug:
-        names = (
-            "scale ratio hflip vflip color_jitter color_jitter_prob grayscale_prob gaussian_blur_prob aa reprob remode "
-            "recount train_interpolation train_crop_mode"
-        )
-        idle += [(name, "under --no-aug") for name in names.split()]
+        names = [f.name for f in fields(AugmentConfig) if f.name != "no_aug"]
+        idle += [(name, "under --no-aug") for name in names]
     if config.aa not in ("", "none") and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
         names = ("color_jitter", "color_jitter_prob")
         idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
@@ -141,8 +77,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("color_jitter_prob", "without --color-jitter")]
     if not config.reprob:
         idle += [(name, "without --reprob") for name in ("remode", "recount")]
-    mixing = config.mixup > 0 or config.cutmix > 0 or config.cutmix_minmax is not None
-    if not mixing:
+    if not config.active:
         idle += [(n, "without --mixup or --cutmix") for n in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch")]
     elif config.mixup == 0 or (config.cutmix == 0 and config.cutmix_minmax is None):
         idle += [("mixup_switch_prob", "unless --mixup and --cutmix are both on")]

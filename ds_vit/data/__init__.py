@@ -2,7 +2,7 @@
 
     sources/       where images come from
     sampler.py     which sample stands at which row of which step, and whose row it is
-    settings.py    the flags of augmentation and mixing, checked
+    settings.py    the model's input: size, normalisation, evaluation's crop
     augment/       the transforms, erasing and mixing; each random step is a keyed draw and its application
     loader.py      micro-batches read in worker processes
     device.py      the model's inputs from them, on the device
@@ -11,10 +11,11 @@ Nothing here draws from a process's random generator: a micro-batch is a pure fu
 step, share), whatever the number of ranks and workers.
 """
 
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
 from ds_vit.data.loader import Loader, MicroBatch, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
-from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import ImageDecodeError, Source
 

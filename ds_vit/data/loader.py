@@ -25,12 +25,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ds_vit import randomness
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_transform, train_transform
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
-from ds_vit.data.settings import AugmentConfig, ImageConfig, MixConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import ImageDecodeError, Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.signals import ignore_in_worker

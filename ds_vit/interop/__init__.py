@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit import config as flags
+from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.interop.check import TOLERANCE, Difference
 from ds_vit.interop.export import FORMATS, export
 from ds_vit.interop.imports import import_weights
-from ds_vit.interop.source import MODEL_FLAGS, PIXEL_FLAGS
+from ds_vit.interop.source import MODEL_FLAGS
 from ds_vit.interop.stored_weights import add_weights_arguments
 
 __all__ = ["TOLERANCE", "Difference", "export", "import_weights", "main"]

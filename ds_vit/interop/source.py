@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import resolve_data_config
 
 from ds_vit import config as flags
+from ds_vit.data.settings import PIXEL_FLAGS, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.stored_weights import StoredWeights
 from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, create_model, image_size
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
-PIXEL_FLAGS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,7 @@ def load_source(found: StoredWeights, settings: Mapping[str, Any], labels: str |
     torch.manual_seed(0)  # timm draws initial values; all of them are overwritten
     model = create_model(spec, for_training=False, device="cpu")
     checkpoint.load(model)
-    given = {name: values[name] for name in PIXEL_FLAGS if values.get(name)}
-    resolved = resolve_data_config(given, model=model)
-    pixels = {name: resolved[name] for name in PIXEL_FLAGS}
+    pixels = resolve_pixels(values, model)
     return Exported(model.eval(), pixels, _read_labels(labels, spec.num_classes), found)
 
 

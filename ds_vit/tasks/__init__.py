@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_vit.config import FIELDS, RunConfig, default_of, spelling
+from ds_vit.config import RunConfig, spelling
+from ds_vit.config.flags import is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
@@ -30,19 +31,14 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     Raises:
         UserError: there is no such task, or a flag was given that it does not listen to.
     """
-
-    def is_said(flag: str) -> bool:
-        value = getattr(config, flag)
-        return flag in explicit and value != default_of(flag) and value not in FIELDS[flag].metadata["neutral"]
-
     if config.task not in TASKS:
         raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
     task = TASKS[config.task]
     for other in TASKS.values():
         for flag in sorted(other.flags - task.flags):
-            if is_said(flag):
+            if is_asked_for(flag, config, explicit):
                 raise UserError(f"{spelling(flag)} has no effect with --task {task.name}; it is of --task {other.name}")
     for flag, reason in task.refused_flags.items():
-        if is_said(flag):
+        if is_asked_for(flag, config, explicit):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}: {reason}; drop it")
     return task

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.data import resolve_data_config
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
 from ds_vit.config.deepspeed_rules import check_grad_norm, check_secondary_partition, without_idle
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source
 from ds_vit.data.augment.transforms import train_transform
+from ds_vit.data.settings import PIXEL_FLAGS, resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import (
@@ -431,50 +431,10 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
 
 def _pixels(config: RunConfig, model: torch.nn.Module) -> tuple[ImageConfig, AugmentConfig, MixConfig]:
     """Settings of the pixels: the flags', else the model's own (timm's resolve_data_config)."""
-    wanted = {
-        "mean": config.mean,
-        "std": config.std,
-        "interpolation": config.interpolation or None,
-        "crop_pct": config.crop_pct,
-        "crop_mode": config.crop_mode or None,
-    }
-    resolved = resolve_data_config({k: v for k, v in wanted.items() if v is not None}, model=model)
-    image = ImageConfig(
-        img_size=image_size(model),
-        mean=tuple(resolved["mean"]),
-        std=tuple(resolved["std"]),
-        interpolation=resolved["interpolation"],
-        crop_pct=resolved["crop_pct"],
-        crop_mode=resolved["crop_mode"],
-    )
-    augment = AugmentConfig(
-        no_aug=config.no_aug,
-        scale=tuple(config.scale),
-        ratio=tuple(config.ratio),
-        train_crop_mode=config.train_crop_mode or None,
-        hflip=config.hflip,
-        vflip=config.vflip,
-        color_jitter=config.color_jitter or None,
-        color_jitter_prob=config.color_jitter_prob,
-        grayscale_prob=config.grayscale_prob,
-        gaussian_blur_prob=config.gaussian_blur_prob,
-        aa=config.aa or None,
-        train_interpolation=config.train_interpolation,
-        reprob=config.reprob,
-        remode=config.remode,
-        recount=config.recount,
-    )
-    mix = MixConfig(
-        mixup=config.mixup,
-        cutmix=config.cutmix,
-        cutmix_minmax=config.cutmix_minmax and tuple(config.cutmix_minmax),
-        mixup_prob=config.mixup_prob,
-        mixup_switch_prob=config.mixup_switch_prob,
-        mixup_off_epoch=config.mixup_off_epoch,
-        smoothing=config.smoothing,
-    )
+    image = ImageConfig(image_size(model), **resolve_pixels(vars(config), model))
+    augment = config.augment
     train_transform(image, augment)  # says now what it would say in a loader's worker
-    return image, augment, mix
+    return image, augment, config.mix
 
 
 def _resolve_json(
@@ -535,11 +495,7 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
         "lr_scale_by_batch": "none",  # done
         "lr_base_size": flags.default_of("lr_base_size"),
         "grad_checkpointing": False,
-        "mean": plan.image.mean,
-        "std": plan.image.std,
-        "interpolation": plan.image.interpolation,
-        "crop_pct": plan.image.crop_pct,
-        "crop_mode": plan.image.crop_mode,
+        **{name: getattr(plan.image, name) for name in PIXEL_FLAGS},
     }
     if plan.checkpointing.interval and config.grad_checkpointing:
         values["grad_checkpointing"] = True

@@ -163,7 +163,7 @@ CONFIGS = {
     "timm's defaults": {},
     "flips": {"hflip": 0.3, "vflip": 0.8, "color_jitter": 0.0},
     "crop": {"scale": (0.3, 0.6), "ratio": (0.5, 2.0), "train_interpolation": "nearest", "hflip": 0.0},
-    "rkrc": {"train_crop_mode": "rkrc"},
+    "rkrc": {"train_crop_mode": "rkrc", "scale": None, "ratio": None},
     "rkrr": {"train_crop_mode": "rkrr", "scale": (0.5, 1.0), "ratio": (0.8, 1.25)},
     "RandAugment": {"aa": "rand-m6-mstd0.5-inc1"},
     "AutoAugment": {"aa": "original"},

@@ -11,9 +11,9 @@ import torch
 from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.draws import seeded
 from ds_vit.data.augment.steps import Size
-from ds_vit.data.settings import AugmentConfig
 
 
 class _BoxRecorder:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target
 
+from ds_vit.config.augmentation import MixConfig
 from ds_vit.data.augment.draws import seeded
 from ds_vit.data.augment.erasing import box_mask
 from ds_vit.data.augment.steps import Size
-from ds_vit.data.settings import MixConfig
 
 
 class PairMix(NamedTuple):

@@ -23,6 +23,7 @@ from timm.data.transforms import (
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
+from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.policies import AugMix, Policy
 from ds_vit.data.augment.steps import (
     ColorJitter,
@@ -34,7 +35,7 @@ from ds_vit.data.augment.steps import (
     Step,
     maybe_step,
 )
-from ds_vit.data.settings import AugmentConfig, ImageConfig
+from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -94,7 +95,7 @@ def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfor
     primary, secondary, final = create_transform(
         (3, *image.img_size),
         is_training=True,
-        train_crop_mode=augment.train_crop_mode,
+        train_crop_mode=augment.train_crop_mode or None,
         scale=augment.scale,
         ratio=augment.ratio,
         hflip=augment.hflip,
