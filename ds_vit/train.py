@@ -90,7 +90,7 @@ def run(
             folder=Path(folder[0]),
         )
         with watchdog:
-            groups = build_groups(plan.layout, saves=not config.eval_only)
+            groups = build_groups(plan.parallel.layout, saves=not config.eval_only)
             run_folder = RunFolder(Path(folder[0]))
             if config.eval_only:
                 summary = run_evaluation(plan, run_folder, groups, started, watchdog)

@@ -389,17 +389,17 @@ def planned(argv: list[str]) -> Plan:
 
 def _essence(plan: Plan) -> tuple[Any, ...]:
     """All of a plan that a JSON file decides."""
-    told = {key: value for key, value in plan.deepspeed.items() if value != {}}
+    told = {key: value for key, value in plan.deepspeed.json.items() if value != {}}
     text = json.dumps(told, sort_keys=True, default=str)
     return (
         text,
-        plan.batch,
-        plan.precision,
-        plan.checkpointing,
-        plan.optimizer,
-        plan.weight_decay,
-        plan.lr,
-        plan.schedule,
+        plan.data.batch,
+        plan.deepspeed.precision,
+        plan.deepspeed.checkpointing,
+        (plan.optimizer.cls, plan.optimizer.arguments),
+        plan.optimizer.weight_decay,
+        plan.optimizer.lr,
+        plan.optimizer.schedule,
     )
 
 

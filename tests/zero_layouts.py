@@ -35,4 +35,4 @@ def start(argv):
     config, explicit = flags.parse([str(word) for word in argv])
     plan = prepare(config, explicit, process, on_cpu=True)
     init_distributed(rendezvous(process))
-    return build_engine(plan, torch.device("cpu"), build_groups(plan.layout))
+    return build_engine(plan, torch.device("cpu"), build_groups(plan.parallel.layout))

@@ -84,7 +84,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
     config, explicit = flags.parse([*argv, "--output", folder])
     plan = prepare(config, explicit, discover(), on_cpu=True)
-    engine = build_engine(plan, device_of(0), build_groups(plan.layout, saves=True))
+    engine = build_engine(plan, device_of(0), build_groups(plan.parallel.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
     inputs = InputPipeline(plan, engine, throughput).training()
     for _ in range(2):
@@ -95,7 +95,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     rows, nothing = Rows(), SimpleNamespace(state_dict=dict)
     run_folder = RunFolder(Path(folder))
     checkpoint_manager = CheckpointManager(plan, run_folder, engine, average, throughput, None, nothing, rows)
-    shapes = names_and_shapes(plan.model)
+    shapes = names_and_shapes(plan.model.whole)
     holding = Holding(engine.zero_map, average.tensors, shapes)
 
     def timed(action: Any) -> float:

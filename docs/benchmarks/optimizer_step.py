@@ -47,7 +47,7 @@ def start(model: str, optimizer: str, on_cpu: bool) -> Engine:
         process = discover()
         plan = prepare(config, explicit, process, on_cpu=on_cpu)
     init_distributed(rendezvous(process))
-    return build_engine(plan, device_of(0), build_groups(plan.layout))
+    return build_engine(plan, device_of(0), build_groups(plan.parallel.layout))
 
 
 def timed(step: Callable[[], None]) -> float:

@@ -1,7 +1,7 @@
 """What a DeepSpeed JSON leaves open: "auto", old names, numbers in quotation marks, and an optimizer that is not there.
 
 `settle` reads the blocks as DeepSpeed's own models read them, and `with_optimizer` fills the optimizer block; what
-hangs on the flags, the model and the batch becomes numbers in `deepspeed_json.resolve`, at the end of training/plan.py.
+hangs on the flags, the model and the batch becomes numbers in `deepspeed_json.resolve`, by training/plan/deepspeed.py.
 """
 
 from __future__ import annotations

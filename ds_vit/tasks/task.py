@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, MixConfig, Source
+from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.models import Layer, ModelSpec, create_model, take_apart
 from ds_vit.parallel.tensor import TensorParallel
 
@@ -105,8 +105,6 @@ class Task(ABC):
     Args:
         config: the flags, `num_classes` resolved.
         image: sizes and normalisation.
-        augment: of training.
-        mix: of training.
         source: the training split.
         model: the whole one, on the meta device.
     """
@@ -123,19 +121,11 @@ class Task(ABC):
     figures: ClassVar[tuple[Figure, ...]]
     """The metrics by which weights are judged; the first decides which weights are the best."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        image: ImageConfig,
-        augment: AugmentConfig,
-        mix: MixConfig,
-        source: Source,
-        model: nn.Module,
-    ) -> None:
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         self.config = config
         self.image = image
-        self.augment = augment
-        self.mix = mix
+        self.augment = config.augment
+        self.mix = config.mix
         self.source = source
         self.model = model
 

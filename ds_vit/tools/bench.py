@@ -91,20 +91,24 @@ def bench_step(
     plan = prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
     made_group = init_distributed(rendezvous(process))
     device = device_of(process.local_rank)
-    engine = build_engine(plan, device, build_groups(plan.layout))
+    engine = build_engine(plan, device, build_groups(plan.parallel.layout))
 
-    cls, arguments = plan.optimizer
+    cls, arguments = plan.optimizer.cls, plan.optimizer.arguments
     options = {"img_size": img_size} if img_size else {}
     peer = timm.create_model(model, **options).to(device).train()
     optimizer = timm.optim.create_optimizer_v2(
-        peer, opt=cls.__name__.lower(), lr=plan.lr, weight_decay=plan.weight_decay, betas=arguments.get("betas")
+        peer,
+        opt=cls.__name__.lower(),
+        lr=plan.optimizer.lr,
+        weight_decay=plan.optimizer.weight_decay,
+        betas=arguments.get("betas"),
     )
-    height, width = plan.image.img_size
+    height, width = plan.model.image.img_size
     images = torch.randn(batch_size, 3, height, width, device=device)
     keys = torch.arange(batch_size, device=device)
     targets = torch.randint(1000, (batch_size,), device=device)
-    half = plan.precision.name != "fp32"
-    clip = plan.deepspeed["gradient_clipping"]
+    half = plan.deepspeed.precision.name != "fp32"
+    clip = plan.deepspeed.json["gradient_clipping"]
 
     def plain() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=half):

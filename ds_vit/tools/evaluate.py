@@ -125,36 +125,38 @@ def _run(
 
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = prepare(config, explicit, process, on_cpu=on_cpu)
-    if lacking := plan.initial_checkpoint.newly_initialised:
-        what = f"classifier of {plan.config.num_classes} classes" if plan.task.has_classes else "whole model"
+    task = plan.model.task
+    if lacking := plan.model.initial_checkpoint.newly_initialised:
+        what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
         names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if plan.task.weight_files() else ""
+        way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if task.weight_files() else ""
         raise UserError(f"{found.path} has no {what} ({names}): there is nothing to evaluate{way_out}")
-    plan = dataclasses.replace(plan, deepspeed={k: v for k, v in plan.deepspeed.items() if k not in MONITORS})
+    told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
+    plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
     started = time.perf_counter()
     with process_group(process, on_cpu=on_cpu):
-        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.layout))
+        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.parallel.layout))
         result = {
             "source": source,
             "weights": found.kind,
             "file": str(found.path),
             "model": config.model,
-            "num_parameters": num_parameters(plan.model),
-            "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp},
-            "precision": plan.precision.name,
+            "num_parameters": num_parameters(plan.model.whole),
+            "layout": dataclasses.asdict(plan.parallel.layout),
+            "precision": plan.deepspeed.precision.name,
             "data": config.dataset or config.data_dir,
             "val_split": config.val_split,
             **figures,
-            "skipped_images": len(plan.val_source) - figures["images"],
+            "skipped_images": len(plan.data.val_source) - figures["images"],
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
             write_json(file, result)
             skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
             rows = [
-                ("model", f"{config.model}, {plan.layout}, {plan.precision.name}"),
+                ("model", f"{config.model}, {plan.parallel.layout}, {plan.deepspeed.precision.name}"),
                 ("weights", f"{found.path} ({found.kind})"),
-                *((figure.label, figure.value(figures, more_digits=1)) for figure in plan.task.figures),
+                *((figure.label, figure.value(figures, more_digits=1)) for figure in task.figures),
                 ("images", f"{figures['images']:,}{skipped}"),
                 ("written to", str(file)),
             ]

@@ -34,9 +34,9 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     """
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
-    layout = plan.layout
-    layers = plan.task.layers(plan.model)
-    own = layers[plan.bounds[plan.pipeline_stage] : plan.bounds[plan.pipeline_stage + 1]]
+    layout = plan.parallel.layout
+    layers = plan.model.task.layers(plan.model.whole)
+    own = layers[plan.model.bounds[plan.parallel.stage] : plan.model.bounds[plan.parallel.stage + 1]]
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
     converters = layer_converters(plan, groups)
 
@@ -45,27 +45,27 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
             convert(layer)
 
     initialise(
-        plan.model,
+        plan.model.whole,
         own,
         seed=plan.config.seed,
         device=device,
         # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-        dtype=getattr(torch, plan.precision.compute) if plan.stage == 3 else torch.float32,
-        checkpoint=plan.initial_checkpoint,
+        dtype=getattr(torch, plan.deepspeed.precision.compute) if plan.deepspeed.zero_stage == 3 else torch.float32,
+        checkpoint=plan.model.initial_checkpoint,
         on_layer=on_layer,
     )
-    cut_over_classes = tp if plan.class_parallel else None
-    loss = plan.task.loss(cut_over_classes)
-    fields = plan.task.fields(training=True)
+    cut_over_classes = tp if plan.model.class_parallel else None
+    loss = plan.model.task.loss(cut_over_classes)
+    fields = plan.model.task.fields(training=True)
     shared: dict[str, Any] = {
         "groups": groups,
         "input_names": [field.name for field in fields if field.stage == "first"],
     }
     if cut_over_classes is not None:
         shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
-    config = dict(plan.deepspeed)
-    checkpoint = _checkpoint_on_cpu if plan.checkpointing.cpu else _checkpoint
-    interval = plan.checkpointing.interval
+    config = dict(plan.deepspeed.json)
+    checkpoint = _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
+    interval = plan.deepspeed.checkpointing.interval
     engine: Engine
     if layout.pp == 1:
         model = SequentialViT(
@@ -76,7 +76,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     else:
         staged = StagedViT(
             layers,
-            plan.bounds,
+            plan.model.bounds,
             groups,
             loss,
             [field.name for field in fields if field.stage == "last"],
@@ -86,7 +86,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
         optimizer = _optimizer(plan, staged, device)
         engine = PipeEngine(staged, optimizer, config, **shared)
     if optimizer is not None:
-        attach(optimizer, engine.zero_map, plan.model, plan.config.layer_decay)
+        attach(optimizer, engine.zero_map, plan.model.whole, plan.config.layer_decay)
     return engine
 
 
@@ -95,10 +95,12 @@ def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torc
         return None
     names = timm_names(model)
     parameters = [(names[local], p) for local, p in model.named_parameters()]
-    cls, arguments = plan.optimizer
-    groups = parameter_groups(parameters, plan.weight_decay, no_weight_decay_names(plan.model), plan.fallback)
+    cls, arguments = plan.optimizer.cls, plan.optimizer.arguments
+    groups = parameter_groups(
+        parameters, plan.optimizer.weight_decay, no_weight_decay_names(plan.model.whole), plan.optimizer.fallback
+    )
     # With the optimizer offloaded, its step runs on the CPU.
-    offloaded = (plan.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
+    offloaded = (plan.deepspeed.json.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
     return build_optimizer(cls, groups, arguments, torch.device("cpu") if offloaded else device)
 
 

@@ -86,9 +86,9 @@ class CheckpointManager:
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
         self._ballot = Ballot(engine.groups.ballots)
-        holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model))
+        holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model.whole))
         self._saver = Saver(
-            self.parent, holding, config.keep_checkpoints, engine.groups.files, apart=plan.task.weight_files()
+            self.parent, holding, config.keep_checkpoints, engine.groups.files, apart=plan.model.task.weight_files()
         )
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
         self._failed_step: int | None = None  # of the last save that came to nothing
@@ -142,7 +142,7 @@ class CheckpointManager:
     def _take(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
         """Fill everything from a checkpoint that is intact."""
         state = checkpoint.state
-        step = first_step(state, self.plan.order)
+        step = first_step(state, self.plan.data.order)
         average = self.ema.tensors if self.ema else None
         load_tensors(checkpoint, self.engine.zero_map, average, state["optimizer"])
         if self.ema is not None:
@@ -151,7 +151,7 @@ class CheckpointManager:
         self._say(f"going on from {checkpoint.path} at step {step}")
         if checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]:
             self._saved_step = step
-        self.skipped_batches = skipped_batches(state, self.plan.order)
+        self.skipped_batches = skipped_batches(state, self.plan.data.order)
         history = dict(state["history"])
         for name in ("evaluations", "ema_evaluations"):  # "accuracies" in checkpoints from before there were tasks
             history.setdefault(name, history.get(name.replace("evaluations", "accuracies")))
@@ -295,13 +295,13 @@ class CheckpointManager:
     def _state(self, step: int) -> dict[str, Any]:
         """state.json: everything but tensors, and nothing that depends on the layout."""
         plan = self.plan
-        epoch, rest = divmod(step, plan.order.steps_per_epoch)
+        epoch, rest = divmod(step, plan.data.order.steps_per_epoch)
         return {
             "step": step,
             "epoch": epoch,
-            "images_in_epoch": rest * plan.batch.global_batch,
-            "images_seen": step * plan.batch.global_batch,
-            "global_batch": plan.batch.global_batch,
+            "images_in_epoch": rest * plan.data.batch.global_batch,
+            "images_seen": step * plan.data.batch.global_batch,
+            "global_batch": plan.data.batch.global_batch,
             "skipped_batches": self.skipped_batches,
             "schedule": plan.rates,
             "optimizer": optimizer_scalars(self.engine.zero_map),

@@ -45,7 +45,7 @@ def evaluate_plan(
     engine = build_engine(plan, device, groups)
     inputs = InputPipeline(plan, engine, Throughput()).evaluation()
     inputs.batches = watched(inputs.batches)
-    return engine, evaluate(engine, plan.task, inputs, between)
+    return engine, evaluate(engine, plan.model.task, inputs, between)
 
 
 def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     Returns:
         What summary.json holds, on every rank.
     """
-    device = device_of(plan.process.local_rank)
-    reporter = Reporter(folder, total_steps=0, console=make_console()) if plan.process.rank == 0 else None
+    device = device_of(plan.parallel.process.local_rank)
+    reporter = Reporter(folder, total_steps=0, console=make_console()) if plan.parallel.process.rank == 0 else None
     console = reporter.console if reporter else None
-    show_start(plan, folder, forward_flops(plan.model) if console else 0, device, console)
+    show_start(plan, folder, forward_flops(plan.model.whole) if console else 0, device, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         watchdog.beat(0, "evaluation")
@@ -74,10 +74,10 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     engine, figures = evaluate_plan(plan, device, groups, watched, lambda: watchdog.beat(0, "evaluation"))
     if reporter:
         reporter.start(events=engine.write_events)
-        reporter.eval({"step": 0, **figures}, plan.task.figures)
+        reporter.eval({"step": 0, **figures}, plan.model.task.figures)
         reporter.close()
     seconds = time.perf_counter() - started
-    num_skipped = len(plan.val_source) - int(figures["images"])
+    num_skipped = len(plan.data.val_source) - int(figures["images"])
     summary = summarise(plan, [figures], [], Throughput(), num_skipped, seconds, steps=0, exit_word="completed")
     show_end(plan, folder, summary, console)
     engine.close()

@@ -55,7 +55,7 @@ class InputPipeline:
         self.plan = plan
         self.engine = engine
         self.throughput = throughput
-        self.loads = plan.layout.tp_rank(plan.process.rank) == 0
+        self.loads = plan.parallel.layout.tp_rank(plan.parallel.process.rank) == 0
         self.samples = samples
         self.skipped_images = 0
         """Images of this rank that could not be decoded and were replaced; a row is counted by one rank alone."""
@@ -70,28 +70,28 @@ class InputPipeline:
         plan = self.plan
         fields = self._fields(training=True)
         if not self.loads:
-            for _ in range(max(0, plan.total_steps - first_step) * plan.batch.accumulation):
-                yield self._receive(fields, plan.batch.micro_batch)
+            for _ in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
+                yield self._receive(fields, plan.data.batch.micro_batch)
             return
         batches = iter(
             train_loader(
-                plan.train_source,
-                order=plan.order,
+                plan.data.train_source,
+                order=plan.data.order,
                 share=plan.share,
-                augment=plan.augment,
-                mix=plan.mix,
+                augment=plan.config.augment,
+                mix=plan.config.mix,
                 start_step=first_step + skipped_batches,
-                stop_step=max(first_step, plan.total_steps) + skipped_batches,
+                stop_step=max(first_step, plan.optimizer.total_steps) + skipped_batches,
                 **self._loading(fields),
             )
         )
-        for number in itertools.count(first_step * plan.batch.accumulation):
+        for number in itertools.count(first_step * plan.data.batch.accumulation):
             before = time.perf_counter()
             batch = next(batches, None)
             self.throughput.waited(time.perf_counter() - before)
             if batch is None:
                 return
-            if plan.has_images:
+            if plan.parallel.has_images:
                 self.skipped_images += batch.num_skipped
                 self._log_samples(number, batch)
             yield self._share(self._finish(fields, batch, training=True))
@@ -100,23 +100,23 @@ class InputPipeline:
         """Write down which samples a micro-batch is made of, counted over the run from 0."""
         if self.samples is None:
             return
-        step, micro_index = divmod(number, self.plan.batch.accumulation)
+        step, micro_index = divmod(number, self.plan.data.batch.accumulation)
         rows = self.plan.share.rows(micro_index)
         line = {"step": step + 1, "first_row": rows.start, "samples": batch.indices[: batch.num_rows].tolist()}
         self.samples.mkdir(parents=True, exist_ok=True)
-        with (self.samples / f"rank-{self.plan.process.rank:05d}.jsonl").open("a") as file:
+        with (self.samples / f"rank-{self.plan.parallel.process.rank:05d}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def evaluation(self) -> EvaluationInputs:
         """The batches of the validation split."""
         plan = self.plan
-        rows = plan.config.validation_batch_size or plan.batch.micro_batch
+        rows = plan.config.validation_batch_size or plan.data.batch.micro_batch
         share = plan.share
         fields = self._fields(training=False)
         loader = eval_loader(
-            plan.val_source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields)
+            plan.data.val_source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields)
         )
-        inputs = EvaluationInputs(iter(()), len(loader), len(plan.val_source))
+        inputs = EvaluationInputs(iter(()), len(loader), len(plan.data.val_source))
         inputs.batches = self._evaluation(inputs, fields, loader, rows)
         return inputs
 
@@ -128,21 +128,21 @@ class InputPipeline:
                 yield self._receive(fields, rows, valid=True)
             return
         for batch in loader:
-            if self.plan.has_targets:  # once a row: where it is counted
+            if self.plan.parallel.has_targets:  # once a row: where it is counted
                 inputs.num_skipped += batch.num_skipped
             valid = finish_valid(batch, device=self.engine.device)
             yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 
     def _fields(self, *, training: bool) -> tuple[Field, ...]:
         """The fields of this rank's stage, in the type that they have there."""
-        here = {"first": self.plan.has_images, "last": self.plan.has_targets}
-        fields = (field for field in self.plan.task.fields(training=training) if here[field.stage])
+        here = {"first": self.plan.parallel.has_images, "last": self.plan.parallel.has_targets}
+        fields = (field for field in self.plan.model.task.fields(training=training) if here[field.stage])
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in fields)
 
     def _loading(self, fields: Sequence[Field]) -> dict[str, object]:
         plan = self.plan
         return {
-            "image": plan.image,
+            "image": plan.model.image,
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": plan.config.on_bad_image,
@@ -152,7 +152,7 @@ class InputPipeline:
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys."""
-        device, task = self.engine.device, self.plan.task
+        device, task = self.engine.device, self.plan.model.task
         tensors = {field.name: task.tensor(field, batch, training=training, device=device) for field in fields}
         return {**tensors, "keys": finish_keys(batch, device=device)}
 
@@ -160,15 +160,15 @@ class InputPipeline:
 
     def _broadcast(self, batch: Batch) -> Batch:
         """Send or receive each tensor, in the order of their names (the same on both sides)."""
-        rank = self.plan.process.rank
-        leader = rank - self.plan.layout.tp_rank(rank)
+        rank = self.plan.parallel.process.rank
+        leader = rank - self.plan.parallel.layout.tp_rank(rank)
         for name in sorted(batch):
             dist.broadcast(batch[name], leader, group=self.engine.groups.tp)
         return batch
 
     def _share(self, batch: Batch) -> Batch:
         """Hand a batch to the ranks that hold the other slices."""
-        return self._broadcast(batch) if self.plan.layout.tp > 1 else batch
+        return self._broadcast(batch) if self.plan.parallel.layout.tp > 1 else batch
 
     def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:
         """The counterpart of `_share`: a batch of `rows` samples, in evaluation with what is valid of it."""

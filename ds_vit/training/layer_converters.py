@@ -29,35 +29,35 @@ def layer_converters(plan: Plan, groups: Groups) -> tuple[Converter, ...]:
 def _cut(plan: Plan, groups: Groups) -> Converter | None:
     """This rank's tensor slice of the layer."""
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
-    return None if tp is None else partial(cut_layer, tp=tp, class_parallel=plan.class_parallel)
+    return None if tp is None else partial(cut_layer, tp=tp, class_parallel=plan.model.class_parallel)
 
 
 def _cast_buffers(plan: Plan, groups: Groups) -> Converter | None:
     """Buffers of the blocks in the type that the model computes in; DeepSpeed casts parameters alone."""
-    if plan.precision.compute == "float32":
+    if plan.deepspeed.precision.compute == "float32":
         return None
-    return partial(cast_block_buffers, dtype=getattr(torch, plan.precision.compute))
+    return partial(cast_block_buffers, dtype=getattr(torch, plan.deepspeed.precision.compute))
 
 
 def _keep_norms(plan: Plan, groups: Groups) -> Converter | None:
     """Norms that compute in fp32 beside a model in half precision."""
-    wanted = plan.precision.compute != "float32" and plan.config.norm_dtype == "float32"
+    wanted = plan.deepspeed.precision.compute != "float32" and plan.config.norm_dtype == "float32"
     return norms_in_fp32 if wanted else None
 
 
 def _freeze(plan: Plan, groups: Groups) -> Converter | None:
     """What is not trained."""
-    return partial(freeze, names=plan.frozen)
+    return partial(freeze, names=plan.model.frozen)
 
 
 def _partition(plan: Plan, groups: Groups) -> Converter | None:
     """ZeRO-3's share of each parameter, of what is left of it by now."""
-    if plan.stage != 3:
+    if plan.deepspeed.zero_stage != 3:
         return None
-    secondary = secondary_partition_group(plan.deepspeed)
+    secondary = secondary_partition_group(plan.deepspeed.json)
     return lambda layer: deepspeed.zero.Init(
         module=layer,
-        config_dict_or_path=dict(plan.deepspeed),
+        config_dict_or_path=dict(plan.deepspeed.json),
         data_parallel_group=groups.dp,
         mpu=groups.grid,
         zero_param_parallel_group=secondary,

@@ -26,7 +26,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def check_replicas(engine: Engine, step: int) -> None:
     """Compare what data-parallel ranks have in common, and what tensor-parallel ranks have (a collective).
 
-    Under ZeRO-3 every weight exists once, and plan.py refuses to look for copies.
+    Under ZeRO-3 every weight exists once, and plan/parallel.py refuses to look for copies.
 
     Args:
         engine: the running engine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.placement import Placement
 from ds_vit.tasks import Figure
-from ds_vit.training.plan import Plan, resolved_flags
+from ds_vit.training.plan import OptimizerPlan, Plan, resolved_flags
 
 Rows = list[tuple[str, str]]
 Quality = dict[str, float | None]
@@ -36,68 +37,70 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         device: where this rank computes.
         folder: the output folder.
     """
-    layout = f"{plan.layout}, ZeRO-{plan.stage}"
-    if plan.layout.pp > 1:
-        stages = " | ".join(str(b - a) for a, b in itertools.pairwise(plan.bounds))
+    parallel, data, model, told = plan.parallel, plan.data, plan.model, plan.deepspeed
+    layout = f"{parallel.layout}, ZeRO-{told.zero_stage}"
+    if parallel.layout.pp > 1:
+        stages = " | ".join(str(b - a) for a, b in itertools.pairwise(model.bounds))
         layout += f", layers a stage {stages}"
     if plan.config.sequence_parallel:
         layout += ", sequence parallel"
-    if plan.class_parallel:
+    if model.class_parallel:
         layout += ", classifier cut over classes"
-    if plan.checkpointing.interval:
-        blocks = "each block" if plan.checkpointing.interval == 1 else f"every {plan.checkpointing.interval} blocks"
-        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if plan.checkpointing.cpu else "")
-    frozen = f", {len(plan.frozen)} tensors frozen" if plan.frozen else ""
-    data = f"{len(plan.train_source):,} images in {plan.train_source.num_classes} classes"
-    if plan.val_source is not None:
-        data += f", {len(plan.val_source):,} for evaluation"
+    if interval := told.checkpointing.interval:
+        blocks = "each block" if interval == 1 else f"every {interval} blocks"
+        layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if told.checkpointing.cpu else "")
+    frozen = f", {len(model.frozen)} tensors frozen" if model.frozen else ""
+    images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
+    if data.val_source is not None:
+        images += f", {len(data.val_source):,} for evaluation"
     return [
         ("model", plan.config.model),
-        ("parameters", f"{num_parameters(plan.model):,}{frozen}"),
+        ("parameters", f"{num_parameters(model.whole):,}{frozen}"),
         ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
         ("layout", layout),
         ("precision", _precision(plan, device)),
-        ("data", data),
-        ("global batch", str(plan.batch)),
-        *(_update_rows(plan) if plan.optimizer is not None else []),
+        ("data", images),
+        ("global batch", str(data.batch)),
+        *(_update_rows(plan, plan.optimizer) if plan.optimizer is not None else []),
         ("output", str(folder)),
     ]
 
 
-def _update_rows(plan: Plan) -> Rows:
+def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
     """How many steps, and what each does."""
     schedule, warmup = "the JSON's scheduler", ""
-    if plan.schedule is not None:
-        schedule, warmup = plan.schedule.name, f", {plan.schedule.warmup_steps:,} of warm-up"
-    clip = plan.deepspeed["gradient_clipping"]
-    optimizer = f"{plan.optimizer[0].__name__}, lr {plan.lr:g} ({schedule}), weight decay {plan.weight_decay:g}"
-    per_epoch = plan.order.steps_per_epoch
+    if optimizer.schedule is not None:
+        schedule, warmup = optimizer.schedule.name, f", {optimizer.schedule.warmup_steps:,} of warm-up"
+    course = f"{plan.data.order.steps_per_epoch:,} an epoch, schedule over {optimizer.horizon:,}{warmup}"
+    update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({schedule}), weight decay {optimizer.weight_decay:g}"
+    clip = optimizer.clip
     return [
-        ("steps", f"{plan.total_steps:,} ({per_epoch:,} an epoch, schedule over {plan.horizon:,}{warmup})"),
-        ("optimizer", optimizer + (f", clipped at {clip:g}" if clip else ", no clipping")),
-        *_rules(plan),
+        ("steps", f"{optimizer.total_steps:,} ({course})"),
+        ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping")),
+        *_rules(plan, optimizer),
     ]
 
 
 def _precision(plan: Plan, device: torch.device) -> str:
-    name = f"{plan.precision.name} on {device.type}"
-    if plan.precision.compute != "float32" and plan.config.norm_dtype == "float32":
+    name = f"{plan.deepspeed.precision.name} on {device.type}"
+    if plan.deepspeed.precision.compute != "float32" and plan.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
     return f"{name}, TF32 matrix products" if plan.config.tf32 else name
 
 
-def _rules(plan: Plan) -> Rows:
+def _rules(plan: Plan, optimizer: OptimizerPlan) -> Rows:
     """What single parameters get: weight decay, their layer's learning rate, an average."""
     rows: Rows = []
-    trained = [name for name, _ in plan.model.named_parameters() if name not in plan.frozen]
-    if plan.weight_decay:
-        free = no_weight_decay_names(plan.model).intersection(trained)
+    model = plan.model.whole
+    trained = [name for name, _ in model.named_parameters() if name not in plan.model.frozen]
+    if optimizer.weight_decay:
+        free = no_weight_decay_names(model).intersection(trained)
         rows.append(("no weight decay", f"{len(free)} of {len(trained)} tensors: vectors, biases and what timm names"))
-    rows += rules_of(plan.optimizer[0]).rows(trained, plan.fallback)
+    rows += rules_of(optimizer.cls).rows(trained, optimizer.fallback)
     if plan.config.layer_decay not in (None, 1.0):
-        scales, layers = layer_scales(plan.model, plan.config.layer_decay), layers_of(trained)
+        scales, layers = layer_scales(model, plan.config.layer_decay), layers_of(trained)
         # A layer's parameters share a factor, but for what timm puts elsewhere: the last one's is the layer's own.
-        by_layer = {layers[name]: plan.lr * scales[name] for name in trained}
+        by_layer = {layers[name]: optimizer.lr * scales[name] for name in trained}
         rows.append(("lr by layer", ", ".join(f"{layer} {lr:.3g}" for layer, lr in by_layer.items())))
     if plan.config.model_ema:
         growing = " growing from 0" if plan.config.model_ema_warmup else ""
@@ -128,7 +131,7 @@ def summarise(
         steps: that are done.
         exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint failed).
     """
-    figures = plan.task.figures
+    figures = plan.model.task.figures
 
     def best_and_last(
         figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = ""
@@ -144,9 +147,9 @@ def summarise(
     seconds = throughput.total_seconds
     return {
         "model": plan.config.model,
-        "num_parameters": num_parameters(plan.model),
-        "layout": {"pp": plan.layout.pp, "dp": plan.layout.dp, "tp": plan.layout.tp, "zero_stage": plan.stage},
-        "precision": plan.precision.name,
+        "num_parameters": num_parameters(plan.model.whole),
+        "layout": {**asdict(plan.parallel.layout), "zero_stage": plan.deepspeed.zero_stage},
+        "precision": plan.deepspeed.precision.name,
         "steps": steps,
         **quality,
         "eval_images": evaluations[-1]["images"] if evaluations else 0,
@@ -160,8 +163,8 @@ def summarise(
 
 def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     """The table of the end: model, layout, top-1, images/s, where the files are."""
-    rows = [("model", summary["model"]), ("layout", f"{plan.layout}, ZeRO-{plan.stage}, {plan.precision.name}")]
-    figure = plan.task.figures[0]
+    rows = [("model", summary["model"]), ("layout", plan.in_words)]
+    figure = plan.model.task.figures[0]
     for suffix, label, over in (
         ("", figure.label, f" over {summary['eval_images']:,} images"),
         ("_ema", f"{figure.label}, average", ""),
@@ -175,7 +178,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     if summary["skipped_images"]:
         instead = "do not count" if plan.config.eval_only else "were replaced"
         rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and {instead}"))
-    apart = plan.task.weight_files()
+    apart = plan.model.task.weight_files()
     names = [f"{name}.safetensors" for name in ("model", *apart, "ema", *(f"ema-{name}" for name in apart))]
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
@@ -198,15 +201,15 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
     if console is not None:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
-        write_json(folder.deepspeed, plan.deepspeed)
+        write_json(folder.deepspeed, plan.deepspeed.json)
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
-    if plan.process.spans_hosts:
+    if plan.parallel.process.spans_hosts:
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         if console is not None and len(set(hosts)) > 1:
-            print_table(console, "placement", Placement(plan.layout, tuple(hosts)).rows())
+            print_table(console, "placement", Placement(plan.parallel.layout, tuple(hosts)).rows())
 
 
 def show_end(plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None) -> None:

@@ -62,20 +62,21 @@ class Trainer:
         self.started = started
         self.watchdog = watchdog
         self.signals = signals
-        self.device = device_of(plan.process.local_rank)
-        self.flops = forward_flops(plan.model) if plan.process.rank == 0 else 0  # of rank 0, which tells them
-        self.peak = peak_tflops(self.device, plan.precision.name)
+        self.device = device_of(plan.parallel.process.local_rank)
+        # Of rank 0, which tells them.
+        self.flops = forward_flops(plan.model.whole) if plan.parallel.process.rank == 0 else 0
+        self.peak = peak_tflops(self.device, plan.deepspeed.precision.name)
         self.throughput = Throughput()
         self.evaluations: list[dict[str, float]] = []
         self.ema_evaluations: list[dict[str, float]] = []
-        self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.precision.name)
+        self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.deepspeed.precision.name)
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
-        if plan.process.rank == 0:
-            self.reporter = Reporter(folder, total_steps=plan.total_steps, console=make_console())
+        if plan.parallel.process.rank == 0:
+            self.reporter = Reporter(folder, total_steps=plan.optimizer.total_steps, console=make_console())
 
     def run(self) -> dict[str, Any]:
         """Build, train, evaluate, save.
@@ -194,7 +195,7 @@ class Trainer:
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
-        for step in range(first_step, self.plan.total_steps):
+        for step in range(first_step, self.plan.optimizer.total_steps):
             self._take_step(step + 1, batches)
             self.step = step + 1
             self._evaluate_if_due(self.step)
@@ -207,8 +208,8 @@ class Trainer:
             RollBack, Diverged: as `BadSteps.skip`.
         """
         plan, config = self.plan, self.plan.config
-        if plan.schedule is not None:
-            self.engine.set_lr(plan.schedule.lr(step - 1))
+        if plan.optimizer.schedule is not None:
+            self.engine.set_lr(plan.optimizer.schedule.lr(step - 1))
         lr, scale = self.engine.lr(), self.engine.loss_scale()
         looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
         if looks:
@@ -223,10 +224,10 @@ class Trainer:
             self.bad_steps.skip(step, scale, result, float(self.engine.mean(result.loss)), self.reporter)
         if looks:
             self._log_gradients(step, scale, result)
-        self.throughput.step(plan.batch.global_batch)
+        self.throughput.step(plan.data.batch.global_batch)
         if config.check_replicas and step % config.check_replicas == 0:
             check_replicas(self.engine, step)
-        if step == 1 or step % config.log_interval == 0 or step == plan.total_steps:
+        if step == 1 or step % config.log_interval == 0 or step == plan.optimizer.total_steps:
             self._log(step, lr, scale, result)
         elif self.reporter:
             self.reporter.advance(step)
@@ -242,11 +243,11 @@ class Trainer:
 
     def _evaluate_if_due(self, done: int) -> None:
         plan = self.plan
-        if plan.val_source is None or not done:
+        if plan.data.val_source is None or not done:
             return
-        epochs, rest = divmod(done, plan.order.steps_per_epoch)
+        epochs, rest = divmod(done, plan.data.order.steps_per_epoch)
         interval = plan.config.eval_interval
-        if (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.total_steps:
+        if (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.optimizer.total_steps:
             self._evaluate(done)
 
     def _log_gradients(self, step: int, scale: float, result: StepResult) -> None:
@@ -263,11 +264,11 @@ class Trainer:
         rate, waiting = self.throughput.window(count=step > 1)
         if self.reporter is None:
             return
-        tflops = 3 * self.flops * rate / plan.layout.world_size / 1e12
+        tflops = 3 * self.flops * rate / plan.parallel.layout.world_size / 1e12
         self.reporter.train(
             {
                 "step": step,
-                "epoch": (step - 1) // plan.order.steps_per_epoch,
+                "epoch": (step - 1) // plan.data.order.steps_per_epoch,
                 "loss": loss,
                 "lr": lr,
                 "grad_norm": norm,
@@ -276,7 +277,7 @@ class Trainer:
                 "tflops_per_accelerator": tflops,
                 "mfu": tflops / self.peak if self.peak else None,
                 "data_wait_fraction": waiting,
-                "images_seen": step * plan.batch.global_batch,
+                "images_seen": step * plan.data.batch.global_batch,
             }
         )
 
@@ -298,7 +299,7 @@ class Trainer:
             self._boundary(step)
         self.throughput.resume()
         self.evaluated_step = step
-        figure = self.plan.task.figures[0]
+        figure = self.plan.model.task.figures[0]
         values = [evaluation[figure.name] for evaluation in self.evaluations]
         self.checkpoint_manager.evaluated(step, is_best=values[-1] == figure.best(*values))
 
@@ -313,10 +314,10 @@ class Trainer:
         self.watchdog.beat(step, "evaluation")
         inputs = self.inputs.evaluation()
         inputs.batches = self.watchdog.micro_batches(inputs.batches)
-        figures = evaluate(self.engine, self.plan.task, inputs, between=stop_if_told_to)
+        figures = evaluate(self.engine, self.plan.model.task, inputs, between=stop_if_told_to)
         evaluations.append(figures)
         if self.reporter:
-            self.reporter.eval({"step": step, **figures}, self.plan.task.figures, kind)
+            self.reporter.eval({"step": step, **figures}, self.plan.model.task.figures, kind)
 
     # ---- what a run that goes on wants to find again ---------------------------------------------------------------
 

@@ -94,10 +94,10 @@ def resolved(folder: Path, data: dict, *words, world: int = 1):
 def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
     """HfTrainerDeepSpeedConfig: fill_match and fill_only, key by key."""
     plan = resolved(tmp_path, ZERO3, "--lr", 0.01, "--weight-decay", 0.1, "--warmup-steps", 3, "-b", 4)
-    told = plan.deepspeed
+    told = plan.deepspeed.json
     assert told["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
-    assert plan.optimizer[1]["betas"] == (0.9, 0.999)
-    assert plan.weight_decay == 0.1
+    assert plan.optimizer.arguments["betas"] == (0.9, 0.999)
+    assert plan.optimizer.weight_decay == 0.1
     zero = told["zero_optimization"]
     assert zero["reduce_bucket_size"] == WIDTH * WIDTH
     assert zero["stage3_prefetch_bucket_size"] == int(0.9 * WIDTH * WIDTH)
@@ -115,10 +115,10 @@ def test_warmup_of_the_jsons_scheduler_takes_every_flag(tmp_path):
     """--warmup-epochs and --warmup-lr were taken and passed over; no warm-up at all is one step, as DeepSpeed wants."""
     steps = 1442 // 14
     words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
-    told = resolved(tmp_path, ZERO3, *words).deepspeed
+    told = resolved(tmp_path, ZERO3, *words).deepspeed.json
     assert told["scheduler"]["params"]["warmup_num_steps"] == 2 * steps
     assert told["scheduler"]["params"]["warmup_min_lr"] == 1e-4
-    assert resolved(tmp_path, ZERO2, "--lr", 1).deepspeed["scheduler"]["params"]["warmup_num_steps"] == 1
+    assert resolved(tmp_path, ZERO2, "--lr", 1).deepspeed.json["scheduler"]["params"]["warmup_num_steps"] == 1
 
 
 @pytest.mark.parametrize("data", [ZERO2, ZERO3], ids=["zero2", "zero3"])
@@ -130,7 +130,7 @@ def test_hugging_faces_files_train(ranks, tmp_path, data):
     plain = {
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": params},
-        "scheduler": resolved(tmp_path, data, *words, world=2).deepspeed["scheduler"],
+        "scheduler": resolved(tmp_path, data, *words, world=2).deepspeed.json["scheduler"],
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000},
     }
     reference = train_in(ranks, 1, [*RUN, "--deepspeed_config", write(tmp_path, plain), "-b", 4])

@@ -37,7 +37,7 @@ def test_zero0_throws_its_gradient_norm_away(ranks):
 
 
 def test_silent_gradient_clipping_is_one(ranks):
-    """plan.py writes the clipping down, because a silent file clips at 1.0."""
+    """plan/optimizer.py writes the clipping down, because a silent file clips at 1.0."""
     [facts] = ranks.run(1, engine_on_a_rank, {})
     assert facts["clipping"] == 1.0
 

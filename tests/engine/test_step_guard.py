@@ -43,7 +43,7 @@ def train_with_accident(argv, what, step):
         training = InputPipeline.training
 
         def spoilt(self, *where):
-            micro = self.plan.batch.accumulation
+            micro = self.plan.data.batch.accumulation
             for i, batch in enumerate(training(self, *where)):
                 bad = "images" in batch and i // micro == step - 1
                 yield {**batch, "images": batch["images"] * math.nan} if bad else batch

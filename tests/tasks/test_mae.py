@@ -63,16 +63,16 @@ def inputs(plan):
 
 def plain_model(plan):
     """The model as it begins, and its loss."""
-    layers = take_apart(plan.model)
-    initialise(plan.model, layers, seed=plan.config.seed, device="cpu")
-    settings = plan.model.settings
+    layers = take_apart(plan.model.whole)
+    initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
+    settings = plan.model.whole.settings
     return SequentialViT(layers), MaskedPatchLoss((4, 4), settings.mask_ratio, settings.norm_pix_loss)
 
 
 def plain(plan, optimizer):
     """(loss, gradient norm) of each step in torch alone, whole batches in one process."""
     whole, loss_of = plain_model(plan)
-    names, free = timm_names(whole), no_weight_decay_names(plan.model)
+    names, free = timm_names(whole), no_weight_decay_names(plan.model.whole)
     trained = {names[local]: p for local, p in whole.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for name, p in trained.items() if name not in free]},
@@ -228,7 +228,7 @@ def test_files(ranks, tmp_path):
     assert "num_classes" not in settings
     assert settings["mask_ratio"] == 0.75
     encoder = timm.create_model(NAME, num_classes=0, img_size=16, **KWARGS)
-    names = {name for name, _ in planned(command(tmp_path, MAE)).model.named_parameters()}
+    names = {name for name, _ in planned(command(tmp_path, MAE)).model.whole.named_parameters()}
     for prefix in ("", "ema-"):
         weights = load_file(tmp_path / "run" / f"{prefix.strip('-') or 'model'}.safetensors")
         encoder.load_state_dict(weights, strict=True)
@@ -244,8 +244,8 @@ def test_files(ranks, tmp_path):
     assert "top1" in rows[-1]
     plan = planned(command(tmp_path, [*MAE, *RUN, *start, "-b", 8]))
     assert any("newly initialised: decoder_" in note for note in plan.notes)
-    layers = take_apart(plan.model)
-    initialise(plan.model, layers, seed=0, device="cpu", checkpoint=plan.initial_checkpoint)
+    layers = take_apart(plan.model.whole)
+    initialise(plan.model.whole, layers, seed=0, device="cpu", checkpoint=plan.model.initial_checkpoint)
     whole = timm_state_dict(SequentialViT(layers))
     raw = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(whole[name], tensor) for name, tensor in raw.items())
@@ -300,5 +300,5 @@ def test_wide_data_does_not_cut_a_classifier(tmp_path):
     """A classifier that is cut over the data's classes where there is none."""
     argv = command(tmp_path, [*MAE, *RUN, "-b", 8])
     plan = planned(argv)
-    assert (plan.config.num_classes, plan.class_parallel, plan.mix.active) == (0, False, False)
-    assert plan.train_source.num_classes == 10
+    assert (plan.config.num_classes, plan.model.class_parallel, plan.config.mix.active) == (0, False, False)
+    assert plan.data.train_source.num_classes == 10

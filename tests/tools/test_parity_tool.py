@@ -38,7 +38,7 @@ run_steps = runs.run_steps
 
 
 def dies(plan):
-    if plan.stage == 3 and plan.process.rank == 1:
+    if plan.deepspeed.zero_stage == 3 and plan.parallel.process.rank == 1:
         os._exit(3)
     return run_steps(plan)
 

@@ -24,12 +24,9 @@ ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_partition
 def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     plan = SimpleNamespace(
-        stage=stage,
-        precision=SimpleNamespace(compute=compute),
         config=SimpleNamespace(norm_dtype=norms, sequence_parallel=False),
-        class_parallel=False,
-        frozen=frozenset(),
-        deepspeed={},
+        model=SimpleNamespace(class_parallel=False, frozen=frozenset()),
+        deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),
     )
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []

@@ -32,7 +32,7 @@ def train_with_bad_batches(argv, bad=(), jump=None):
     training = InputPipeline.training
 
     def spoilt(self, first_step=0, skipped=0):
-        micro = self.plan.batch.accumulation
+        micro = self.plan.data.batch.accumulation
         if jump is not None:
             step, batches = jump
             feed = itertools.islice(training(self), step * micro)

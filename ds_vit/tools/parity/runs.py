@@ -163,14 +163,14 @@ def survey(request: Request) -> Survey:
         if reference is None:
             # fp16 leaves steps out while it looks for its loss scale: only fp16 does the same.
             as_it_is = resolve(request, parse_cut("zero1"), None, folder)
-            reference = parse_cut("zero1" if as_it_is.precision.name.endswith("fp16") else "zero1 fp32")
+            reference = parse_cut("zero1" if as_it_is.deepspeed.precision.name.endswith("fp16") else "zero1 fp32")
         try:
             plan = resolve(request, reference, None, folder)
         except UserError as error:
             raise UserError(f"reference {reference.text!r}: {error}") from None
-        batch = (plan.batch.global_batch, plan.batch.micro_batch)
-        cuts = request.layouts or default_layouts(plan.layout.world_size, stage=stage)
-        precision = {reference.text: plan.precision.name}
+        batch = (plan.data.batch.global_batch, plan.data.batch.micro_batch)
+        cuts = request.layouts or default_layouts(plan.parallel.layout.world_size, stage=stage)
+        precision = {reference.text: plan.deepspeed.precision.name}
         layouts: list[tuple[Cut, str, str | None]] = []
         for cut in cuts:
             try:
@@ -180,35 +180,30 @@ def survey(request: Request) -> Survey:
                 continue
             if request.layouts is None and _same_run(plan, other):
                 continue
-            precision[cut.text] = other.precision.name
+            precision[cut.text] = other.deepspeed.precision.name
             layouts.append((cut, _describe(other), None))
     illegal = [f"layout {cut.text!r}: {reason}" for cut, _, reason in layouts if reason is not None]
     if illegal and request.layouts is not None:
         raise UserError("; ".join(illegal))
-    optimizer, arguments = plan.optimizer
+    optimizer = plan.optimizer
     facts = (
-        f"{plan.config.model}, {sum(p.numel() for p in plan.model.parameters()):,} parameters, "
-        f"{plan.layout.world_size} ranks, global batch {batch[0]}, {plan.total_steps} steps",
-        f"{optimizer.__name__}, learning rate {arguments['lr']:g}, "
-        f"norm clipped to {plan.deepspeed['gradient_clipping']:g}"
+        f"{plan.config.model}, {sum(p.numel() for p in plan.model.whole.parameters()):,} parameters, "
+        f"{plan.parallel.layout.world_size} ranks, global batch {batch[0]}, {optimizer.total_steps} steps",
+        f"{optimizer.cls.__name__}, learning rate {optimizer.lr:g}, norm clipped to {optimizer.clip:g}"
         + ("" if request.own_optimizer else " (a probe, in place of the JSON's; --own-optimizer keeps that)"),
         f"reference: {reference.text} ({_describe(plan)})",
         *(f"idle here: {flags.spelling(name)}" for name in _idle(request)),
     )
-    return Survey(reference, tuple(layouts), precision, batch, issubclass(optimizer, SGD), facts)
+    return Survey(reference, tuple(layouts), precision, batch, issubclass(optimizer.cls, SGD), facts)
 
 
 def _same_run(a: Plan, b: Plan) -> bool:
     """Whether two plans are the same run, which would be compared with itself."""
-    differ = ("deepspeed", "layout", "batch", "precision", "checkpointing")
-    return all(getattr(a, name) == getattr(b, name) for name in differ)
+    return (a.deepspeed, a.parallel.layout, a.data.batch) == (b.deepspeed, b.parallel.layout, b.data.batch)
 
 
 def _describe(plan: Plan) -> str:
-    return (
-        f"{plan.layout}, ZeRO-{plan.stage}, {plan.precision.name}, {plan.batch.micro_batch} x "
-        f"{plan.batch.accumulation} a replica"
-    )
+    return f"{plan.in_words}, {plan.data.batch.micro_batch} x {plan.data.batch.accumulation} a replica"
 
 
 def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[str, torch.Tensor] | None]:
@@ -227,17 +222,17 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
     from ds_vit.training.build import build_engine
     from ds_vit.training.inputs import InputPipeline
 
-    groups = build_groups(plan.layout, saves=True)
-    engine = build_engine(plan, device_of(plan.process.local_rank), groups)
+    groups = build_groups(plan.parallel.layout, saves=True)
+    engine = build_engine(plan, device_of(plan.parallel.process.local_rank), groups)
     inputs = InputPipeline(plan, engine, Throughput()).training()
     rows = []
-    for step in range(plan.total_steps):
-        if plan.schedule is not None:
-            engine.set_lr(plan.schedule.lr(step))
+    for step in range(plan.optimizer.total_steps):
+        if plan.optimizer.schedule is not None:
+            engine.set_lr(plan.optimizer.schedule.lr(step))
         result = engine.train_step(inputs)
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rows.append((float(engine.mean(result.loss)), norm))
-    holding = Holding(engine.zero_map, None, names_and_shapes(plan.model))
+    holding = Holding(engine.zero_map, None, names_and_shapes(plan.model.whole))
     return tuple(rows), collect_weights(holding, groups.files)
 
 
@@ -261,8 +256,8 @@ def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder:
     with tempfile.TemporaryDirectory(prefix="ds_vit-") as own:
         plan = resolve(request, cut, batch, Path(own))
     if get_accelerator().device_name() == "cpu":
-        share_cores(plan.process.local_world_size)
-    init_distributed(rendezvous(plan.process))
+        share_cores(plan.parallel.process.local_world_size)
+    init_distributed(rendezvous(plan.parallel.process))
     rows, weights = run_steps(plan)
     worst = None
     if weights is not None:

@@ -1,0 +1,89 @@
+"""Which images a run sees, and in which batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from ds_vit.config import RunConfig
+from ds_vit.config.deepspeed_json import BatchSizes, batch_sizes
+from ds_vit.data import SampleOrder, Source, open_source
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.parallel.layout import Layout
+from ds_vit.training.plan.deepspeed import DeepSpeedPlan
+from ds_vit.training.resume import Resume, keep_global_batch
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The splits, opened, and the order of their samples.
+
+    Attributes:
+        train_source: the training split; in evaluation alone it says which classes there are.
+        val_source: the evaluation split, or None.
+        batch: the batch arithmetic.
+        order: of the training samples.
+        notes: lines for people.
+    """
+
+    train_source: Source
+    val_source: Source | None
+    batch: BatchSizes
+    order: SampleOrder
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+def resolve_data(config: RunConfig, told: DeepSpeedPlan, layout: Layout, resume: Resume | None) -> DataPlan:
+    """Open the splits and resolve the batch, which is the checkpoint's in a run that goes on.
+
+    Raises:
+        UserError: a batch that cannot be had, or data that is not there or has no such split.
+    """
+    batch = batch_sizes(
+        told.json, told.path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
+    )
+    notes: list[str] = []
+    if resume is not None:
+        fixed = isinstance(told.json.get("train_batch_size"), int)
+        batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
+        notes += [*resume.notes, *kept]
+    if config.mix.active and batch.global_batch % 2:
+        raise UserError(
+            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
+        )
+    train, val = _open_sources(config)
+    for split, source in ((config.train_split, train), (config.val_split, val)):
+        if source is not None and source.left_out:
+            files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
+            notes.append(f"{split}: files that are not images are left out: {files}")
+    if config.pp > 1 and not config.eval_only:
+        bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
+        line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
+        notes.append(line + (" (more accumulation makes it smaller)" if batch.accumulation < config.pp else ""))
+    # Evaluation takes nothing in this order, and its batch may be larger than the training split.
+    in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
+    order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats)
+    return DataPlan(train, val, batch, order, tuple(notes))
+
+
+def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
+    """The training split, and the evaluation split with the same classes; None for --val-split ''.
+
+    Evaluation alone can do without a training split (--train-split ''): the evaluation split stands for both, and
+    then it must have an example folder of every class, because nothing else says which class has which number.
+    """
+    opened = partial(open_source, config.dataset, config.data_dir or None, download=config.dataset_download)
+    if config.eval_only and not config.val_split:
+        raise UserError("there is nothing to evaluate without a --val-split")
+    if config.eval_only and not config.train_split:
+        source = opened(config.val_split)
+        if config.num_classes not in (None, source.num_classes):
+            raise UserError(
+                f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
+                "without a training split nothing says which is which; name the --train-split that has them all"
+            )
+        return source, source
+    if not config.train_split:
+        raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
+    train = opened(config.train_split)
+    return train, opened(config.val_split, classes=train.class_names) if config.val_split else None

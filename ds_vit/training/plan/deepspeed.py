@@ -1,0 +1,127 @@
+"""What DeepSpeed is told: the JSON, read before the other parts of a plan and written out after them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
+from ds_vit.config.deepspeed_json import BatchSizes, Checkpointing, Precision
+from ds_vit.config.deepspeed_rules import without_idle
+from ds_vit.fault_tolerance.errors import UserError
+
+if TYPE_CHECKING:
+    from ds_vit.training.plan.optimizer import OptimizerPlan
+
+
+@dataclass(frozen=True)
+class DeepSpeedPlan:
+    """The JSON, and what it says of number formats and of recomputation.
+
+    Attributes:
+        path: the file, named in messages.
+        json: between `read` and `write_out` the file less what is idle; in a plan what DeepSpeed gets, without "auto".
+        precision: which number formats it asks for.
+        checkpointing: of activations.
+        notes: lines for people.
+    """
+
+    path: str
+    json: Mapping[str, Any]
+    precision: Precision
+    checkpointing: Checkpointing
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 without ZeRO."""
+        return int(self.json.get("zero_optimization", {}).get("stage", 0))
+
+
+def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
+    """Read the JSON, as far as it can be without knowing anything else of the run.
+
+    Raises:
+        UserError: keys or values that cannot be, or flags that contradict them.
+    """
+    path = config.deepspeed_config
+    data = deepspeed_json.load_json(path)
+    deepspeed_keys.check_keys(data, path)
+    data = deepspeed_auto.settle(data)
+    precision = deepspeed_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
+    deepspeed_json.check_types(data, precision, path)
+    _check_types(config, precision, on_cpu)
+    if config.eval_only:
+        data = deepspeed_json.for_evaluation(data, pp=config.pp)
+    notes = [f"idle in this run: {line}" for line in deepspeed_keys.idle_keys(data)]
+    data = without_idle(data)
+    if not config.eval_only:
+        data, filled = deepspeed_auto.with_optimizer(data, path, lr=config.lr)
+        notes += filled
+    checkpointing = deepspeed_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
+    return DeepSpeedPlan(path, data, precision, checkpointing, tuple(notes))
+
+
+def _check_types(config: RunConfig, precision: Precision, on_cpu: bool) -> None:
+    """Refuse --norm-dtype and --tf32 where they would do nothing."""
+    if config.norm_dtype == "model" and precision.compute == "float32":
+        raise UserError(f"--norm-dtype model has no effect in {precision.name}: the model is in float32; drop it")
+    if config.tf32 and (on_cpu or precision.compute != "float32"):
+        why = "a CPU has no TF32 cores" if on_cpu else f"the model is in {precision.compute}"
+        raise UserError(f"--tf32 has no effect: {why}; drop it")
+
+
+def _auto_precision(on_cpu: bool) -> dict[str, bool]:
+    """What "auto" means for a 16-bit type: bf16 where the GPU has it, fp16 on older ones, neither on a CPU."""
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return {"bf16": has_bf16, "fp16": not on_cpu and not has_bf16}
+
+
+def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    out = dict(data)
+    for block, value in _auto_precision(on_cpu).items():
+        if isinstance(out.get(block), Mapping) and out[block].get("enabled") == "auto":
+            out[block] = {**out[block], "enabled": value}
+    return out
+
+
+def write_out(
+    told: DeepSpeedPlan, batch: BatchSizes, optimizer: OptimizerPlan | None, model: nn.Module
+) -> DeepSpeedPlan:
+    """Write the resolved numbers into the JSON. Bucket sizes follow the width, as in Hugging Face's integration.
+
+    Args:
+        told: from `read`.
+        batch: the batch arithmetic.
+        optimizer: None in evaluation alone.
+        model: the whole one.
+
+    Raises:
+        UserError: "auto" where nothing resolves it, or what DeepSpeed itself does not take.
+    """
+    width, path = model.embed_dim, told.path
+    auto = {
+        "bf16.enabled": told.precision.name == "bf16",
+        "fp16.enabled": told.precision.name == "fp16",
+        "communication_data_type": None,
+        "zero_optimization.reduce_bucket_size": width * width,
+        "zero_optimization.allgather_bucket_size": width * width,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * width,
+    }
+    if optimizer is None:
+        json = deepspeed_json.resolve(told.json, batch=batch, gradient_clipping=0.0, auto=auto, path=path)
+    else:
+        auto |= {f"scheduler.params.{key}": value for key, value in optimizer.scheduler.items()}
+        auto |= {f"optimizer.params.{key}": value for key, value in optimizer.of_flags.items()}
+        json = deepspeed_json.resolve(told.json, batch=batch, gradient_clipping=optimizer.clip, auto=auto, path=path)
+        params = {**(json["optimizer"].get("params") or {}), **optimizer.of_flags}
+        json["optimizer"] = {**json["optimizer"], "params": params}
+        deepspeed_auto.check_scheduler(json, path)
+    deepspeed_json.check_with_deepspeed(json, path)
+    return dataclasses.replace(told, json=json)
