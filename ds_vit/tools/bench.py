@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from ds_vit import config as flags
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
+
+if TYPE_CHECKING:
+    from ds_vit.training.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,6 @@ def bench_step(
     if process.world_size != 1:
         raise UserError(f"bench step measures one rank, and the launcher started {process.world_size}")
     quiet_deepspeed(False)
-    import timm
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.parallel.groups import build_groups
@@ -93,37 +96,14 @@ def bench_step(
     device = device_of(process.local_rank)
     engine = build_engine(plan, device, build_groups(plan.parallel.layout))
 
-    cls, arguments = plan.optimizer.cls, plan.optimizer.arguments
-    options = {"img_size": img_size} if img_size else {}
-    peer = timm.create_model(model, **options).to(device).train()
-    optimizer = timm.optim.create_optimizer_v2(
-        peer,
-        opt=cls.__name__.lower(),
-        lr=plan.optimizer.lr,
-        weight_decay=plan.optimizer.weight_decay,
-        betas=arguments.get("betas"),
-    )
     height, width = plan.model.image.img_size
     images = torch.randn(batch_size, 3, height, width, device=device)
-    keys = torch.arange(batch_size, device=device)
     targets = torch.randint(1000, (batch_size,), device=device)
-    half = plan.deepspeed.precision.name != "fp32"
-    clip = plan.deepspeed.json["gradient_clipping"]
-
-    def plain() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            logits = peer(images)
-        loss = torch.nn.functional.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
-        optimizer.zero_grad()
-        loss.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(peer.parameters(), clip)
-        optimizer.step()
-
-    mine = images.to(engine.dtype)
+    plain = _plain_step(plan, images, targets, {"img_size": img_size} if img_size else {})
+    batch = {"images": images.to(engine.dtype), "targets": targets, "keys": torch.arange(batch_size, device=device)}
 
     def ours() -> None:
-        engine.train_step(iter([{"images": mine, "keys": keys, "targets": targets}]))
+        engine.train_step(iter([batch]))
 
     best = {plain: float("inf"), ours: float("inf")}
     for side in best:
@@ -144,6 +124,34 @@ def bench_step(
         plain_images_per_second=batch_size / best[plain],
         ours_images_per_second=batch_size / best[ours],
     )
+
+
+def _plain_step(plan: Plan, images: torch.Tensor, targets: torch.Tensor, options: dict[str, int]) -> Callable[[], None]:
+    """One step of a plain loop of timm and torch on the same images: the same model, optimizer, precision, clipping."""
+    import timm
+
+    optimizer = plan.optimizer
+    peer = timm.create_model(plan.config.model, **options).to(images.device).train()
+    timms = timm.optim.create_optimizer_v2(
+        peer,
+        opt=optimizer.cls.__name__.lower(),
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        betas=optimizer.arguments.get("betas"),
+    )
+    half = plan.deepspeed.precision.name != "fp32"
+
+    def step() -> None:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=half):
+            logits = peer(images)
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets, label_smoothing=plan.config.smoothing)
+        timms.zero_grad()
+        loss.backward()
+        if optimizer.clip:
+            torch.nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
+        timms.step()
+
+    return step
 
 
 def to_json(result: StepBench) -> str:

@@ -27,33 +27,11 @@ from ds_vit.training.plan import Plan
 
 
 def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
-    """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective).
-
-    Layers are filled one at a time, each converted before the next one (layer_converters.py), so that no rank holds
-    more than one layer whole.
-    """
+    """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective)."""
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
-    layout = plan.parallel.layout
-    layers = plan.model.task.layers(plan.model.whole)
-    own = layers[plan.model.bounds[plan.parallel.stage] : plan.model.bounds[plan.parallel.stage + 1]]
+    layers = _build_layers(plan, device, groups)
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
-    converters = layer_converters(plan, groups)
-
-    def on_layer(layer: Layer) -> None:
-        for convert in converters:
-            convert(layer)
-
-    initialise(
-        plan.model.whole,
-        own,
-        seed=plan.config.seed,
-        device=device,
-        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-        dtype=getattr(torch, plan.deepspeed.precision.compute) if plan.deepspeed.zero_stage == 3 else torch.float32,
-        checkpoint=plan.model.initial_checkpoint,
-        on_layer=on_layer,
-    )
     cut_over_classes = tp if plan.model.class_parallel else None
     loss = plan.model.task.loss(cut_over_classes)
     fields = plan.model.task.fields(training=True)
@@ -63,25 +41,23 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     }
     if cut_over_classes is not None:
         shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
-    config = dict(plan.deepspeed.json)
-    checkpoint = _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
-    interval = plan.deepspeed.checkpointing.interval
+    config, interval = dict(plan.deepspeed.json), plan.deepspeed.checkpointing.interval
+    recompute = _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
     engine: Engine
-    if layout.pp == 1:
-        model = SequentialViT(
-            layers, checkpoint_interval=interval, checkpoint_function=checkpoint if interval else None
-        )
+    if plan.parallel.layout.pp == 1:
+        model = SequentialViT(layers, checkpoint_interval=interval, checkpoint_function=recompute if interval else None)
         optimizer = _optimizer(plan, model, device)
         engine = PlainEngine(model, optimizer, loss, config, **shared)
     else:
+        targets = [field.name for field in fields if field.stage == "last"]
         staged = StagedViT(
             layers,
             plan.model.bounds,
             groups,
             loss,
-            [field.name for field in fields if field.stage == "last"],
+            targets,
             checkpoint_interval=interval,
-            checkpoint_function=checkpoint,
+            checkpoint_function=recompute,
         )
         optimizer = _optimizer(plan, staged, device)
         engine = PipeEngine(staged, optimizer, config, **shared)
@@ -90,18 +66,45 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     return engine
 
 
+def _build_layers(plan: Plan, device: torch.device, groups: Groups) -> list[Layer]:
+    """The model's layers, those of this rank's stage filled.
+
+    They are filled one at a time, each converted before the next one (layer_converters.py), so that no rank holds more
+    than one layer whole.
+    """
+    whole, bounds, stage = plan.model.whole, plan.model.bounds, plan.parallel.stage
+    layers = plan.model.task.layers(whole)
+    converters = layer_converters(plan, groups)
+
+    def on_layer(layer: Layer) -> None:
+        for convert in converters:
+            convert(layer)
+
+    initialise(
+        whole,
+        layers[bounds[stage] : bounds[stage + 1]],
+        seed=plan.config.seed,
+        device=device,
+        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+        dtype=getattr(torch, plan.deepspeed.precision.compute) if plan.deepspeed.zero_stage == 3 else torch.float32,
+        checkpoint=plan.model.initial_checkpoint,
+        on_layer=on_layer,
+    )
+    return layers
+
+
 def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
-    if plan.optimizer is None:
+    wanted = plan.optimizer
+    if wanted is None:
         return None
     names = timm_names(model)
     parameters = [(names[local], p) for local, p in model.named_parameters()]
-    cls, arguments = plan.optimizer.cls, plan.optimizer.arguments
-    groups = parameter_groups(
-        parameters, plan.optimizer.weight_decay, no_weight_decay_names(plan.model.whole), plan.optimizer.fallback
-    )
+    undecayed = no_weight_decay_names(plan.model.whole)
+    groups = parameter_groups(parameters, wanted.weight_decay, undecayed, wanted.fallback)
     # With the optimizer offloaded, its step runs on the CPU.
-    offloaded = (plan.deepspeed.json.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device") == "cpu"
-    return build_optimizer(cls, groups, arguments, torch.device("cpu") if offloaded else device)
+    zero = plan.deepspeed.json.get("zero_optimization", {})
+    offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
 
 
 _checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
