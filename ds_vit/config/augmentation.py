@@ -37,13 +37,13 @@ class AugmentConfig:
     scale: Sequence[float] | None = flag((0.08, 1.0), _A, "random-resized crop: area", rule=RANGE, nargs=2)
     ratio: Sequence[float] | None = flag((3 / 4, 4 / 3), _A, "random-resized crop: aspect ratio", rule=RANGE, nargs=2)
     hflip: float = flag(0.5, _A, "horizontal flip probability", rule=PROBABILITY, neutral=(0.0,))
-    vflip: float = flag(0.0, _A, "vertical flip probability", rule=PROBABILITY, neutral=(0.0,))
+    vflip: float = flag(0.0, _A, "vertical flip probability", rule=PROBABILITY)
     color_jitter: float | Sequence[float] = flag(0.4, _A, "colour jitter strength (off under --aa)", neutral=(0.0,))
     color_jitter_prob: float | None = flag(None, _A, "probability of the colour jitter", rule=PROBABILITY)
-    grayscale_prob: float = flag(0.0, _A, "probability of turning grey", rule=PROBABILITY, neutral=(0.0,))
-    gaussian_blur_prob: float = flag(0.0, _A, "probability of blurring", rule=PROBABILITY, neutral=(0.0,))
-    aa: str = flag("", _A, "policy: rand-m9-mstd0.5-inc1, augmix-m5, 3a, original, v0, …", neutral=("", "none"))
-    reprob: float = flag(0.0, _A, "random erasing probability", rule=PROBABILITY, neutral=(0.0,))
+    grayscale_prob: float = flag(0.0, _A, "probability of turning grey", rule=PROBABILITY)
+    gaussian_blur_prob: float = flag(0.0, _A, "probability of blurring", rule=PROBABILITY)
+    aa: str = flag("", _A, "policy: rand-m9-mstd0.5-inc1, augmix-m5, 3a, original, v0, …", neutral=("none",))
+    reprob: float = flag(0.0, _A, "random erasing probability", rule=PROBABILITY)
     remode: str = flag("pixel", _A, "random erasing filling", choices=("const", "rand", "pixel"))
     recount: int = flag(1, _A, "random erasing count", rule=AT_LEAST_1)
 
@@ -75,12 +75,12 @@ def _check_auto_augment(text: str) -> None:
 class MixConfig:
     """Mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) of pairs, and label smoothing; timm's flags."""
 
-    mixup: float = flag(0.0, _A, "mixup alpha", rule=_ALPHA, neutral=(0.0,))
-    cutmix: float = flag(0.0, _A, "cutmix alpha", rule=_ALPHA, neutral=(0.0,))
+    mixup: float = flag(0.0, _A, "mixup alpha", rule=_ALPHA)
+    cutmix: float = flag(0.0, _A, "cutmix alpha", rule=_ALPHA)
     cutmix_minmax: Sequence[float] | None = flag(None, _A, "cutmix box side, smallest and largest", rule=RANGE, nargs=2)
     mixup_prob: float = flag(1.0, _A, "probability of mixing a pair", rule=PROBABILITY)
     mixup_switch_prob: float = flag(0.5, _A, "probability of cutmix where both are on", rule=PROBABILITY)
-    mixup_off_epoch: int = flag(0, _A, "stop mixing from this epoch on (0: never)", rule=AT_LEAST_0, neutral=(0,))
+    mixup_off_epoch: int = flag(0, _A, "stop mixing from this epoch on (0: never)", rule=AT_LEAST_0)
     smoothing: float = flag(0.1, "loss", "label smoothing", rule=_SMOOTHING, neutral=(0.0,))
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ def flag(
     spelling: str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag; `neutral` values may always be written, even where they do nothing."""
+    """A field that is also a flag; its default and `neutral` values may be written even where they do nothing."""
     meta = {
         "section": section,
         "help": text,

@@ -21,6 +21,10 @@ from ds_vit.config.flag import (
 
 SECTIONS = _R, _M, _D, _A, _L, _O, _S = "run", "model", "data", "augmentation", "loss", "optimizer", "schedule"
 """The groups of --help and of config.yaml, in their order."""
+_ABOVE_1 = Rule("must be above 1", lambda x: x > 1)
+_KEEP = Rule("must be at least 0 (0 keeps all)", lambda x: x >= 0)
+_PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
+_DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +35,15 @@ class RunConfig(MixConfig, AugmentConfig):
     """
 
     deepspeed_config: str = flag("", _R, "DeepSpeed JSON file", spelling="--deepspeed_config", metavar="FILE")
-    pp: int = flag(1, _R, "pipeline stages", neutral=(1,))
-    tp: int = flag(1, _R, "tensor-parallel ranks", neutral=(1,))
+    pp: int = flag(1, _R, "pipeline stages")
+    tp: int = flag(1, _R, "tensor-parallel ranks")
     tp_across_hosts: bool = flag(False, _R, "let tensor-parallel groups lie on two hosts")
     sequence_parallel: bool = flag(False, _R, "cut the tokens too, between the layers that --tp cuts")
-    class_parallel: str = flag(
-        "auto", _R, "cut the classifier over classes under --tp", neutral=("auto",), choices=("auto", "on", "off")
-    )
-    check_replicas: int = flag(0, _R, "steps between bitwise comparisons of replicas", neutral=(0,), rule=AT_LEAST_0)
-    pp_partition: str = flag("", _R, "first layer of each stage and the number of layers: 0,7,14", neutral=("",))
+    class_parallel: str = flag("auto", _R, "cut the classifier over classes under --tp", choices=("auto", "on", "off"))
+    check_replicas: int = flag(0, _R, "steps between bitwise comparisons of replicas", rule=AT_LEAST_0)
+    pp_partition: str = flag("", _R, "first layer of each stage and the number of layers: 0,7,14")
 
-    task: str = flag("classification", _M, "what is trained for", neutral=("classification",))
+    task: str = flag("classification", _M, "what is trained for")
     mask_ratio: float = flag(0.75, _M, "--task mae: share of the patches that are hidden")
     decoder_dim: int = flag(512, _M, "--task mae: width of the decoder")
     decoder_depth: int = flag(8, _M, "--task mae: blocks of the decoder")
@@ -51,8 +53,8 @@ class RunConfig(MixConfig, AugmentConfig):
     model_kwargs: Mapping[str, Any] = flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, _M, "classes of the head (default: the data's)", rule=AT_LEAST_1)
     img_size: int | None = flag(None, _M, "image side in pixels (default: the model's)", rule=AT_LEAST_1)
-    drop: float = flag(0.0, _M, "dropout before the head", neutral=(0.0,), rule=FROM_0_BELOW_1)
-    drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", neutral=(0.0,), rule=FROM_0_BELOW_1)
+    drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
+    drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)
     initial_checkpoint: str = flag(
         "", _M, "weights to start from: .safetensors or .pth in timm's names", metavar="FILE"
     )
@@ -71,24 +73,14 @@ class RunConfig(MixConfig, AugmentConfig):
     on_bad_image: str = flag("error", _D, "an image that cannot be decoded", choices=("error", "skip"))
 
     mean: Sequence[float] | None = flag(
-        None,
-        _A,
-        "pixel mean, 0 to 1 (default: the model's)",
-        nargs="+",
-        rule=Rule("must be one number or three", lambda x: len(x) in (1, 3)),
+        None, _A, "pixel mean, 0 to 1 (default: the model's)", nargs="+", rule=_PIXEL_MEAN
     )
-    std: Sequence[float] | None = flag(
-        None,
-        _A,
-        "pixel deviation (default: the model's)",
-        nargs="+",
-        rule=Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0),
-    )
+    std: Sequence[float] | None = flag(None, _A, "pixel deviation (default: the model's)", nargs="+", rule=_DEVIATION)
     interpolation: str = flag("", _A, "resize filter of evaluation (default: the model's)")
     crop_pct: float | None = flag(None, _A, "centre-crop share of evaluation (default: the model's)")
     crop_mode: str = flag("", _A, "evaluation crop", choices=("center", "squash", "border"))
     aug_repeats: int = flag(
-        0, _A, "repeated augmentation: copies of a sample in an epoch", neutral=(0, 1), rule=AT_LEAST_0
+        0, _A, "repeated augmentation: copies of a sample in an epoch", neutral=(1,), rule=AT_LEAST_0
     )
 
     bce_loss: bool = flag(False, _L, "binary cross-entropy in place of softmax")
@@ -98,44 +90,30 @@ class RunConfig(MixConfig, AugmentConfig):
     lr: float | None = flag(None, _O, "base learning rate (default: the JSON's)", rule=NOT_NEGATIVE)
     weight_decay: float | None = flag(None, _O, 'value for an "auto" weight_decay in the JSON', rule=NOT_NEGATIVE)
     clip_grad: float | None = flag(None, _O, 'value for an "auto" gradient_clipping in the JSON', rule=NOT_NEGATIVE)
-    layer_decay: float | None = flag(None, _O, "layer-wise learning-rate decay", neutral=(None, 1.0), rule=ABOVE_0_TO_1)
+    layer_decay: float | None = flag(None, _O, "layer-wise learning-rate decay", neutral=(1.0,), rule=ABOVE_0_TO_1)
     lr_scale_by_batch: str = flag(
-        "none",
-        _O,
-        "scale the learning rate with global batch / --lr-base-size",
-        neutral=("none",),
-        choices=("none", "linear", "sqrt"),
+        "none", _O, "scale the learning rate with global batch / --lr-base-size", choices=("none", "linear", "sqrt")
     )
     lr_base_size: int = flag(256, _O, "global batch that the unscaled learning rate is meant for", rule=AT_LEAST_1)
     model_ema: bool = flag(False, _O, "keep an exponential moving average of the weights, and evaluate it too")
     model_ema_decay: float = flag(0.9998, _O, "decay of the average", rule=FROM_0_BELOW_1)
     model_ema_warmup: bool = flag(False, _O, "let the decay of the average grow from 0")
     norm_dtype: str = flag(
-        "float32",
-        _O,
-        "type that norms compute in where the model is in 16 bits",
-        neutral=("float32",),
-        choices=("float32", "model"),
+        "float32", _O, "type that norms compute in where the model is in 16 bits", choices=("float32", "model")
     )
     tf32: bool = flag(False, _O, "let fp32 matrix products use a GPU's TF32 cores")
     on_nonfinite: str = flag("stop", _O, "a step whose gradient is not finite", choices=("stop", "skip"))
     spike_factor: float | None = flag(
-        None,
-        _O,
-        "a step whose loss or gradient norm is over this many times its recent mean is bad too",
-        rule=Rule("must be above 1", lambda x: x > 1),
+        None, _O, "a step whose loss or gradient norm is over this many times its recent mean is bad too", rule=_ABOVE_1
     )
     rollback: int = flag(
         0,
         _O,
         "where a run would stop over a bad step: go back to the last checkpoint and leave out the samples since then, "
         "at most this many times",
-        neutral=(0,),
         rule=AT_LEAST_0,
     )
-    grad_stats_interval: int = flag(
-        0, _O, "steps between gradient statistics by layer (0: none)", neutral=(0,), rule=AT_LEAST_0
-    )
+    grad_stats_interval: int = flag(0, _O, "steps between gradient statistics by layer (0: none)", rule=AT_LEAST_0)
     batch_size: int | None = flag(None, _O, 'micro-batch a rank where the JSON says "auto" (128)', short=("-b",))
     grad_accum_steps: int | None = flag(None, _O, 'accumulation where the JSON says "auto" (1)')
 
@@ -147,27 +125,22 @@ class RunConfig(MixConfig, AugmentConfig):
     warmup_steps: int | None = flag(None, _S, "warm-up in optimizer steps", neutral=(0,), rule=AT_LEAST_0)
     warmup_epochs: float | None = flag(None, _S, "warm-up in epochs (5)", neutral=(0.0,), rule=AT_LEAST_0)
     warmup_lr: float = flag(1e-5, _S, "learning rate that warm-up starts from", neutral=(0.0,), rule=NOT_NEGATIVE)
-    min_lr: float = flag(0.0, _S, "learning rate that the schedule ends at", neutral=(0.0,), rule=NOT_NEGATIVE)
+    min_lr: float = flag(0.0, _S, "learning rate that the schedule ends at", rule=NOT_NEGATIVE)
     wsd_decay_fraction: float = flag(0.1, _S, "share of the run in which wsd decays", rule=ABOVE_0_TO_1)
 
     output: str = flag("", _R, "folder of the run (default: runs/<time>-<model>)", metavar="DIR")
     seed: int = flag(42, _R, "seed of everything random")
-    resume: str = flag("none", _R, "checkpoint to go on from: none, auto or a path", neutral=("none",))
+    resume: str = flag("none", _R, "checkpoint to go on from: none, auto or a path")
     allow_batch_change: bool = flag(False, _R, "go on from a checkpoint with another global batch")
     allow_schedule_change: bool = flag(False, _R, "go on from a checkpoint with another learning-rate schedule")
     checkpoint_interval: str = flag(
-        "0", _R, "optimizer steps (500) or time (30m) between checkpoints; 0: when interrupted alone", neutral=("0",)
+        "0", _R, "optimizer steps (500) or time (30m) between checkpoints; 0: when interrupted alone"
     )
-    keep_checkpoints: int = flag(
-        2,
-        _R,
-        "checkpoints to keep beside the best one (0: all)",
-        rule=Rule("must be at least 0 (0 keeps all)", lambda x: x >= 0),
-    )
+    keep_checkpoints: int = flag(2, _R, "checkpoints to keep beside the best one (0: all)", rule=_KEEP)
     stop_before_seconds: float | None = flag(
         None, _R, "save and stop this long before --time-limit or the end of a Slurm job", rule=AT_LEAST_0
     )
-    time_limit: str = flag("", _R, "save and stop after this time: 90m, 24h", neutral=("",))
+    time_limit: str = flag("", _R, "save and stop after this time: 90m, 24h")
     log_samples: bool = flag(False, _R, "write which samples each step used, to samples/ in the output folder")
     log_interval: int = flag(50, _R, "optimizer steps between lines of metrics.jsonl", rule=AT_LEAST_1)
     eval_interval: int = flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), rule=AT_LEAST_0)
