@@ -26,9 +26,9 @@ from ds_vit.launching.process import Process
 from ds_vit.models import names_and_shapes
 from ds_vit.optim.build import rules_of
 from ds_vit.tasks import find_task, idle_flags
-from ds_vit.training.lr import DEFAULT_EPOCHS
 from ds_vit.training.plan.data import DataPlan, resolve_data
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan, read, write_out
+from ds_vit.training.plan.learning_rate import DEFAULT_EPOCHS
 from ds_vit.training.plan.model import ModelPlan, resolve_model
 from ds_vit.training.plan.optimizer import OptimizerPlan, resolve_optimizer
 from ds_vit.training.plan.parallel import ParallelPlan, resolve_parallel

@@ -14,9 +14,9 @@ from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
 from ds_vit.optim.schedules import Schedule
-from ds_vit.training.lr import learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
 from ds_vit.training.plan.data import DataPlan
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
+from ds_vit.training.plan.learning_rate import learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
 from ds_vit.training.plan.model import ModelPlan
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
