@@ -62,74 +62,55 @@ _FILLS = {
 }
 
 
-def make_schedule(
-    config: RunConfig,
-    explicit: frozenset[str],
-    data: Mapping[str, Any],
-    steps_per_epoch: int,
-    horizon: int,
-    lr: float,
-    path: str,
-    notes: list[str],
-) -> Schedule | None:
-    """The flags' schedule, or None where the JSON has a scheduler.
+def check_one_schedule(config: RunConfig, explicit: frozenset[str], block: Mapping[str, Any], path: str) -> None:
+    """Refuse flags of a schedule beside the JSON's scheduler, but for those that fill an "auto" of its parameters."""
+    params = block.get("params") or {}
+    names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
+    both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
+    if both:
+        raise UserError(
+            f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
+        )
 
-    Args:
-        config: the flags.
-        explicit: which of them were given.
-        data: the JSON.
-        steps_per_epoch: optimizer steps.
-        horizon: optimizer steps that the schedule is made for.
-        lr: after warm-up.
-        path: of the JSON, for messages.
-        notes: lines for people are added to these.
 
-    Raises:
-        UserError: both are asked for.
-    """
-    block = data.get("scheduler")
-    if block:
-        params = block.get("params") or {}
-        names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
-        both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
-        if both:
-            raise UserError(
-                f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
-            )
-        return None
-    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
+def make_schedule(config: RunConfig, steps_per_epoch: int, horizon: int, lr: float, notes: list[str]) -> Schedule:
+    """The flags' schedule over `horizon` steps; lines for people are added to `notes`."""
     return Schedule(
         name=config.sched,
         base_lr=lr,
         total_steps=horizon,
-        warmup_steps=warmup,
+        warmup_steps=_warmup_steps(config, steps_per_epoch, horizon, notes),
         warmup_lr=config.warmup_lr,
         min_lr=config.min_lr,
         decay_fraction=config.wsd_decay_fraction,
     )
 
 
-def warmup_of_the_json(
-    config: RunConfig, data: Mapping[str, Any], steps_per_epoch: int, horizon: int, notes: list[str]
-) -> int:
-    """The steps of warm-up that stand for an "auto" in the JSON's scheduler: those of a schedule of the flags.
-
-    Args:
-        config, data, steps_per_epoch, horizon, notes: as for `make_schedule`.
-
-    Returns:
-        At least 1; 1 too where nothing asks for it.
+def fill_scheduler(
+    config: RunConfig,
+    explicit: frozenset[str],
+    block: Mapping[str, Any],
+    per_epoch: int,
+    horizon: int,
+    notes: list[str],
+) -> dict[str, float]:
+    """What the flags put for an "auto" in the JSON's scheduler, less the rate after warm-up.
 
     Raises:
-        UserError: it does not fit into the run.
+        UserError: a warm-up that does not fit into the run.
     """
-    if ((data.get("scheduler") or {}).get("params") or {}).get("warmup_num_steps") != "auto":
-        return 1
-    warmup = _warmup_steps(config, steps_per_epoch, horizon, notes)
-    check_warmup(warmup, horizon)
-    if warmup < 2:
-        notes.append(f"scheduler.params.warmup_num_steps: DeepSpeed warms up for 2 steps at least, not for {warmup}")
-    return max(1, warmup)
+    warmup = 1
+    if (block.get("params") or {}).get("warmup_num_steps") == "auto":
+        warmup = _warmup_steps(config, per_epoch, horizon, notes)
+        check_warmup(warmup, horizon)
+        if warmup < 2:
+            notes.append(f"scheduler.params.warmup_num_steps: DeepSpeed warms up for at least 2 steps, not {warmup}")
+    return {
+        # From 0 where no flag says otherwise, as in Hugging Face's integration.
+        "warmup_min_lr": config.warmup_lr if "warmup_lr" in explicit else 0.0,
+        "warmup_num_steps": max(1, warmup),
+        "total_num_steps": horizon,
+    }
 
 
 def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:

@@ -16,7 +16,14 @@ from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_
 from ds_vit.optim.schedules import Schedule
 from ds_vit.training.plan.data import DataPlan
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
-from ds_vit.training.plan.learning_rate import learning_rate, make_schedule, scaled_by_batch, steps, warmup_of_the_json
+from ds_vit.training.plan.learning_rate import (
+    check_one_schedule,
+    fill_scheduler,
+    learning_rate,
+    make_schedule,
+    scaled_by_batch,
+    steps,
+)
 from ds_vit.training.plan.model import ModelPlan
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
@@ -89,14 +96,12 @@ def resolve_optimizer(
     check_weight_decay(cls, decay)
     per_epoch = data.order.steps_per_epoch
     total_steps, horizon = steps(config, per_epoch)
-    schedule = make_schedule(config, explicit, told.json, per_epoch, horizon, lr, path, notes)
-    scheduler = {
-        # From 0 where no flag says otherwise, as in Hugging Face's integration.
-        "warmup_min_lr": config.warmup_lr if "warmup_lr" in explicit else 0.0,
-        "warmup_max_lr": lr,
-        "warmup_num_steps": warmup_of_the_json(config, told.json, per_epoch, horizon, notes),
-        "total_num_steps": horizon,
-    }
+    schedule, scheduler = None, {}
+    if block := told.json.get("scheduler"):
+        check_one_schedule(config, explicit, block, path)
+        scheduler = {"warmup_max_lr": lr, **fill_scheduler(config, explicit, block, per_epoch, horizon, notes)}
+    else:
+        schedule = make_schedule(config, per_epoch, horizon, lr, notes)
     return OptimizerPlan(
         cls=cls,
         arguments={**arguments, "lr": lr},
