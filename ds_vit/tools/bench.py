@@ -51,7 +51,7 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{n: version(n) for n in ("torch", "timm", "deepspeed")}}
 
 
-def _seconds_a_step(step: Callable[[], None], steps: int, device: torch.device) -> float:
+def _seconds_a_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -99,18 +99,17 @@ def bench_step(
     height, width = plan.model.image.img_size
     images = torch.randn(batch_size, 3, height, width, device=device)
     targets = torch.randint(1000, (batch_size,), device=device)
-    plain = _plain_step(plan, images, targets, {"img_size": img_size} if img_size else {})
     batch = {"images": images.to(engine.dtype), "targets": targets, "keys": torch.arange(batch_size, device=device)}
-
-    def ours() -> None:
-        engine.train_step(iter([batch]))
-
-    best = {plain: float("inf"), ours: float("inf")}
-    for side in best:
-        _seconds_a_step(side, 2, device)
+    sides = {
+        "plain": _plain_step(plan, images, targets, {"img_size": img_size} if img_size else {}),
+        "ours": lambda: engine.train_step(iter([batch])),
+    }
+    best = dict.fromkeys(sides, float("inf"))
+    for step in sides.values():
+        _seconds_a_step(step, 2, device)
     for turn in range(turns):
-        for side in (plain, ours) if turn % 2 else (ours, plain):
-            best[side] = min(best[side], _seconds_a_step(side, steps, device))
+        for name in ("plain", "ours") if turn % 2 else ("ours", "plain"):
+            best[name] = min(best[name], _seconds_a_step(sides[name], steps, device))
     engine.close()
     if made_group:
         torch.distributed.destroy_process_group()
@@ -121,8 +120,8 @@ def bench_step(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         threads=torch.get_num_threads(),
         versions=_versions(),
-        plain_images_per_second=batch_size / best[plain],
-        ours_images_per_second=batch_size / best[ours],
+        plain_images_per_second=batch_size / best["plain"],
+        ours_images_per_second=batch_size / best["ours"],
     )
 
 
