@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, take_apart, timm_state_dict
+from ds_vit.models import Layer, ModelSpec, SequentialViT, create_model, initialise, take_apart
 
 # One name for each kind of thing that a block, an embedding or a head can be made of.
 KINDS = {
@@ -72,6 +72,12 @@ def timm_model(spec: ModelSpec) -> nn.Module:
     model = timm.create_model(spec.name, num_classes=spec.num_classes, **extra, **spec.model_kwargs)
     shake(model)
     return model
+
+
+def timm_state_dict(module: nn.Module, keep_vars: bool = False) -> dict[str, torch.Tensor]:
+    """What the layers in a module hold of timm's state dict, under timm's names; the tensors are their own."""
+    layers = (child for child in module.modules() if isinstance(child, Layer))
+    return {name: tensor for layer in layers for name, tensor in layer.state_dict(keep_vars=keep_vars).items()}
 
 
 def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -65,7 +65,6 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
 
     from ds_vit import config as flags
     from ds_vit.checkpoint.holding import Holding
-    from ds_vit.checkpoint.snapshot import share_bytes
     from ds_vit.config.run_folder import RunFolder
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.launching.process import discover
@@ -144,7 +143,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
         **{name: min(values) for name, values in times.items()},
         "write": min(row["write_seconds"] for row in rows.rows),
         "bytes": rows.rows[-1]["bytes"],
-        "share": share_bytes(holding),
+        "share": 4 * sum(t.numel() for kind in holding.kinds() for t in holding.tensors(kind) if t is not None),
         "largest": 4 * max(math.prod(shape) for shape in shapes.values()),
         "peak": peak,
     }

@@ -7,7 +7,6 @@ its own, so that it never meets training's collectives.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -328,9 +327,3 @@ def collect_weights(holding: Holding, group: dist.ProcessGroup) -> dict[str, tor
     gather = Gather(held, {"model": specs}, {"model": one_file}, dist.get_rank())
     whole = gather.collect(HostCopy().take(holding, ("model",)), group)
     return whole.get("model", {}) if dist.get_rank() == 0 else None
-
-
-def share_bytes(holding: Holding) -> int:
-    """Bytes of the host copy of this rank's share, once the optimizer has its states."""
-    kinds = holding.kinds()
-    return 4 * sum(math.prod(t.shape) for kind in kinds for t in holding.tensors(kind) if t is not None)

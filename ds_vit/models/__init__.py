@@ -17,7 +17,7 @@ from ds_vit.models.masked_autoencoder import (
 )
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
-from ds_vit.models.sequential import BlockRun, SequentialViT, run_layers, timm_names, timm_state_dict
+from ds_vit.models.sequential import BlockRun, SequentialViT, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -68,5 +68,4 @@ __all__ = [
     "supported_names",
     "take_apart",
     "timm_names",
-    "timm_state_dict",
 ]

@@ -6,7 +6,7 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,24 +92,11 @@ class SequentialViT(nn.Module):
         return run_layers(self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function)
 
 
-def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
-    """The layers inside any container, or the module itself, with the prefix of their parameters' names."""
-    for name, child in module.named_modules():
-        if isinstance(child, Layer):
-            yield f"{name}." if name else "", child
-
-
 def timm_names(module: nn.Module) -> dict[str, str]:
     """From the names of `module.named_parameters()` to timm's, for a `SequentialViT`, a pipeline stage or a layer."""
-    return {prefix + name: name for prefix, layer in _layers_of(module) for name, _ in layer.named_parameters()}
-
-
-def timm_state_dict(module: nn.Module, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-    """What the module holds of timm's state dict, under timm's names; the tensors are the module's own.
-
-    Args:
-        module: a `SequentialViT`, a pipeline stage or a layer.
-        keep_vars: give the parameters themselves, as `nn.Module.state_dict` does.
-    """
-    states = (layer.state_dict(keep_vars=keep_vars) for _, layer in _layers_of(module))
-    return {name: tensor for state in states for name, tensor in state.items()}
+    return {
+        f"{place}.{name}" if place else name: name
+        for place, layer in module.named_modules()
+        if isinstance(layer, Layer)
+        for name, _ in layer.named_parameters()
+    }

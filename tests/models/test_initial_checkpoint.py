@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from timm.models import eva, vision_transformer
-from vits import KINDS, images, shake, small_spec, timm_model
+from vits import KINDS, images, shake, small_spec, timm_model, timm_state_dict
 
-from ds_vit.models import InitialCheckpoint, SequentialViT, create_model, initialise, take_apart, timm_state_dict
+from ds_vit.models import InitialCheckpoint, SequentialViT, create_model, initialise, take_apart
 
 SPEC = small_spec("vit_tiny_patch16_224")
 

@@ -11,9 +11,9 @@ import pytest
 import timm
 import torch
 from torch import nn
-from vits import KINDS, small_spec
+from vits import KINDS, small_spec, timm_state_dict
 
-from ds_vit.models import SequentialViT, create_model, initialise, supported_names, take_apart, timm_state_dict
+from ds_vit.models import SequentialViT, create_model, initialise, supported_names, take_apart
 from ds_vit.models import keyed_init as module_under_test
 
 # timm's own init_weights does not reach the stems of these: resnet's constructor draws once and for all. They hold

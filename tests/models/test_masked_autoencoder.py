@@ -11,6 +11,7 @@ import timm
 import torch
 from autoencoders import ENCODERS, SAMPLES, SETTINGS, autoencoder, batch_of, layers_of, loss_of, spec_of
 from torch import nn
+from vits import timm_state_dict
 
 from ds_vit import randomness
 from ds_vit.models import (
@@ -35,7 +36,6 @@ from ds_vit.models import (
     no_weight_decay_names,
     take_apart,
     timm_names,
-    timm_state_dict,
 )
 from ds_vit.monitoring.gradients import layers_of as health_layers
 from ds_vit.optim.layer_decay import layer_scales

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from vits import KINDS, images, small_image_size, small_spec
+from vits import KINDS, images, small_image_size, small_spec, timm_state_dict
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, take_apart, timm_state_dict
+from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, take_apart
 
 STEPS = 3
 MICRO_BATCH = 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from vits import KINDS, images, load_timm_state_dict, our_model, small_spec, timm_model
+from vits import KINDS, images, load_timm_state_dict, our_model, small_spec, timm_model, timm_state_dict
 
 from ds_vit.models import (
     BlockLayer,
@@ -19,7 +19,6 @@ from ds_vit.models import (
     initialise,
     take_apart,
     timm_names,
-    timm_state_dict,
 )
 
 TINY = small_spec("vit_tiny_patch16_224")

@@ -13,11 +13,12 @@ from curves import train_in, train_rows
 from PIL import Image
 from project import ROOT
 from safetensors.torch import load_file
+from vits import timm_state_dict
 
 from ds_vit import config as flags
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names, timm_state_dict
+from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names
 from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights
