@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.config.deepspeed_rules import MONITORS, switched_on
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,7 @@ def load_json(path: str | Path) -> dict[str, Any]:
         UserError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise UserError(f"--deepspeed_config {path}: {error.strerror or error}") from None
+    text = read_text(path, "--deepspeed_config ")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: dict[str, Any] = {}

@@ -19,7 +19,7 @@ import yaml
 from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
 from ds_vit.config.timm_hints import timm_hint
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,9 +122,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     """
     file = Path(path)
     try:
-        data = yaml.safe_load(file.read_text()) or {}
-    except OSError as error:
-        raise UserError(f"--recipe {path}: {error.strerror or error}") from None
+        data = yaml.safe_load(read_text(file, "--recipe ")) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -5,6 +5,8 @@ Every other exception is a bug: it shows its traceback, and a launcher may start
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ds_vit.fault_tolerance import exit_codes
 
 
@@ -24,3 +26,20 @@ class ReplicasDiffer(UserError):
     """Ranks that should hold the same weights do not: the machine or a reduction is at fault, and the run with it."""
 
     exit_code = exit_codes.DRIFTED
+
+
+def read_text(path: str | Path, named_by: str) -> str:
+    """The text of a file that somebody named.
+
+    Args:
+        path: of the file.
+        named_by: what stands before it in a message, such as "--recipe ".
+
+    Raises:
+        UserError: it cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"{named_by}{path}: {reason}") from None

@@ -11,7 +11,7 @@ import torch
 
 from ds_vit import config as flags
 from ds_vit.data.settings import PIXEL_FLAGS, resolve_pixels
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
 from ds_vit.interop.stored_weights import StoredWeights
 from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, create_model, image_size
 
@@ -81,10 +81,7 @@ def load_source(found: StoredWeights, settings: Mapping[str, Any], labels: str |
 def _read_labels(path: str | Path | None, num_classes: int) -> tuple[str, ...]:
     if path is None:
         return ()
-    try:
-        names = tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
-    except OSError as error:
-        raise UserError(f"--labels {path}: {error.strerror}") from None
+    names = tuple(line.strip() for line in read_text(path, "--labels ").splitlines() if line.strip())
     if len(names) != num_classes:
         raise UserError(f"--labels {path} has {len(names)} names and the model {num_classes} classes")
     return names

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "SHARP_", "MV2_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_", "OMP_")
 FORWARDED += ("MKL_", "HF_", "MLFLOW", "PYTHON", "LD_LIBRARY_PATH")
@@ -56,11 +56,7 @@ def read(path: str | Path) -> dict[str, str]:
     Raises:
         UserError: the file cannot be read, or a line is not of its form.
     """
-    try:
-        return parse(Path(path).read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"environment file {path}: {reason}") from None
+    return parse(read_text(path, "environment file "), str(path))
 
 
 def render(variables: Mapping[str, str]) -> str:

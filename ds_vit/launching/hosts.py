@@ -11,9 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
 
 SCHEDULERS = ("slurm", "pbs", "lsf")
 """What `read_hosts` takes besides a file."""
@@ -160,7 +159,7 @@ def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
     path = environ.get("PBS_NODEFILE")
     if not path:
         raise UserError("PBS_NODEFILE is not set: this is not inside a PBS job (qsub)")
-    return parse_names(_read(path, "PBS_NODEFILE="), path)
+    return parse_names(read_text(path, "PBS_NODEFILE="), path)
 
 
 def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -181,7 +180,7 @@ def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
         return tuple(_host(n, c, "LSB_HOSTS: ") for n, c in Counter(environ["LSB_HOSTS"].split()).items())
     path = environ.get("LSB_DJOB_HOSTFILE")
     if path:
-        return parse_names(_read(path, "LSB_DJOB_HOSTFILE="), path)
+        return parse_names(read_text(path, "LSB_DJOB_HOSTFILE="), path)
     raise UserError("neither LSB_MCPU_HOSTS nor LSB_HOSTS is set: this is not inside an LSF job (bsub)")
 
 
@@ -213,7 +212,7 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
     if source in SCHEDULERS:
         hosts = {"slurm": from_slurm, "pbs": from_pbs, "lsf": from_lsf}[source](environ)
     else:
-        text = _read(source, "")
+        text = read_text(source, "")
         with_slots = any("slots" in line for _, line in _lines(text))
         hosts = parse_hostfile(text, source) if with_slots else parse_names(text, source)
     return hosts if slots is None else tuple(Host(host.name, slots) for host in hosts)
@@ -232,14 +231,6 @@ def _host(name: str, slots: int, where: str) -> Host:
         return Host(name, slots)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
-
-
-def _read(path: str, named_by: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{named_by}{path}: {reason}") from None
 
 
 def _split_outside_brackets(text: str) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from torch.distributed import Store, rendezvous
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, port_in_words
 from ds_vit.launching.process import rendezvous as launcher_rendezvous
+from ds_vit.launching.rank import free_port
 
 GRACE_SECONDS = 10.0
 """What the processes of a job get to end by themselves once one of them has failed."""
@@ -106,7 +106,7 @@ class Relauncher:
         """
         self._jobs += 1
         job = f"parity/{self._jobs}"
-        port = self._agree(f"{job}/port", _free_port)
+        port = self._agree(f"{job}/port", free_port)
         environ = {
             "RANK": self.process.rank,
             "WORLD_SIZE": self.process.world_size,
@@ -190,12 +190,6 @@ class Relauncher:
                 child.kill()
                 child.join()
                 receiver.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _tail(output: Path | None) -> str:
