@@ -190,6 +190,10 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    def mark_best(self, step: int) -> str:
+        """Mark the complete checkpoint of a step as the best one; what went wrong, on every rank (a collective)."""
+        return self._on_first_rank(lambda: folders.mark_best(self.parent, folders.folder_name(step)))
+
     def save_weights(self, folder: Path) -> None:
         """Write the weights, and their average where there is one, into a folder: `model.safetensors` and
         `ema.safetensors`, or shards with an index (all ranks). What has a file of its own goes to `<name>.safetensors`

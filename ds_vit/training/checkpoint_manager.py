@@ -149,8 +149,10 @@ class CheckpointManager:
             self.ema.updates = int(state["ema_updates"] or 0)
         self.engine.restore_progress(state["engine"], step)
         self._say(f"going on from {checkpoint.path} at step {step}")
-        if checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]:
-            self._saved_step = step
+        own = checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]
+        self._saved_step = step if own else None
+        self._best_step = self._failed_step = None  # of a course that was given up
+        self._due = False
         self.skipped_batches = skipped_batches(state, self.plan.data.order)
         history = dict(state["history"])
         for name in ("evaluations", "ema_evaluations"):  # "accuracies" in checkpoints from before there were tasks
@@ -178,15 +180,23 @@ class CheckpointManager:
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def evaluated(self, step: int, *, is_best: bool) -> None:
-        """The weights were judged; a new best one is saved where checkpoints are saved at all.
+        """The weights were judged; a new best one is saved where checkpoints are saved at all (a collective).
 
         Args:
             step: that was evaluated.
             is_best: whether no evaluation so far was better.
         """
-        if is_best:
-            self._best_step = step
-            self._due = self._due or bool(self._interval)
+        if not is_best or not self._interval:
+            return
+        self._best_step = step
+        if self._saved_step != step:
+            self._due = True
+        else:  # the run was interrupted between the save and the figures
+            self._saver.wait()
+            self._collect()
+            if self._failed_step != step and (error := self._saver.mark_best(step)):
+                self.num_failed += 1
+                self._say(f"WARNING: the checkpoint of step {step} could not be marked as the best one ({error})")
 
     def boundary(self, step: int) -> None:
         """Between two steps: ask all ranks whether to stop, and save if it is time (a collective).
@@ -211,7 +221,7 @@ class CheckpointManager:
             self._due = False  # a run that goes on finds the step that it goes on from saved
         if not (self._due or clock) or self._saved_step == step:
             return
-        if busy:
+        if busy and self._best_step != step:  # these weights can be had at a later step too; the best ones cannot
             self._due = True
             if not self._said_slow:
                 self._said_slow = True

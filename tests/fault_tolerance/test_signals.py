@@ -91,12 +91,13 @@ def stop_in_evaluation(argv: list[str], rank: int) -> tuple[int, str]:
 def test_told_during_evaluation(ranks, tmp_path, whole):
     # Catches: an evaluation of an hour that outlasts the grace period, or one that is left out after the resume.
     output = tmp_path / "run"
-    argv = words("--max-steps", 12, "--output", output, "--validation-batch-size", 4)
+    argv = words("--max-steps", 12, "--output", output, "--validation-batch-size", 4, "--checkpoint-interval", 100)
     results = ranks.run(2, stop_in_evaluation, argv, 1)
     assert [code for code, _ in results] == [exit_codes.INTERRUPTED] * 2
     assert not [row for row in read_rows(output) if row["kind"].startswith("eval")]
     assert newest(output / "checkpoints")[0].step == 12
     rows = train_in(ranks, 2, [*argv, "--resume", "auto"])
+    assert marked(output / "checkpoints", "best") == "step-00000012"
     for kind in ("eval", "eval_ema"):
         [a], [b] = ([row for row in r if row["kind"] == kind] for r in (whole, rows))
         assert (a["top1"], a["top5"], a["step"]) == (b["top1"], b["top5"], b["step"])
