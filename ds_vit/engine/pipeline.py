@@ -134,9 +134,15 @@ class PipeEngine(Engine):
             bcast_loss=False,
             num_micro_batches=num_batches,
         )
+        # DeepSpeed would hold all of these until the next chunk has run, or through the steps of training.
+        engine.fwd_outputs, engine.loss, engine.total_loss = [], None, None
+        for buffer in engine.pipe_buffers.values():
+            buffer[:] = [None] * len(buffer)
         if engine.is_last_stage():
-            for output, batch in zip(outputs, chunk, strict=True):
-                whole = self._whole_outputs(output).float()
+            outputs.reverse()
+            chunk.reverse()
+            while outputs:
+                whole, batch = self._whole_outputs(outputs.pop()).float(), chunk.pop()
                 if self.counts_rows:
                     yield whole, batch
         engine.reset_activation_shape()

@@ -137,6 +137,47 @@ def test_exact_evaluation_between_steps(ranks, cifar, world, pp, val_batch):
     assert evals(rows) == evals(reference)
 
 
+def outputs_alive(argv):
+    """On a rank: train; outputs of a chunk that are alive as each of them is handed over, and when all were."""
+    import gc
+    import weakref
+
+    from ds_vit.engine.pipeline import PipeEngine
+
+    plain, alive = PipeEngine.forward_batches, []
+
+    def forward_batches(self, batches, num_batches):
+        refs = []
+        eval_batch = self.engine.eval_batch
+
+        def watched(*args, **kwargs):
+            outputs = eval_batch(*args, **kwargs)
+            refs.extend(map(weakref.ref, outputs or ()))
+            return outputs
+
+        self.engine.eval_batch = watched
+        for item in plain(self, batches, num_batches):
+            yield item
+            del item
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in refs))
+        self.engine.eval_batch = eval_batch
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in refs))
+
+    PipeEngine.forward_batches = forward_batches
+    assert main(argv) == 0
+    return alive
+
+
+def test_outputs_are_let_go_of(ranks, cifar, tmp_path):
+    """Outputs of 32 batches that stay on the device until they have been counted, or through training behind that."""
+    argv = [*BASE, "--data-dir", cifar, "--max-steps", 2, "-b", 8, "--pp", 2, "-vb", 20, "--output", tmp_path / "run"]
+    _, last = ranks.run(2, outputs_alive, [str(word) for word in argv])
+    # 103 images; who counts an output holds it until the next one comes.
+    assert last == [6, 5, 4, 3, 2, 1, 1]
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_kinds(ranks, kind):
