@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _as_read(block: Mapping[str, Any], parsed: BaseModel) -> dict[str, Any]:
             out[key] = _as_read({k: v for k, v in value.items() if v != "auto"}, seen)
         else:
             quoted = isinstance(value, str) and value != "auto" and isinstance(seen, (bool, int, float))
-            out[key] = seen if quoted else value
+            out[key] = (int(seen) if isinstance(seen, Enum) else seen) if quoted else value
     return out
 
 

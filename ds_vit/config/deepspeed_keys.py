@@ -16,7 +16,6 @@ from ds_vit.config.deepspeed_rules import (
     check_monitors,
     check_scaling,
     check_zero,
-    current_names,
     idle,
     switched_on,
 )
@@ -175,7 +174,7 @@ def _check_values(block: str, value: Mapping[str, Any], path: str) -> None:
 
 
 def check_keys(data: Mapping[str, Any], path: str) -> None:
-    """Refuse keys that DeepSpeed removed, never had, or that would change what a run means.
+    """Refuse keys that DeepSpeed removed, never had, or that would change what a run means, and values that it refuses.
 
     Raises:
         UserError: names the key, the reason and the nearest thing that works.
@@ -199,13 +198,26 @@ def check_keys(data: Mapping[str, Any], path: str) -> None:
                 raise UserError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
             if sub not in known:
                 raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known)}')
-    zero = data.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+    stage = data.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "0", "1", "2", "3", "auto"):
         raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
     for key, value in data.items():
         _check_values(key, value, path)
-    check_zero(current_names(zero), stage, path)
+
+
+def check_rules(data: Mapping[str, Any], path: str) -> None:
+    """Refuse what DeepSpeed takes and gets wrong, or what needs a build.
+
+    Args:
+        data: as DeepSpeed reads it (`deepspeed_auto.settle`).
+        path: named in messages.
+
+    Raises:
+        UserError: names the key, the reason and the nearest thing that works.
+    """
+    zero = data.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    check_zero(zero, stage, path)
     check_low_precision_masters(data, path)
     check_scaling(data, stage, path)
     check_monitors(data, path)

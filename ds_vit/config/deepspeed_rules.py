@@ -187,8 +187,6 @@ def check_zero(zero: Mapping[str, Any], stage: int, path: str) -> None:
         )
     for block in ("offload_param", "offload_optimizer"):
         device = (zero.get(block) or {}).get("device", "none")
-        if device == "auto":  # DeepSpeed's default
-            continue
         if device == "nvme":
             raise UserError(
                 f'{path}: "zero_optimization.{block}.device": "nvme" needs DeepSpeed\'s AIO build; use "cpu"'
@@ -197,7 +195,7 @@ def check_zero(zero: Mapping[str, Any], stage: int, path: str) -> None:
             needed = "stage 3" if block == "offload_param" else "stage 1, 2 or 3"
             raise UserError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
     for key, (default, why) in _REFUSED_OFFLOAD.items():
-        if (zero.get("offload_optimizer") or {}).get(key, default) not in (default, "auto"):
+        if (zero.get("offload_optimizer") or {}).get(key, default) != default:
             raise UserError(f'{path}: "zero_optimization.offload_optimizer.{key}" {why}')
     for key, why in (_REFUSED_STAGE3 | _REFUSED_LEAVES).items():
         if stage == 3 and zero.get(key):
@@ -228,7 +226,7 @@ def check_scaling(data: Mapping[str, Any], stage: int, path: str) -> None:
         ("prescale_gradients", data.get("prescale_gradients")),
         ("gradient_predivide_factor", factor != 1),
     ):
-        if asked and stage >= 2 and zero.get("reduce_scatter", True) not in (False, "false"):
+        if asked and stage >= 2 and zero.get("reduce_scatter", True):
             raise UserError(
                 f'{path}: "{key}" at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.19.8; '
                 "delete it, or use stage 1"

@@ -7,9 +7,15 @@ import re
 import pytest
 from project import ROOT
 
-from ds_vit.config import deepspeed_json, deepspeed_keys, deepspeed_rules
+from ds_vit.config import deepspeed_auto, deepspeed_json, deepspeed_keys, deepspeed_rules
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def check(data, path):
+    """As a run looks at a file."""
+    deepspeed_keys.check_keys(data, path)
+    deepspeed_keys.check_rules(deepspeed_auto.settle(data), path)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -99,7 +105,9 @@ REFUSED = [
     ({"zero_optimization": {"stage": 4}}, "stage 4 does not exist; it may be 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": True}}, "stage True does not exist"),
     ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
+    ({"zero_optimization": {"stage": "4"}}, "stage '4' does not exist"),
     ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "mix parameters up"),
+    ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix parameters up"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'use "cpu"'),
     ({"tensor_parallel": {"autotp_size": 2}}, "use --tp"),
@@ -134,7 +142,7 @@ REFUSED = [
 def test_refused(data, message):
     """A key that DeepSpeed would swallow in silence or crash on."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        deepspeed_keys.check_keys(data, "c.json")
+        check(data, "c.json")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
     data = deepspeed_json.load_json(path)
     deepspeed_keys.check_keys(data, path)
     data = deepspeed_auto.settle(data)
+    deepspeed_keys.check_rules(data, path)
     precision = deepspeed_json.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     deepspeed_json.check_types(data, precision, path)
     _check_types(config, precision, on_cpu)
