@@ -1,7 +1,6 @@
 """Steps that would do harm are turned down on every rank and in every layout alike, and named."""
 
 import json
-import math
 from pathlib import Path
 
 import oracle
@@ -35,20 +34,13 @@ def train_with_accident(argv, what, step):
     import contextlib
     import io
 
+    from accidents import spoil_batches
+
     from ds_vit.tasks.classification import Classification
     from ds_vit.train import main
-    from ds_vit.training.inputs import InputPipeline
 
     if what == "nan":
-        training = InputPipeline.training
-
-        def spoilt(self, *where):
-            micro = self.plan.data.batch.accumulation
-            for i, batch in enumerate(training(self, *where)):
-                bad = "images" in batch and i // micro == step - 1
-                yield {**batch, "images": batch["images"] * math.nan} if bad else batch
-
-        InputPipeline.training = spoilt
+        spoil_batches([step - 1])
     if what == "loss":
         make = Classification.loss
         accumulation = int(argv[argv.index("--grad-accum-steps") + 1])

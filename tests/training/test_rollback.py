@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 
 import oracle
 import per_parameter as timm_side
@@ -26,23 +25,21 @@ def train_with_bad_batches(argv, bad=(), jump=None):
     import contextlib
     import io
 
+    from accidents import spoil_batches
+
     from ds_vit.train import main
     from ds_vit.training.inputs import InputPipeline
 
     training = InputPipeline.training
 
-    def spoilt(self, first_step=0, skipped=0):
-        micro = self.plan.data.batch.accumulation
-        if jump is not None:
-            step, batches = jump
-            feed = itertools.islice(training(self), step * micro)
-            yield from itertools.chain(feed, training(self, step, batches))
-            return
-        for i, batch in enumerate(training(self, first_step, skipped)):
-            poor = "images" in batch and first_step + skipped + i // micro in bad
-            yield {**batch, "images": batch["images"] * math.nan} if poor else batch
+    def jumping(self, *_):
+        step, batches = jump
+        feed = itertools.islice(training(self), step * self.plan.data.batch.accumulation)
+        yield from itertools.chain(feed, training(self, step, batches))
 
-    InputPipeline.training = spoilt
+    if jump is not None:
+        InputPipeline.training = jumping
+    spoil_batches(bad)
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = main([str(word) for word in argv])
