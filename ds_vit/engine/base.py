@@ -106,6 +106,9 @@ class Engine(ABC):
 
             def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
                 self._norm = self._clip_gradients()
+                # torch's GradScaler then leaves an optimizer that is not fused out, and tells nobody.
+                if self.engine.torch_autocast_z0_gradscaler is not None and not math.isfinite(float(self._norm)):
+                    self.guard.overflowed(self.zero_map.gradients(1.0))
                 take_step(*args, **kwargs)
 
             self.engine._take_model_step = clip_and_take_step
@@ -227,11 +230,8 @@ class Engine(ABC):
     def _result(self, loss: torch.Tensor) -> StepResult:
         rejection = self.guard.rejection
         applied = self.engine.was_step_applied() and rejection is None
-        if self.stage > 0:
-            return StepResult(loss, self.engine.get_global_grad_norm(), applied, rejection)
-        if self.engine.torch_autocast_z0_gradscaler is not None:  # it skips a step without telling the engine
-            applied = applied and math.isfinite(float(self._norm))
-        return StepResult(loss, self._norm, applied, rejection)
+        norm = self._norm if self.stage == 0 else self.engine.get_global_grad_norm()
+        return StepResult(loss, norm, applied, rejection)
 
     def _current_norm(self) -> torch.Tensor | float | None:
         """The global gradient norm before clipping, while the optimizer takes its step."""

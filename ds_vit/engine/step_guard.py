@@ -99,7 +99,7 @@ class StepGuard:
         base = zero_map.base
         self._update = base.step
         base.step = self._step
-        zero_map.on_overflow(self._overflowed)
+        zero_map.on_overflow(self.overflowed)
 
     def watch_spikes(self, factor: float) -> None:
         """Turn down steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
@@ -120,6 +120,13 @@ class StepGuard:
         """A new step."""
         self._decided = False
         self.rejection = None
+
+    def overflowed(self, grads: list[torch.Tensor | None]) -> None:
+        """Note that DeepSpeed skips the step under way by itself, because these gradients are not finite."""
+        if not self._decided:
+            self._decided = True
+            worst = _largest(layer_norms(self._zero_map, grads))
+            self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
 
     def _step(self, closure: None = None) -> None:
         """What ZeRO calls in place of the optimizer's own `step`: once, or once for each group of parameters."""
@@ -160,13 +167,6 @@ class StepGuard:
     def _worst_layer(self, finite: bool) -> tuple[str, float]:
         grads = self._zero_map.gradients(self._clipped_by() if finite else 1.0)
         return _largest(layer_norms(self._zero_map, grads))
-
-    def _overflowed(self, grads: list[torch.Tensor | None]) -> None:
-        """ZeRO skips the step itself."""
-        if not self._decided:
-            self._decided = True
-            worst = _largest(layer_norms(self._zero_map, grads))
-            self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
 
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:
