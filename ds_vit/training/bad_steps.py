@@ -48,11 +48,12 @@ class BadSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that goes on has to know."""
-        return {"skipped_steps": self.skipped, "rollbacks": self.rollbacks}
+        return {"skipped_steps": self.skipped, "skipped_in_a_row": self._in_a_row, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave."""
         self.skipped, self.rollbacks = state["skipped_steps"], state["rollbacks"]
+        self._in_a_row = state.get("skipped_in_a_row", 0)  # not in older checkpoints
 
     def applied(self) -> None:
         """A step was applied."""
