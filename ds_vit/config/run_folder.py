@@ -13,6 +13,7 @@ eval.json                       what `ds-vit eval` measured
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,21 @@ def weights_in(folder: Path, kind: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def to_json(contents: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON text of plain data; JSON has no nan or infinity: they become null."""
+    return json.dumps(_without_nan(contents), indent=indent, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, contents: Mapping[str, Any]) -> None:
-    """Write a small file that a reader sees whole or not at all."""
+    """Write a small file that a reader sees whole or not at all, as `to_json` has it."""
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(contents, indent=2) + "\n")
+    temporary.write_text(to_json(contents, indent=2) + "\n")
     temporary.replace(path)

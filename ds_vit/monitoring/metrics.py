@@ -5,7 +5,6 @@ Rank 0 alone has a `Reporter`; the others have none. Rows of metrics.jsonl are f
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.run_folder import RunFolder, to_json
 from ds_vit.tasks import Figure
 
 # Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
@@ -106,13 +105,6 @@ class Throughput:
 
 
 Events = Callable[[Sequence[tuple[str, float, int]]], None]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no nan or infinity: they become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 class Reporter:
@@ -270,7 +262,7 @@ class Reporter:
         self._file.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}) + "\n")
+        self._file.write(to_json(row) + "\n")
         self._file.flush()
 
     def _scalar(self, name: str, value: Any, step: int) -> None:

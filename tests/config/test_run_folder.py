@@ -1,11 +1,12 @@
 """The names in a run's output folder are a contract with other tools; one place knows them."""
 
 import json
+import math
 
 import pytest
 from project import ROOT
 
-from ds_vit.config.run_folder import RunFolder, weights_in, write_json
+from ds_vit.config.run_folder import RunFolder, to_json, weights_in, write_json
 
 NAMES = {
     "config": "config.yaml",
@@ -58,3 +59,13 @@ def test_nobody_else_spells_the_names():
         if path.name != "run_folder.py" and f'/ "{name}"' in path.read_text()
     }
     assert not spelled
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    """`NaN` and `Infinity`, which Python writes and other languages' readers refuse."""
+    folder = RunFolder(tmp_path)
+    written = {"best_loss": math.nan, "layers": {"embed": {"norm": math.inf}}, "betas": (0.9, -math.inf), "steps": 3}
+    read = {"best_loss": None, "layers": {"embed": {"norm": None}}, "betas": [0.9, None], "steps": 3}
+    write_json(folder.summary, written)
+    assert folder.read_summary() == read
+    assert json.loads(to_json(written)) == read
