@@ -9,7 +9,7 @@
 | 4 | `--check-replicas` found ranks with other weights than their replicas | go back to what was saved before |
 | 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
 | 72 | a rank was lost or ended with an error: it has been named, the others ended | start again |
-| 74 | trained, and a checkpoint or the weights could not be written | see the warnings; make room |
+| 74 | trained, and a checkpoint, the weights or rows of metrics.jsonl found no room | see the warnings; make room |
 | 75 | interrupted by a signal or a time limit, and saved | start again with `--resume auto` |
 | 130 | Ctrl-C | |
 """

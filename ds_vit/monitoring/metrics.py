@@ -1,16 +1,18 @@
 """What a run says about itself: metrics.jsonl, TensorBoard, DeepSpeed's monitors, a progress bar or plain lines.
 
-Rank 0 alone has a `Reporter`; the others have none. Rows of metrics.jsonl are flushed one at a time.
+Rank 0 alone has a `Reporter`; the others have none. Rows of metrics.jsonl are written one at a
+time; what a full disk does not take waits until there is room.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -19,6 +21,9 @@ from rich.table import Table
 
 from ds_vit.config.run_folder import RunFolder, to_json
 from ds_vit.tasks import Figure
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
 # name that is part of the device's name counts.
@@ -122,6 +127,8 @@ class Reporter:
         self._total = total_steps
         self._events: Events | None = None
         self._figures = self._quality = ""
+        self._unwritten = b""
+        self._refused = False  # a file, and that has been said
         self._progress: Progress | None = None
 
     def start(self, first_step: int = 0, events: Events | None = None) -> None:
@@ -135,10 +142,11 @@ class Reporter:
 
         self._events = events
         _cut_torn_line(self._folder.metrics)
-        self._file = self._folder.metrics.open("a", encoding="utf-8")
+        # Without a buffer: what a full disk did not take is known to the byte.
+        self._file = self._folder.metrics.open("ab", buffering=0)
         # What an interrupted run drew beyond the step that this one goes on from is hidden.
         purge = {"purge_step": first_step + 1} if first_step else {}
-        self._board = SummaryWriter(str(self._folder.tensorboard), **purge)
+        self._board: SummaryWriter | None = SummaryWriter(str(self._folder.tensorboard), **purge)
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]train"),
@@ -232,17 +240,16 @@ class Reporter:
     def _histogram(self, name: str, lowest: int, counts: Sequence[int], step: int) -> None:
         """Counts by power of two, the first of which is `lowest`."""
         powers = range(lowest, lowest + len(counts))
-        self._board.add_histogram_raw(
-            name,
-            min=lowest,
-            max=lowest + len(counts),
-            num=sum(counts),
-            sum=sum(power * count for power, count in zip(powers, counts, strict=True)),
-            sum_squares=sum(power**2 * count for power, count in zip(powers, counts, strict=True)),
-            bucket_limits=[power + 1 for power in powers],
-            bucket_counts=list(counts),
-            global_step=step,
-        )
+        histogram = {
+            "min": lowest,
+            "max": lowest + len(counts),
+            "num": sum(counts),
+            "sum": sum(power * count for power, count in zip(powers, counts, strict=True)),
+            "sum_squares": sum(power**2 * count for power, count in zip(powers, counts, strict=True)),
+            "bucket_limits": [power + 1 for power in powers],
+            "bucket_counts": list(counts),
+        }
+        self._draw(lambda board: board.add_histogram_raw(name, **histogram, global_step=step))
 
     def checkpoint(self, row: Mapping[str, Any]) -> None:
         """A row of kind "checkpoint": step, pause_seconds, write_seconds, bytes, and error where it failed."""
@@ -253,21 +260,54 @@ class Reporter:
         """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    @property
+    def num_lost(self) -> int:
+        """Rows of metrics.jsonl that could not be written so far."""
+        return self._unwritten.count(b"\n")
+
     def close(self) -> None:
         """Finish the bar and the files."""
         if self._progress:
             self._progress.stop()
             self._progress = None
-        self._board.close()
+        self._draw(lambda board: board.close())
+        self._write_rows()
         self._file.close()
+        if self.num_lost:
+            with contextlib.suppress(OSError):
+                _cut_torn_line(self._folder.metrics)
+            self.say(f"WARNING: {self.num_lost} rows of {self._folder.metrics} are lost")
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(to_json(row) + "\n")
-        self._file.flush()
+        self._unwritten += to_json(row).encode() + b"\n"
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        """Write what there is, as far as the disk takes it; the rest is kept."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            self._refuse(self._folder.metrics, error, "its rows are kept until there is room")
+
+    def _draw(self, action: Callable[[SummaryWriter], None]) -> None:
+        """Give TensorBoard something; a disk that refuses ends its pictures alone."""
+        if self._board is None:
+            return
+        try:
+            action(self._board)
+        except OSError as error:
+            self._board = None  # its thread is gone
+            self._refuse(self._folder.tensorboard, error, "nothing more is drawn there")
+
+    def _refuse(self, path: Path, error: OSError, instead: str) -> None:
+        if not self._refused:
+            self._refused = True
+            self.say(f"WARNING: {path} could not be written ({error.strerror or error}); training goes on, {instead}")
 
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):
-            self._board.add_scalar(name, value, step)
+            self._draw(lambda board: board.add_scalar(name, value, step))
 
     def _monitor(self, at: int, group: str, row: Mapping[str, Any], keys: Sequence[str]) -> None:
         if self._events:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
@@ -129,7 +130,8 @@ def summarise(
         skipped_images: images that could not be decoded and were replaced.
         wall_seconds: of all the processes that this run has had.
         steps: that are done.
-        exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint failed).
+        exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint, the
+            weights or rows of metrics.jsonl).
     """
     figures = plan.model.task.figures
 
@@ -199,9 +201,12 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
         console: of rank 0; None on the others.
     """
     if console is not None:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
-        write_json(folder.deepspeed, plan.deepspeed.json)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
+            write_json(folder.deepspeed, plan.deepspeed.json)
+        except OSError as error:
+            raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
@@ -213,8 +218,15 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
 
 
 def show_end(plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None) -> None:
-    """Write summary.json and show it, where there is a console."""
+    """Write summary.json and show it, where there is a console.
+
+    Raises:
+        NotSaved: the file could not be written.
+    """
     if console is None:
         return
-    write_json(folder.summary, summary)
     print_table(console, "done", end_rows(plan, summary, folder.path))
+    try:
+        write_json(folder.summary, summary)
+    except OSError as error:
+        raise NotSaved(f"{folder.summary} could not be written: {error.strerror or error}") from error

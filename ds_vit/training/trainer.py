@@ -98,6 +98,9 @@ class Trainer:
         finally:
             if self.reporter:
                 self.reporter.close()
+        lost = self.reporter.num_lost if self.reporter else 0
+        if self.engine.sum(torch.tensor(lost, device=self.device)) and exit_word == "completed":
+            exit_word = "not all saved"
         summary = self._sum_up(exit_word)
         show_end(plan, self.folder, summary, console)
         self.engine.close()

@@ -1,0 +1,113 @@
+"""metrics.jsonl and TensorBoard on a disk that has no room: training goes on, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+from pathlib import Path
+
+from interrupting import TINY
+from project import ROOT
+from rich.console import Console
+
+from ds_vit.config.run_folder import RunFolder
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.monitoring.metrics import Reporter
+
+
+class Disk:
+    """A file that takes so many more bytes."""
+
+    def __init__(self, file: io.RawIOBase, room: int) -> None:
+        self._file = file
+        self.room = room
+        self.close = file.close
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def reporter_on(folder: Path, room: int) -> tuple[Reporter, io.StringIO]:
+    said = io.StringIO()
+    reporter = Reporter(RunFolder(folder), total_steps=9, console=Console(file=said, width=200))
+    reporter.start()
+    reporter._file = Disk(reporter._file, room)
+    return reporter, said
+
+
+def skip(reporter: Reporter, steps: range) -> None:
+    for step in steps:
+        reporter.skip({"step": step, "skipped_steps": step}, None)
+
+
+def test_rows_wait_for_room(tmp_path):
+    """A row that is cut in two, written twice or left out where the disk was full for a while."""
+    reporter, said = reporter_on(tmp_path, room=100)
+    skip(reporter, range(5))
+    assert reporter.num_lost
+    reporter._file.room = 10**6
+    skip(reporter, range(5, 7))
+    assert reporter.num_lost == 0
+    reporter.close()
+    assert [row["step"] for row in RunFolder(tmp_path).rows()] == list(range(7))
+    assert said.getvalue().count("WARNING") == 1
+    assert "No space left on device" in said.getvalue()
+
+
+def test_rows_that_are_lost_are_counted(tmp_path):
+    """Half a row at the end of the file, which no reader takes."""
+    reporter, said = reporter_on(tmp_path, room=100)
+    skip(reporter, range(5))
+    reporter.close()
+    rows = RunFolder(tmp_path).rows()
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert 0 < len(rows) < 5
+    assert f"{5 - len(rows)} rows of {tmp_path / 'metrics.jsonl'} are lost" in said.getvalue()
+
+
+def test_pictures_without_room(tmp_path, monkeypatch):
+    """TensorBoard raises in the training loop what its thread met."""
+    reporter, said = reporter_on(tmp_path, room=10**6)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(reporter._board, "add_scalar", full)
+    skip(reporter, range(3))
+    reporter.close()
+    assert len(RunFolder(tmp_path).rows()) == 3
+    assert said.getvalue().count("WARNING") == 1
+
+
+def train_without_room(argv: list[str]) -> tuple[int, str]:
+    """On a rank: train, with room for the first rows alone."""
+    from ds_vit.train import main
+
+    start = Reporter.start
+
+    def start_on_a_full_disk(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self._file = Disk(self._file, 500)
+
+    Reporter.start = start_on_a_full_disk
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return main(argv), out.getvalue()
+
+
+def test_a_run_ends_with_its_weights_and_a_code(ranks, tmp_path):
+    """A traceback in mid-run, or a success that is none."""
+    argv = [*TINY, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 8, "--val-split", ""]
+    argv += ["--max-steps", 4, "--output", tmp_path / "run"]
+    results = ranks.run(2, train_without_room, [str(word) for word in argv])
+    assert [code for code, _ in results] == [exit_codes.UNSAVED] * 2
+    assert results[0][1].count("could not be written") == 1
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == "not all saved"
+    RunFolder(tmp_path / "run").rows()
