@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.config.deepspeed_rules import MONITORS, switched_on
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def load_json(path: str | Path) -> dict[str, Any]:
         data = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         data = _load_hjson(text, unique, path, error)
+    except UserError:
+        raise
+    except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits
+        raise UserError(f"{path}: malformed JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a DeepSpeed configuration is one JSON object, not a {type(data).__name__}")
     return data
@@ -196,7 +200,10 @@ def check_types(data: Mapping[str, Any], found: Precision, path: str) -> None:
                 f"{path}: data_types.grad_accum_dtype {types[key]!r} at ZeRO stage 0 must be the model's type, "
                 f"{found.compute}; delete it, or use stage 1"
             )
-    for name in (data.get("torch_autocast") or {}).get("lower_precision_safe_modules") or ():
+    modules = (data.get("torch_autocast") or {}).get("lower_precision_safe_modules") or ()
+    if not isinstance(modules, (list, tuple)):
+        raise UserError(f"{path}: torch_autocast.lower_precision_safe_modules must be a list […], not {modules!r}")
+    for name in modules:
         package, _, cls = str(name).rpartition(".")
         try:
             getattr(importlib.import_module(package), cls)
@@ -367,5 +374,4 @@ def check_with_deepspeed(resolved: Mapping[str, Any], path: str) -> None:
     try:
         DeepSpeedConfig({key: value for key, value in resolved.items() if key != "train_batch_size"})
     except Exception as error:  # whatever it is, it would come again as a traceback after the ranks have met
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"{path}: DeepSpeed does not take it: {said}") from error
+        raise UserError(f"{path}: DeepSpeed does not take it: {first_line(error)}") from error

@@ -218,6 +218,9 @@ def check_rules(data: Mapping[str, Any], path: str) -> None:
     zero = data.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     check_zero(zero, stage, path)
+    every = data.get("steps_per_print", 1)
+    if every is not None and (isinstance(every, bool) or not isinstance(every, (int, float)) or every <= 0):
+        raise UserError(f"{path}: steps_per_print must be a number above 0, not {every!r}")
     check_low_precision_masters(data, path)
     check_scaling(data, stage, path)
     check_monitors(data, path)

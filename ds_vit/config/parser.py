@@ -19,7 +19,7 @@ import yaml
 from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
 from ds_vit.config.timm_hints import timm_hint
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,8 +104,8 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(pairs, Mapping):
         return dict(pairs)
     out: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
+    for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
+        key, equals, value = str(pair).partition("=")
         if not equals or not key:
             raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
         out[key.replace("-", "_")] = _literal(value)
@@ -126,7 +126,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{path}{where}: malformed YAML: {getattr(error, 'problem', error)}") from None
+        raise UserError(f"{path}{where}: malformed YAML: {first_line(getattr(error, 'problem', error))}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a recipe is a table of flags, not a {type(data).__name__}")
     out: dict[str, Any] = {}

@@ -10,6 +10,11 @@ from pathlib import Path
 from ds_vit.fault_tolerance import exit_codes
 
 
+def first_line(error: object) -> str:
+    """What a library's exception says first: some go on with a page."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
 class UserError(ValueError):
     """Input that cannot be. The message is one line: what is wrong, with the numbers, and what to do."""
 
@@ -41,5 +46,5 @@ def read_text(path: str | Path, named_by: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else "not a text file"
+        reason = error.strerror or error if isinstance(error, OSError) else "not a text file: it is not UTF-8"
         raise UserError(f"{named_by}{path}: {reason}") from None

@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 from timm.models import vision_transformer
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.hf_names import TensorsFromHF, check_hf_config
 from ds_vit.models.masked_autoencoder import decoder_names
 from ds_vit.models.param_groups import classifier_names
-from ds_vit.models.weight_files import hf_config, open_weights, shape_of
+from ds_vit.models.weight_files import hf_config, is_floating_point, open_weights, shape_of
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # what depends on the image or patch size
@@ -40,6 +41,12 @@ def _filter_function(model: TimmViT) -> Callable[..., dict[str, torch.Tensor]]:
         align_corners = any(part in name for part in vision_transformer._RADIO_ALIGN_CORNERS)
         return partial(filter_function, interpolation="bilinear", antialias=False, align_corners=align_corners)
     return filter_function
+
+
+def _check_tensors(path: Path, contents: Mapping[str, Any]) -> None:
+    others = [f"{name} ({type(v).__name__})" for name, v in contents.items() if not isinstance(v, torch.Tensor)]
+    if others:
+        raise UserError(f"initial checkpoint {path} is no state dict: it holds {', '.join(others[:5])}")
 
 
 class InitialCheckpoint:
@@ -73,6 +80,14 @@ class InitialCheckpoint:
                     f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: {error}"
                 ) from None
         foreign = not set(self._tensors) <= set(wanted)
+        if not foreign and isinstance(self._tensors, dict):
+            _check_tensors(path, self._tensors)
+        parameters = [] if foreign else [name for name, _ in model.named_parameters() if name in self._tensors]
+        if whole := [name for name in parameters if not is_floating_point(self._tensors, name)]:
+            raise UserError(
+                f"initial checkpoint {path} holds no floating-point numbers in {len(whole)} tensors "
+                f"({', '.join(whole[:5])}): quantised weights have to be turned back first"
+            )
         self._translated = self._translate(path, model, self._tensors if foreign else _RESAMPLED)
         given = {} if foreign else {name: shape_of(self._tensors, name) for name in self._tensors}
         given |= {name: tensor.shape for name, tensor in self._translated.items()}
@@ -104,11 +119,9 @@ class InitialCheckpoint:
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}: timm cannot translate "
-                f"it ({type(error).__name__}: {error})"
+                f"it ({type(error).__name__}: {first_line(error)})"
             ) from error
-        others = [f"{name} ({type(v).__name__})" for name, v in translated.items() if not isinstance(v, torch.Tensor)]
-        if others:
-            raise UserError(f"initial checkpoint {path} is no state dict: it holds {', '.join(others[:5])}")
+        _check_tensors(path, translated)
         return translated
 
     @staticmethod

@@ -61,10 +61,21 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """The shape of a tensor, without reading it."""
         return torch.Size(self._owners[name].get_slice(name).get_shape())
 
+    def is_floating_point(self, name: str) -> bool:
+        """Whether a tensor holds floating-point numbers, without reading it."""
+        return self._owners[name].get_slice(name).get_dtype().startswith(("F", "BF"))
+
 
 def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
     """The shape of a tensor of `open_weights`; nothing is read where the file says it by itself."""
     return tensors.shape(name) if isinstance(tensors, (TensorFiles, TensorsFromHF)) else tensors[name].shape
+
+
+def is_floating_point(tensors: Mapping[str, torch.Tensor], name: str) -> bool:
+    """Whether a tensor of `open_weights` holds floating-point numbers; safetensors say it without being read."""
+    if isinstance(tensors, TensorFiles):
+        return tensors.is_floating_point(name)
+    return isinstance(tensors, TensorsFromHF) or tensors[name].is_floating_point()
 
 
 def read_torch(path: Path) -> Any:

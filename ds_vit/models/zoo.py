@@ -18,7 +18,7 @@ from timm.models import Eva, VisionTransformer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, first_line
 
 TimmViT: TypeAlias = VisionTransformer | Eva
 
@@ -91,6 +91,8 @@ def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
         types = {parameters[key].annotation, *get_args(parameters[key].annotation)}
         if isinstance(value, str) and bool in types and str not in types:
             raise UserError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
+    if spec.model_kwargs.get("in_chans", 3) != 3:
+        raise UserError(f"model_kwargs in_chans={spec.model_kwargs['in_chans']}: images are read in three colours")
     if spec.num_classes < 0:
         raise UserError(f"num_classes {spec.num_classes} must not be negative")
     arguments: dict[str, Any] = {"num_classes": spec.num_classes, "dynamic_img_size": False, **spec.model_kwargs}
@@ -192,7 +194,7 @@ def create_model(
             model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UserError(f"timm cannot build {spec.name!r} with {shown}: {error}") from error
+        raise UserError(f"timm cannot build {spec.name!r} with {shown}: {first_line(error)}") from error
     model.to(device)  # timm makes some activations without a device (PReLU has a weight)
     if type(model) not in (VisionTransformer, Eva):
         near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
@@ -202,6 +204,8 @@ def create_model(
         )
     if min(model.patch_embed.grid_size) < 1:
         raise UserError(f"img_size {spec.img_size} is smaller than one patch of {spec.name!r}")
+    if not len(model.blocks):
+        raise UserError(f"model {spec.name!r} has no blocks; depth must be 1 or more")
     if for_training:
         if classifier:
             _check_classifier(model, spec.name)

@@ -104,7 +104,10 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
             hint = f"; the nearest is {close[0]!r}" if close else ""
             raise UserError(f"{path}: optimizer.params.{key}: {cls.__name__} has no such argument{hint}")
     if "betas" in params:
-        params["betas"] = tuple(params["betas"])
+        betas = params["betas"]
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise UserError(f"{path}: optimizer.params.betas must be two numbers [0.9, 0.999], not {betas!r}")
+        params["betas"] = tuple(betas)
     _try(cls, params, path)
     return cls, params
 

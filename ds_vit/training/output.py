@@ -32,14 +32,18 @@ def check_folder(output: str, *, goes_on: bool = False) -> None:
         UserError: says which and what to do.
     """
     folder = Path(output)
-    if RunFolder(folder).metrics.exists() and not goes_on:
+    try:
+        holds_run = RunFolder(folder).metrics.exists()
+        parent = folder
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:  # a name that is too long, a folder that cannot be looked into
+        raise UserError(f"--output {output}: {error.strerror or error}") from None
+    if holds_run and not goes_on:
         raise UserError(
             f"--output {output} already holds a run (metrics.jsonl); choose another folder, remove it, or "
             "go on with it by --resume auto"
         )
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"--output {output}: {parent} is not a folder that can be written to")
 
