@@ -196,14 +196,29 @@ def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, 
         )
 
 
-def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None) -> None:
+def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None, path: str) -> list[str]:
     """Refuse a weight decay that the optimizer would not take.
+
+    Args:
+        cls: the optimizer.
+        weight_decay: None where neither the JSON nor a flag speaks of it; then it is 0, as in DeepSpeed's optimizers.
+        path: the JSON, named in lines.
+
+    Returns:
+        A line that says so, where the class by itself would decay.
 
     Raises:
         UserError: names the optimizer.
     """
-    if weight_decay and "weight_decay" not in inspect.signature(cls.__init__).parameters:
+    parameter = inspect.signature(cls.__init__).parameters.get("weight_decay")
+    if weight_decay and parameter is None:
         raise UserError(f"--weight-decay {weight_decay:g} has no effect: {cls.__name__} has no weight decay; drop it")
+    if weight_decay is not None or parameter is None or not parameter.default:
+        return []
+    return [
+        f"{path} does not mention optimizer.params.weight_decay: DeepSpeed's default 0 holds ({cls.__name__}'s own is "
+        f"{parameter.default:g}); --weight-decay sets it"
+    ]
 
 
 def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, model: nn.Module, layer_decay: float | None) -> None:

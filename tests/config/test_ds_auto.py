@@ -250,3 +250,23 @@ def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):
     config, explicit = parse([*words, "--batch-size", "8", "--max-steps", "2"])
     with pytest.raises(UserError, match="a loss scale of its own on every rank"):
         prepare(config, explicit, Process("env", 0, 3, 0, 3), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("params", "flags", "said"),
+    [
+        ({}, [], ["DeepSpeed's default 0 holds (AdamW's own is 0.01); --weight-decay sets it"]),
+        ({"weight_decay": 0.0}, [], []),
+        ({}, ["--weight-decay", "0.05"], []),
+    ],
+)
+def test_a_weight_decay_that_nobody_gives(tmp_path, params, flags, said):
+    """torch's AdamW decays by itself, DeepSpeed's does not: a block without the key must not choose in silence."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}}}))
+    words = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--deepspeed_config", str(path), *flags]
+    config, explicit = parse([*words, "--batch-size", "8", "--max-steps", "2", "--warmup-steps", "0"])
+    plan = prepare(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=True)
+    notes = [note.partition(": ")[2] for note in plan.notes if "params.weight_decay" in note]
+    assert notes == said
+    assert plan.weight_decay == (0.05 if flags else 0.0)

@@ -93,7 +93,7 @@ def resolve_optimizer(
     check_grad_norm(told.json, path, clip=clip)
     decay, key = arguments.get("weight_decay"), "optimizer.params.weight_decay"
     decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, key)
-    check_weight_decay(cls, decay)
+    notes += check_weight_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
     total_steps, horizon = steps(config, per_epoch)
     schedule, scheduler = None, {}
