@@ -109,7 +109,11 @@ class Gather:
         return queues
 
     def run(
-        self, host: Mapping[str, Sequence[torch.Tensor]], folder: Path, group: dist.ProcessGroup | None
+        self,
+        host: Mapping[str, Sequence[torch.Tensor]],
+        folder: Path,
+        group: dist.ProcessGroup | None,
+        metadata: Mapping[str, Mapping[str, str]] | None = None,
     ) -> tuple[list[FileEntry], str]:
         """Send this rank's segments, and write this rank's files (a collective of all ranks).
 
@@ -119,11 +123,12 @@ class Gather:
             host: kind → this rank's flat tensors, fp32 on the CPU, by `Segment.block`.
             folder: where the files go; it exists.
             group: a gloo group of all ranks that nothing else uses meanwhile.
+            metadata: kind → further words of the header of its files.
 
         Returns:
             The files that this rank has written, and what went wrong ("" where nothing did).
         """
-        files = _Files(folder, self.files)
+        files = _Files(folder, self.files, metadata or {})
         for number in range(self.num_rounds):
             # Nothing of a round is held on to, or there would be two parameters beside the share.
             files.write(self._round(number, host, group))
@@ -168,11 +173,18 @@ class _Files:
     Args:
         folder: where they go.
         files: kind → file → its tensors.
+        metadata: kind → further words of the header.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, Mapping[str, Sequence[TensorSpec]]],
+        metadata: Mapping[str, Mapping[str, str]],
+    ) -> None:
         self._folder = folder
         self._files = files
+        self._metadata = metadata
         self._entries: list[FileEntry] = []
         self._error = ""
         self._writer: TensorWriter | None = None
@@ -185,8 +197,8 @@ class _Files:
                 continue
             try:
                 if self._writer is None:
-                    path = self._folder / arrival.file
-                    self._writer = TensorWriter(path, self._files[arrival.kind][arrival.file])
+                    path, tensors = self._folder / arrival.file, self._files[arrival.kind][arrival.file]
+                    self._writer = TensorWriter(path, tensors, self._metadata.get(arrival.kind))
                 self._writer.write(arrival.spec.name, _whole(arrival, slices))
                 del slices  # the file is read back below
                 if arrival.last:

@@ -21,6 +21,7 @@ from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Gather
 from ds_vit.checkpoint.holding import OPTIMIZER, Holding
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
+from ds_vit.config.run_folder import WEIGHTS
 from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.parallel.segment import Segment
 
@@ -128,6 +129,7 @@ class Saver:
         group: of all ranks, over gloo; nobody else uses it while a save is under way.
         apart: parameters that `save_weights` writes into files of their own, by the file's name; in a checkpoint all
             are together.
+        metadata: further words of the header of every file of weights, averaged ones too.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Saver:
         keep: int,
         group: dist.ProcessGroup,
         apart: Mapping[str, Collection[str]] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.parent = parent
         self.holding = holding
@@ -149,6 +152,7 @@ class Saver:
         self._apart = {
             f"{prefix}{name}": frozenset(names) for name, names in (apart or {}).items() for prefix in ("", _EMA_PREFIX)
         }
+        self._metadata = dict.fromkeys(WEIGHTS.values(), metadata or {})
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._finished: list[Save] = []
@@ -275,7 +279,7 @@ class Saver:
         error = self._on_first_rank(lambda: folders.make_empty(temporary))
         if error:
             return [], error
-        own, own_error = self._gather(kinds).run(host, temporary, self._group)
+        own, own_error = self._gather(kinds).run(host, temporary, self._group, self._metadata)
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, (own, own_error), group=self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]

@@ -96,8 +96,8 @@ def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any]:
     }
 
 
-def _header(tensors: Iterable[TensorSpec]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for tensor in tensors:
         ends = [offset, offset + tensor.num_bytes]
@@ -114,19 +114,20 @@ class TensorWriter:
     Args:
         path: the file; it is made anew.
         tensors: all that will be in it.
+        metadata: further words of its header.
 
     Raises:
         OSError: from any method, where the file system refuses.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path = path
         self._tensors = tuple(tensors)
         self._next = 0
         self._hash = hashlib.sha256()
         self._num_bytes = 0
         self._file = path.open("wb", buffering=0)
-        self._put(memoryview(_header(tensors)))
+        self._put(memoryview(_header(tensors, metadata or {})))
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Append a tensor: `value` is the whole of it, on the CPU, and `name` the header's next.
@@ -216,7 +217,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def save_weights(
-    folder: Path, state: Mapping[str, torch.Tensor], max_shard_size: str | int = "5GB", name: str = "model"
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    max_shard_size: str | int = "5GB",
+    name: str = "model",
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `<name>.safetensors`, or shards with Hugging Face's `<name>.safetensors.index.json` where it is larger.
 
@@ -227,6 +232,7 @@ def save_weights(
         state: timm names → CPU tensors.
         max_shard_size: bytes, or "5GB".
         name: of the file, without its suffix.
+        metadata: further words of the header of each file.
 
     Returns:
         The file that a reader opens: the weights, or the index.
@@ -236,7 +242,8 @@ def save_weights(
     )
     for file, keys in split.filename_to_tensors.items():
         temporary = folder / f".{file}.partial"
-        save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata={"format": "pt"})
+        words = {"format": "pt", **(metadata or {})}
+        save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata=words)
         temporary.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
         os.replace(temporary, folder / file)
     if not split.is_sharded:

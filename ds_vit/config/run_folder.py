@@ -3,6 +3,7 @@
 config.yaml, deepspeed.json     all settings, resolved: enough to run again
 metrics.jsonl, tensorboard/     what was measured
 summary.json                    what came of it
+classes.json                    the names of the classes, a list in the order of the logits; not with --task mae
 checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
                                 with --task mae the encoder's, and decoder.safetensors beside it
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ class RunFolder:
     def summary(self) -> Path:
         """Written at the end."""
         return self.path / "summary.json"
+
+    @property
+    def classes(self) -> Path:
+        """The names of the classes; absent where the task has none."""
+        return self.path / "classes.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -108,7 +114,7 @@ def weights_in(folder: Path, kind: str) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def to_json(contents: Mapping[str, Any], indent: int | None = None) -> str:
+def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
     """JSON text of plain data; JSON has no nan or infinity: they become null."""
     return json.dumps(_without_nan(contents), indent=indent, allow_nan=False)
 
@@ -121,7 +127,7 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+def write_json(path: Path, contents: Mapping[str, Any] | Sequence[Any]) -> None:
     """Write a small file that a reader sees whole or not at all, as `to_json` has it."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(to_json(contents, indent=2) + "\n")

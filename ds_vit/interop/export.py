@@ -42,7 +42,8 @@ def export(
         weights: "raw", or "ema" for the moving average.
         checkpoint: which one of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` beside the weights.
-        labels: a file of class names, one a line, in the order of the logits.
+        labels: a file of class names, one a line, in the order of the logits; None for those that lie with the
+            weights.
         settings: model and pixel flags by their recipe names; they have the last word over the run's config.yaml.
 
     Returns:

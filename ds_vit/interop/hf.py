@@ -23,6 +23,7 @@ from ds_vit.interop.check import Predict
 from ds_vit.interop.source import Exported
 from ds_vit.models import TimmViT
 from ds_vit.models.hf_names import ACTIVATIONS, hf_names
+from ds_vit.models.weight_files import names_as_metadata
 
 _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}  # Pillow's numbers
 
@@ -129,7 +130,7 @@ def write(exported: Exported, folder: Path) -> None:
     if model.no_embed_class:  # positions of the patches alone: the class token's is zero
         zero = positions.new_zeros(1, 1, positions.shape[2])
         state["vit.embeddings.position_embeddings"] = torch.cat([zero, positions], dim=1)
-    save_weights(folder, state)
+    save_weights(folder, state, metadata=names_as_metadata(exported.labels))
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor(exported), indent=2) + "\n")
 
 

@@ -17,7 +17,14 @@ from ds_vit.checkpoint import save_weights
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.source import model_spec
 from ds_vit.models import InitialCheckpoint, create_model
-from ds_vit.models.weight_files import TensorFiles, deepspeed_checkpoint, open_weights, read_torch
+from ds_vit.models.weight_files import (
+    TensorFiles,
+    class_names,
+    deepspeed_checkpoint,
+    names_as_metadata,
+    open_weights,
+    read_torch,
+)
 
 
 def import_weights(source: str | Path, to: Path, **settings: Any) -> str:
@@ -54,7 +61,8 @@ def import_weights(source: str | Path, to: Path, **settings: Any) -> str:
     try:
         # A clone: two names of one tensor are two tensors in a safetensors file.
         state = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-        save_weights(to.parent, state, max_shard_size=2**62, name=partial.stem)
+        metadata = {} if inner else names_as_metadata(class_names(source))
+        save_weights(to.parent, state, max_shard_size=2**62, name=partial.stem, metadata=metadata)
         _check(partial, state)
         fits = ""
         if settings:

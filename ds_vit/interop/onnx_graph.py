@@ -14,6 +14,7 @@ import torch
 from ds_vit.interop.check import Predict
 from ds_vit.interop.source import Exported
 from ds_vit.interop.timm_folder import write_config
+from ds_vit.models.weight_files import names_as_metadata
 
 
 def reader() -> str:
@@ -46,22 +47,23 @@ def _quiet() -> Iterator[None]:
 def write(exported: Exported, folder: Path) -> None:
     """Write model.onnx (input `images` float32 [batch, 3, H, W], output `logits`) and config.json.
 
-    Weights above ONNX's limit of 2 GB go into model.onnx.data beside it.
+    Its metadata has `class_names`, a JSON list, where the names are known. Weights above ONNX's limit of 2 GB go into
+    model.onnx.data beside it.
     """
     images = torch.zeros(2, 3, *exported.img_size)
     large = sum(tensor.numel() * tensor.element_size() for tensor in exported.model.state_dict().values()) > 1.5e9
     with _quiet():
-        torch.onnx.export(
+        program = torch.onnx.export(
             exported.model,
             (images,),
-            str(folder / "model.onnx"),
             input_names=["images"],
             output_names=["logits"],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
             dynamo=True,
-            external_data=large,
             verbose=False,
         )
+        program.model.metadata_props.update(names_as_metadata(exported.labels))
+        program.save(folder / "model.onnx", external_data=large)
     write_config(exported, folder / "config.json")
 
 

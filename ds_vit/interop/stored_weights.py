@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ds_vit.checkpoint import Damaged, marked, open_checkpoint
 from ds_vit.config.run_folder import WEIGHTS, RunFolder, weights_in
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.weight_files import class_names
+from ds_vit.tasks import TASKS
+from ds_vit.tasks.classification import Classification
 
 _POINTERS = ("latest", "best")  # text files in checkpoints/ that hold a folder's name
 
@@ -28,6 +32,19 @@ class StoredWeights:
     recipe: Path | None
     folder: Path
     kind: str
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes in the order of the logits, from the first that says them: the weights themselves,
+        the state of the checkpoint that they lie in, the run's classes.json. Empty where none does."""
+        if names := class_names(self.path):
+            return names
+        if (self.path.parent / "manifest.json").is_file():
+            run = open_checkpoint(self.path.parent).state["run"]
+            if TASKS[run.get("task", Classification.name)].has_classes:  # of before there were tasks: no task
+                return tuple(run.get("class_names", ()))
+        classes = RunFolder(self.recipe.parent).classes if self.recipe else None
+        return tuple(json.loads(classes.read_text())) if classes and classes.is_file() else ()
 
     def verify(self) -> None:
         """Compare weights of a checkpoint with its manifest; others have none, and are taken as they are.
@@ -77,6 +94,12 @@ def _places(run: RunFolder, checkpoint: str) -> list[Path]:
     return [run.path, *([latest] if latest else [])]
 
 
+def _recipe_of(place: Path) -> Path | None:
+    """The config.yaml of the run that a folder is, or is a checkpoint of."""
+    run = place if RunFolder(place).config.is_file() else place.parent.parent
+    return RunFolder(run).config if RunFolder(run).config.is_file() else None
+
+
 def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") -> StoredWeights:
     """Find weights on disk.
 
@@ -99,7 +122,10 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
     if source.is_file() or not (is_run or weights_in(source, "raw")):
         if kind != "raw":
             raise UserError(f"--weights {kind} has no effect on {source}, which holds one set of weights; drop it")
-        return StoredWeights(source, None, source if source.is_dir() else source.parent, kind)
+        folder = source if source.is_dir() else source.parent
+        recipe = _recipe_of(source.parent)
+        of_run = recipe is not None and RunFolder(recipe.parent).deepspeed.is_file()  # others write a config.yaml too
+        return StoredWeights(source, recipe if of_run else None, folder, kind)
     places = _places(RunFolder(source), checkpoint) if is_run else [source]
     for place in places:
         path = weights_in(place, kind)
@@ -109,14 +135,7 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
         where = " or ".join(str(place) for place in places)
         hint = "; it has raw weights" if kind == "ema" and any(weights_in(place, "raw") for place in places) else ""
         raise UserError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
-    run = place if is_run and place == source else place.parent.parent
-    recipe = RunFolder(run).config
-    return StoredWeights(
-        path=path,
-        recipe=recipe if recipe.is_file() else None,
-        folder=source,
-        kind=kind,
-    )
+    return StoredWeights(path, _recipe_of(place), folder=source, kind=kind)
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:

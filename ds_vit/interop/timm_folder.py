@@ -11,6 +11,7 @@ from timm.models._hub import save_config_for_hf
 from ds_vit.checkpoint import save_weights
 from ds_vit.interop.check import Predict
 from ds_vit.interop.source import Exported
+from ds_vit.models.weight_files import names_as_metadata
 
 # What timm's registry says about its own weights of that name, and is not true of these.
 _OF_OTHER_WEIGHTS = ("tag", "license", "origin_url", "paper_ids", "paper_name", "notes", "source_license")
@@ -38,7 +39,8 @@ def write_config(exported: Exported, path: Path) -> None:
 
 def write(exported: Exported, folder: Path) -> None:
     """Write config.json and model.safetensors (one file, however large: timm reads no shards)."""
-    save_weights(folder, exported.model.state_dict(), max_shard_size=2**62)
+    metadata = names_as_metadata(exported.labels)
+    save_weights(folder, exported.model.state_dict(), max_shard_size=2**62, metadata=metadata)
     write_config(exported, folder / "config.json")
 
 

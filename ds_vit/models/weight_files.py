@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     Of a name that two of them have, it is the later file's.
 
+    Attributes:
+        metadata: the words of their headers.
+
     Args:
         paths: the files.
 
@@ -40,6 +43,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
+        self.metadata: dict[str, str] = {}
         self._owners: dict[str, Any] = {}
         for path in paths:
             try:
@@ -47,6 +51,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} is no safetensors file: {error}") from None
             self._owners.update(dict.fromkeys(handle.keys(), handle))
+            self.metadata.update(handle.metadata() or {})
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._owners[name].get_tensor(name)
@@ -152,9 +157,39 @@ def open_weights(path: str | Path) -> Mapping[str, torch.Tensor]:
     return TensorsFromHF(tensors, lambda name: shape_of(tensors, name)) if is_hf(tensors) else tensors
 
 
+def names_as_metadata(class_names: Sequence[str]) -> dict[str, str]:
+    """Class names as the header of a safetensors file has them, whose values are strings alone; `class_names` reads."""
+    return {"class_names": json.dumps(list(class_names))} if class_names else {}
+
+
+def class_names(path: str | Path) -> tuple[str, ...]:
+    """The names of the classes that weights bring with them, in the order of the logits; empty where they bring none.
+
+    From the header of the safetensors file, else from the config.json beside it: timm's `label_names` or Hugging
+    Face's `id2label`, unless that is its default (LABEL_0, LABEL_1, …).
+
+    Raises:
+        UserError: the weights or the config.json cannot be read.
+    """
+    file = _file_of(Path(path))
+    if file.suffix in (".safetensors", ".json"):
+        words = TensorFiles(_shards(file)[:1]).metadata
+        if "class_names" in words:
+            return tuple(json.loads(words["class_names"]))
+    config = _config_beside(file)
+    numbered = config.get("id2label") or {}
+    names = config.get("label_names") or [numbered[number] for number in sorted(numbered, key=int)]
+    default = all(name == f"LABEL_{number}" for number, name in enumerate(names))
+    return () if default else tuple(str(name) for name in names)
+
+
 def hf_config(path: str | Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder that weights lie in; empty where there is none."""
-    path = Path(path)
+    config = _config_beside(Path(path))
+    return config if "model_type" in config else {}
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         return {}
@@ -162,7 +197,7 @@ def hf_config(path: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"initial checkpoint {path}: {file} is not JSON: {error}") from None
-    return config if isinstance(config, dict) and "model_type" in config else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _open_file(path: Path) -> Mapping[str, torch.Tensor]:

@@ -129,6 +129,11 @@ class Task(ABC):
         self.source = source
         self.model = model
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes in the order of the logits; empty for a task without classes."""
+        return tuple(self.source.class_names) if self.has_classes else ()
+
     # ---- the model -------------------------------------------------------------------------------------------------
 
     @classmethod

@@ -27,6 +27,7 @@ from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.models import names_and_shapes
+from ds_vit.models.weight_files import names_as_metadata
 from ds_vit.monitoring.metrics import Reporter, Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.training.plan import Plan, resolved_flags
@@ -88,7 +89,12 @@ class CheckpointManager:
         self._ballot = Ballot(engine.groups.ballots)
         holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model.whole))
         self._saver = Saver(
-            self.parent, holding, config.keep_checkpoints, engine.groups.files, apart=plan.model.task.weight_files()
+            self.parent,
+            holding,
+            config.keep_checkpoints,
+            engine.groups.files,
+            apart=plan.model.task.weight_files(),
+            metadata=names_as_metadata(plan.model.task.class_names),
         )
         self._saved_step: int | None = None  # of the last save that was begun, or resumed from
         self._failed_step: int | None = None  # of the last save that came to nothing

@@ -150,6 +150,7 @@ def summarise(
     return {
         "model": plan.config.model,
         "num_parameters": num_parameters(plan.model.whole),
+        **({"class_names": list(plan.model.task.class_names)} if plan.model.task.has_classes else {}),
         "layout": {**asdict(plan.parallel.layout), "zero_stage": plan.deepspeed.zero_stage},
         "precision": plan.deepspeed.precision.name,
         "steps": steps,
@@ -191,7 +192,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
 
 
 def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, console: Console | None) -> None:
-    """Write config.yaml (enough to run again) and deepspeed.json, and show what the run is (a collective).
+    """Write config.yaml and deepspeed.json (enough to run again) and classes.json, and show the run (a collective).
 
     Args:
         plan: the run.
@@ -205,6 +206,8 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
             write_json(folder.deepspeed, plan.deepspeed.json)
+            if plan.model.task.has_classes:
+                write_json(folder.classes, plan.model.task.class_names)
         except OSError as error:
             raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
         for note in plan.notes:

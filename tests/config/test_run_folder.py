@@ -14,6 +14,7 @@ NAMES = {
     "metrics": "metrics.jsonl",
     "tensorboard": "tensorboard",
     "summary": "summary.json",
+    "classes": "classes.json",
     "checkpoints": "checkpoints",
     "samples": "samples",
     "evaluation": "eval.json",

@@ -22,7 +22,18 @@ TRAIN_KEYS = {
     *("mfu", "data_wait_fraction", "images_seen"),
 }
 SUMMARY_KEYS = {
-    *("model", "num_parameters", "layout", "precision", "steps", "best_top1", "last_top1", "best_top5", "last_top5"),
+    *(
+        "model",
+        "num_parameters",
+        "class_names",
+        "layout",
+        "precision",
+        "steps",
+        "best_top1",
+        "last_top1",
+        "best_top5",
+        "last_top5",
+    ),
     *("eval_images", "images_per_second", "wall_seconds", "skipped_images", "exit"),
 }
 
@@ -53,7 +64,7 @@ def test_files_of_a_run(digits_run):
     assert [code for code, _, _ in said] == [0, 0]
     names = {path.name for path in output.iterdir()}
     expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
-    assert names == expected
+    assert names == expected | {"classes.json"}
     rows = read_rows(output)
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
     assert all(set(row) == TRAIN_KEYS for row in train_rows(rows))
