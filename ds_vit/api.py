@@ -7,10 +7,14 @@ summary = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
 from ds_vit.launching.process import discover
+
+if TYPE_CHECKING:
+    from ds_vit.tools.predict import Predictions
 
 
 def train(**settings: Any) -> dict[str, Any]:
@@ -46,6 +50,26 @@ def evaluate(source: str, **settings: Any) -> dict[str, Any]:
     from ds_vit.tools.evaluate import evaluate_weights
 
     return evaluate_weights(source, **settings)
+
+
+def predict(source: str, images: Sequence[str], **settings: Any) -> Predictions:
+    """The most probable classes of images, with names and probabilities, as `ds-vit predict`.
+
+    Args:
+        source: a run's output folder, a checkpoint folder, or a file.
+        images: files, and folders of them.
+        settings: `top_k`, `weights`, `checkpoint`, `labels`, `batch_size`, `workers` and `device` as of
+            `ds_vit.tools.predict.predict`, and flags of the model and its pixels.
+
+    Returns:
+        `Predictions`: each image with its classes, and the images that could not be read.
+
+    Raises:
+        UserError: anything that the command line would refuse.
+    """
+    from ds_vit.tools import predict as tool
+
+    return tool.predict(source, images, **settings)
 
 
 def export(source: str, to: str, **settings: Any) -> Any:

@@ -1,11 +1,14 @@
-"""`ds-vit`: what is done beside a run.
+"""`ds-vit`: a run on one rank, and what is done beside a run.
 
+ds-vit train --deepspeed_config F …  as launch/train.py; several ranks take a launcher, see docs/launching.md
+ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
+ds-vit predict RUN IMAGE…|FOLDER     the classes of images, with names and probabilities
+ds-vit embed RUN FOLDER --output F   the features of images, with their file names
+ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
+ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
-ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
-ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
-ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 """
 
@@ -15,8 +18,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+from ds_vit.config.parser import show_examples
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
@@ -26,11 +32,19 @@ from ds_vit.training.program import guarded
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `ds-vit`."""
-    parser = argparse.ArgumentParser(prog="ds-vit", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    bench = commands.add_parser("bench", help="ratios against a peer, measured in the same run")
-    kinds = bench.add_subparsers(dest="kind", required=True)
-    step = kinds.add_parser("step", help="one training step on one rank, without data loading")
+    parser = argparse.ArgumentParser(prog="ds-vit", description="Train Vision Transformers, and use what came of it.")
+    parser.add_argument("--version", action="version", version=f"ds-vit {version('ds-vit')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands (COMMAND --help: its flags)")
+    for name, text in _WITH_FLAGS.items():
+        commands.add_parser(name, help=text, add_help=False)
+
+    def add(name: str, text: str, among: argparse._SubParsersAction = commands) -> argparse.ArgumentParser:
+        epilog = show_examples(_EXAMPLES[name])
+        layout = argparse.RawDescriptionHelpFormatter
+        return among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
+
+    kinds = add("bench", "ratios against a peer, measured in the same run").add_subparsers(dest="kind", required=True)
+    step = add("step", "one training step on one rank, without data loading", kinds)
     step.add_argument("--against", choices=("timm",), default="timm", help="the peer")
     step.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
     step.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
@@ -41,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     step.set_defaults(run=_bench_step)
 
-    hosts = commands.add_parser("hosts", help="a DeepSpeed hostfile from a file or a scheduler's lists")
+    hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
     hosts.add_argument(
         "--from", dest="source", metavar="FILE|slurm|pbs|lsf", help="where to read (default: the job's scheduler)"
     )
@@ -49,33 +63,61 @@ def build_parser() -> argparse.ArgumentParser:
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
     hosts.set_defaults(run=_hosts)
 
-    doctor = commands.add_parser("doctor", help="what would keep a run from starting or slow it down")
+    doctor = add("doctor", "what would keep a run from starting or slow it down")
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
 
-    gradients = commands.add_parser("gradients", help="what a number format makes of a run's gradients")
+    gradients = add("gradients", "what a number format makes of a run's gradients")
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
     gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
     gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
     gradients.set_defaults(run=_gradients)
-
-    for name, text in _WITH_FLAGS.items():
-        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 
 # Commands that take flags of launch/train.py and read their command line themselves.
 _WITH_FLAGS = {
+    "train": "train on one rank, as launch/train.py does",
     "eval": "exact accuracy of a run's weights, a checkpoint or a file",
+    "predict": "the classes of images, with names and probabilities",
+    "embed": "the features of images, with their file names",
     "export": "weights for timm, Hugging Face or ONNX, checked against the run's",
     "import": "another tool's weights under timm's names",
+}
+
+_BENCH = """
+ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
+ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
+"""
+_EXAMPLES = {
+    "bench": _BENCH,
+    "step": _BENCH,
+    "hosts": """
+ds-vit hosts --from slurm --output hostfile
+ds-vit hosts --from names.txt --slots 8
+""",
+    "doctor": """
+ds-vit doctor
+ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
+""",
+    "gradients": """
+ds-vit gradients runs/first
+ds-vit gradients runs/first --step 100 --output gradients.png
+""",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["eval"]:
+    if not argv:
+        build_parser().print_help()
+        return exit_codes.OK
+    if argv[0] == "train":
+        from ds_vit import train
+
+        return train.main(argv[1:], "ds-vit train")
+    if argv[0] == "eval":
         from ds_vit.tools import evaluate
 
         return evaluate.main(argv[1:], "ds-vit eval")
@@ -88,6 +130,10 @@ def _run(argv: Sequence[str]) -> int:
         from ds_vit import interop
 
         return interop.main(argv)
+    if argv[0] in ("predict", "embed"):
+        from ds_vit.tools import predict_command
+
+        return predict_command.main(argv)
     arguments = build_parser().parse_args(argv)
     return arguments.run(arguments)
 

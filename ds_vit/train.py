@@ -20,21 +20,26 @@ from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.process import Process, job_end
 from ds_vit.training.program import guarded, process_group
 
+EXAMPLES = """
+ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
+deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --model vit_base_patch16_224
+"""
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `launch/train.py` with these arguments.
+
+def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
+    """Run `launch/train.py`, or `ds-vit train` on one rank, with these arguments.
 
     Returns:
         One of `fault_tolerance.exit_codes`; where it is not 0, one line on stderr says what is wrong and what to do.
     """
 
     def body(process: Process) -> int:
-        config, explicit = flags.parse(argv)
+        config, explicit = flags.parse(argv, program, EXAMPLES)
         with Signals().installed(is_local_main=process.local_rank == 0) as signals:
             summary = run(config, explicit, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]
 
-    return guarded("train.py", body, "what came after the last checkpoint is not saved")
+    return guarded(program, body, "what came after the last checkpoint is not saved")
 
 
 def run(

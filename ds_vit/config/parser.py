@@ -10,6 +10,7 @@ import argparse
 import ast
 import difflib
 import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ def build_parser(
     "deepspeed launch/train.py --deepspeed_config FILE …",
     only: Collection[str] | None = None,
     show_defaults: bool = True,
+    examples: str = "",
 ) -> argparse.ArgumentParser:
     """A command line, generated from RunConfig; a value left out is absent from the namespace.
 
@@ -43,13 +45,16 @@ def build_parser(
         description: what it does, for --help.
         only: the flags that it takes, by their recipe names; None for all.
         show_defaults: whether --help shows training's defaults.
+        examples: commands, a line each, for the end of --help.
     """
     parser = _Parser(
         prog=program,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=description,
-        epilog="Every switch has a twin that turns it off, over a recipe too: --no-model-ema; --aug for --no-aug.",
+        epilog="Every switch has a twin that turns it off, over a recipe too: --no-model-ema; --aug for --no-aug.\n\n"
+        + show_examples(examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -74,6 +79,11 @@ def build_parser(
         options |= {key: meta[key] for key in ("nargs", "choices", "metavar") if meta[key] is not None}
         group.add_argument(*names, type=TYPES[name], **options)
     return parser
+
+
+def show_examples(commands: str) -> str:
+    """The end of a --help: commands that a person can copy, one a line."""
+    return "examples:\n" + textwrap.indent(commands.strip(), "  ") if commands else ""
 
 
 def _help(name: str, show_default: bool) -> str:
@@ -194,8 +204,15 @@ def _instead(name: str) -> str:
     return f"; the nearest is {spelling(close[0])}" if close else ""
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]:
+def parse(
+    argv: Sequence[str] | None = None, program: str = "train.py", examples: str = ""
+) -> tuple[RunConfig, frozenset[str]]:
     """Read the command line and its recipe into one frozen table.
+
+    Args:
+        argv: the words; None for this process's.
+        program: its name in --help.
+        examples: as for `build_parser`.
 
     Returns:
         The table, and the names that were given (on the command line or in the recipe).
@@ -204,7 +221,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunConfig, frozenset[str]]
         UserError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
             together or would have no effect.
     """
-    return from_values(read_words(build_parser(), argv))
+    return from_values(read_words(build_parser(program, examples=examples), argv))
 
 
 def read_words(

@@ -7,6 +7,7 @@
 | 2 | input that cannot be: found before training, but for an image that is damaged | read the one line |
 | 3 | diverged: loss or gradient not finite, or a spike | the line says where it began; older checkpoints are intact |
 | 4 | `--check-replicas` found ranks with other weights than their replicas | go back to what was saved before |
+| 65 | `ds-vit predict`, `embed`: done, but for images that could not be read; each was named | look at the files |
 | 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
 | 72 | a rank was lost or ended with an error: it has been named, the others ended | start again |
 | 74 | trained, and a checkpoint, the weights or rows of metrics.jsonl found no room | see the warnings; make room |
@@ -21,10 +22,11 @@ BUG = 1  # Python's own, for an exception that nobody catches
 BAD_INPUT = 2
 DIVERGED = 3
 DRIFTED = 4
+UNREADABLE = 65  # EX_DATAERR of sysexits.h
 STALLED = 71
 LOST = 72
 UNSAVED = 74  # EX_IOERR
-INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again later
+INTERRUPTED = 75  # EX_TEMPFAIL: try again later
 CTRL_C = 130
 
 OF_WORD = {"completed": OK, "not all saved": UNSAVED, "interrupted": INTERRUPTED}

@@ -48,11 +48,12 @@ def _export(argv: Sequence[str]) -> int:
         "Write a run's weights for another tool, and check them there.",
         only=MODEL_FLAGS + PIXEL_FLAGS,
         show_defaults=False,
+        examples="ds-vit export runs/first --to hf\nds-vit export runs/first --to onnx --weights ema --output onnx",
     )
     add_weights_arguments(parser)
     parser.add_argument("--to", choices=FORMATS, required=True, help="the tool that shall read them")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> beside the weights]")
-    parser.add_argument("--labels", metavar="FILE", help="the classes' names, one a line, in the order of the logits")
+    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line [the run's]")
     words = flags.read_words(parser, argv)
     source, to, weights, checkpoint, output, labels = _take(
         words, source="", to="", weights="raw", checkpoint="", output=None, labels=None
@@ -67,7 +68,12 @@ def _export(argv: Sequence[str]) -> int:
 
 def _import(argv: Sequence[str]) -> int:
     parser = flags.build_parser(
-        "ds-vit import", "Write weights under timm's names.", only=MODEL_FLAGS, show_defaults=False
+        "ds-vit import",
+        "Write weights under timm's names.",
+        only=MODEL_FLAGS,
+        show_defaults=False,
+        examples="ds-vit import google/checkpoint-folder --to weights.safetensors\n"
+        "ds-vit import deepspeed-checkpoint --to weights.safetensors --model vit_base_patch16_224",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a Hugging Face or timm folder, a DeepSpeed checkpoint, or a file"

@@ -7,6 +7,7 @@ deepspeed launch/eval.py runs/first --pp 2 --weights ema
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -37,6 +38,11 @@ _FLAGS = (
     *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
     *("dataset_download", "validation_batch_size", "verbose"),
 )
+_EXAMPLES = """
+ds-vit eval runs/first
+ds-vit eval runs/first --checkpoint best --weights ema
+deepspeed launch/eval.py runs/first --data-dir photos --pp 2
+"""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
@@ -51,7 +57,11 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
 
 def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
     parser = flags.build_parser(
-        program, "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.", _FLAGS, False
+        program,
+        "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.",
+        _FLAGS,
+        show_defaults=False,
+        examples=_EXAMPLES,
     )
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
@@ -104,6 +114,22 @@ def evaluate_weights(
     return _run(config, explicit, process, found, file, str(source))
 
 
+def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
+    """Refuse data whose classes are not those that a run was trained on: every count would be wrong.
+
+    Another tool's weights may name the same classes in other words, and are taken as they are.
+    """
+    names = found.class_names
+    if found.recipe is None or not names or not of_data or names == of_data:
+        return
+    number = next(n for n, pair in enumerate(itertools.zip_longest(names, of_data)) if pair[0] != pair[1])
+    ours, theirs = (repr(group[number]) if number < len(group) else "none" for group in (names, of_data))
+    raise UserError(
+        f"{found.path} was trained on {len(names)} classes and the data has {len(of_data)}; number {number} is {ours} "
+        f"there and {theirs} here; give a --data-dir whose class folders are those of the run"
+    )
+
+
 def _run(
     config: flags.RunConfig,
     explicit: frozenset[str],
@@ -131,6 +157,7 @@ def _run(
         names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if task.weight_files() else ""
         raise UserError(f"{found.path} has no {what} ({names}): there is nothing to evaluate{way_out}")
+    _check_classes(found, task.class_names)
     told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
     plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
     started = time.perf_counter()

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode, undecodable
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
@@ -144,6 +144,50 @@ class _FileSource(Source):
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, os.fsdecode(self._paths[index]))
+
+
+class ImageFiles(_FileSource):
+    """Images by their paths, without labels. A file that cannot be read counts as one that cannot be decoded."""
+
+    class_names = ()
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__("", paths)
+
+    def image(self, index: int) -> Image.Image:
+        try:
+            return super().image(index)
+        except OSError as error:
+            raise undecodable(self.describe(index), OSError(error.strerror)) from error
+
+    def target(self, index: int) -> int:
+        raise LookupError(f"{self.describe(index)} has no label")
+
+
+def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The images that files and folders stand for: a file itself, whatever its name, and all images below a folder.
+
+    Returns:
+        Paths in the order given, those of a folder in natural order.
+
+    Raises:
+        UserError: a path does not exist, or a folder has no images in it.
+    """
+    found: list[str] = []
+    for path in map(os.fspath, paths):
+        if not os.path.isdir(path):
+            if not os.path.exists(path):
+                raise UserError(f"{path} does not exist; give image files, or a folder of them")
+            found.append(path)
+            continue
+        files = _walk(path)
+        images = [name for name in files if posixpath.splitext(name)[1].lower() in IMAGE_EXTENSIONS]
+        if not images:
+            raise UserError(
+                f"{path} holds no images ({len(files)} other files; read are {' '.join(sorted(IMAGE_EXTENSIONS))})"
+            )
+        found += [os.path.join(path, name) for name in sorted(images, key=lambda name: (natural_key(name), name))]
+    return found
 
 
 class FolderSource(_FileSource):

@@ -27,7 +27,13 @@ _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
 
 
 class ImageDecodeError(UserError):
-    """An image file whose content cannot be decoded; the message names the file."""
+    """An image file whose content cannot be decoded; the message names the file.
+
+    Attributes:
+        reason: what is wrong with it, without its name.
+    """
+
+    reason: str = ""
 
 
 def decode(data: bytes, name: str) -> Image.Image:
@@ -51,9 +57,11 @@ def undecodable(name: str, error: Exception, num_bytes: int | None = None) -> Im
     """The error for people about the image `name`, from what the decoder said."""
     size = "" if num_bytes is None else f"{num_bytes} bytes; "
     what = "not an image that Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-    return ImageDecodeError(
+    found = ImageDecodeError(
         f"{name}: the image cannot be decoded ({size}{what}); repair or remove the file, or pass --on-bad-image skip"
     )
+    found.reason = f"{size}{what}"
+    return found
 
 
 class Source(ABC):
