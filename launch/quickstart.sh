@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Train a small Vision Transformer on 1,797 real handwritten digits through DeepSpeed: all GPUs in bf16, else 2 CPU ranks.
+# Then let it name three digits that it was not trained on.
 #
 #     bash launch/quickstart.sh [flags of launch/train.py]
 set -euo pipefail
@@ -21,10 +22,33 @@ else
 fi
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
+printf -v output 'runs/%(%Y%m%d-%H%M%S)T-digits' -1
+words=("$@")
+for ((i = 0; i < $#; i++)); do
+    case ${words[i]} in
+    --output) output=${words[i + 1]:-} ;;
+    --output=*) output=${words[i]#*=} ;;
+    esac
+done
+
+show() {
+    printf 'quickstart: %s' "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR }"
+    printf '%q ' "$@"
+    printf '\n'
+}
+
 command=(.venv/bin/deepspeed --quiet "${ranks[@]}" --master_port "$port" launch/train.py
-    --deepspeed_config "$config" --recipe launch/recipes/digits.yaml --batch-size "$((64 / num_ranks))" "$@")
-printf 'quickstart: in %s\nquickstart: %s' "$root" "${DS_ACCELERATOR:+DS_ACCELERATOR=$DS_ACCELERATOR }"
-printf '%q ' "${command[@]}"
-printf '\n'
+    --deepspeed_config "$config" --recipe launch/recipes/digits.yaml --batch-size "$((64 / num_ranks))" --output "$output" "$@")
+printf 'quickstart: in %s\n' "$root"
+show "${command[@]}"
 # Through the interpreter: the first line of a script cannot name one whose path has a space in it.
+"$python" "${command[@]}"
+
+# Another task (--task mae) has no classes, and evaluation alone writes no weights.
+[[ -f $output/classes.json && -f $output/model.safetensors ]] || exit 0
+command=(launch/held_out_digits.py "$output/held-out")
+show "$python" "${command[@]}"
+"$python" "${command[@]}"
+command=(.venv/bin/ds-vit predict "$output" "$output"/held-out/*.png --top-k 3)
+show "${command[@]}"
 exec "$python" "${command[@]}"

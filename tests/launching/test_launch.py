@@ -206,8 +206,12 @@ def test_quickstart_in_a_fresh_clone(clone, tmp_path, linked):
     assert summary["layout"]["dp"] == 2
     assert summary["last_top1"] >= 95.0
     assert "quickstart: DS_ACCELERATOR=cpu .venv/bin/deepspeed --quiet --num_accelerators 2" in done.stdout
-    table = done.stdout[done.stdout.rindex("done") :]
+    table, predicted = done.stdout[done.stdout.rindex("done\n") :].split("quickstart:", 1)
     assert all(word in table for word in ("model", "layout", "top-1", "images/s", "files", "runs/"))
+    # Three digits of the validation split, by their names, and the best class of each beside it.
+    best = re.findall(r"held-out/\d-is-a-(\d)\.png +│ (\d) +│ +(\d+\.\d+) %", predicted)
+    assert len(best) == 3
+    assert sum(label == named for label, named, _ in best) >= 2
     assert not extensions.exists(), "something was compiled"
     installed = {path.name for path in clone.glob(".venv/lib/*/site-packages/*")}
     assert {"torch", "deepspeed", "timm"} <= installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def fake_venv(clone: Clone, python: str) -> None:
         (venv / stamp).write_text(f"{clone.root}\n{(clone.root / 'pyproject.toml').read_text()}")
 
 
-# Answers the three questions of quickstart.sh, and shows what it would start.
+# Answers the three questions of quickstart.sh, and shows what it would start; a run leaves the files in $LEAVES.
 FAKE_PYTHON = r"""#!/bin/sh
 case "$*" in
 *device_count*) echo "$NUM_GPUS" ;;
@@ -155,11 +156,16 @@ case "$*" in
 "-c ") ;;
 *) echo "${DS_ACCELERATOR:-auto}: $*" ;;
 esac
+case "$*" in
+*launch/train.py*) for file in $LEAVES; do mkdir -p "$FOLDER" && touch "$FOLDER/$file"; done ;;
+launch/held_out_digits.py*) mkdir "$2" && touch "$2/1.png" "$2/2.png" ;;
+esac
 """
 
 COMMAND = (
     ".venv/bin/deepspeed --quiet {ranks} --master_port 12345 launch/train.py"
-    " --deepspeed_config ds_configs/{config}.json --recipe launch/recipes/digits.yaml --batch-size {batch} --epochs 3"
+    " --deepspeed_config ds_configs/{config}.json --recipe launch/recipes/digits.yaml --batch-size {batch}"
+    " --output {output} --epochs 3"
 )
 
 
@@ -172,11 +178,28 @@ def test_quickstart_picks_the_machine_and_shows_its_command(clone, num_gpus, acc
     fake_venv(clone, FAKE_PYTHON)
     done = clone.run("my clone/launch/quickstart.sh", "--epochs", "3", NUM_GPUS=str(num_gpus))
     assert done.returncode == 0, done.stderr
-    command = COMMAND.format(ranks=ranks, config=config, batch=batch)
     place, shown, ran = done.stdout.splitlines()
+    (output,) = re.findall(r"--output (runs/\d{8}-\d{6}-digits) ", shown)
+    command = COMMAND.format(ranks=ranks, config=config, batch=batch, output=output)
     assert place == f"quickstart: in {clone.root}"
     assert shown == f"quickstart: {'DS_ACCELERATOR=cpu ' if num_gpus == 0 else ''}{command} "
     assert ran == f"{accelerator}: {command}"
+
+
+@pytest.mark.parametrize("word", ["--output a/run", "--output=a/run"])
+def test_quickstart_ends_with_a_prediction_where_there_are_classes(clone, word):
+    # Catches: another run's folder, a folder of one's own that is not found, a failure after training another task.
+    fake_venv(clone, FAKE_PYTHON)
+    leaves = {"FOLDER": "a/run", "NUM_GPUS": "0"}
+    done = clone.run("my clone/launch/quickstart.sh", *word.split(), **leaves, LEAVES="classes.json model.safetensors")
+    assert done.returncode == 0, done.stderr
+    *_, saved, shown, ran = done.stdout.splitlines()
+    assert saved == "cpu: launch/held_out_digits.py a/run/held-out"
+    command = ".venv/bin/ds-vit predict a/run a/run/held-out/1.png a/run/held-out/2.png --top-k 3"
+    assert (shown, ran) == (f"quickstart: DS_ACCELERATOR=cpu {command} ", f"cpu: {command}")
+    (clone.root / "a" / "run" / "classes.json").unlink()
+    done = clone.run("my clone/launch/quickstart.sh", *word.split(), **leaves, LEAVES="model.safetensors")
+    assert (done.returncode, "predict" in done.stdout) == (0, False)
 
 
 def test_test_sh_passes_its_arguments_on(clone):

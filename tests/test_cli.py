@@ -1,0 +1,61 @@
+"""`ds-vit` as somebody meets it who knows none of its commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.metadata import version
+
+import pytest
+
+from ds_vit import cli
+
+COMMANDS = ("train", "eval", "predict", "embed", "export", "import", "bench", "bench step", "hosts", "doctor")
+COMMANDS += ("gradients",)
+
+
+def help_of(capsys, command=""):
+    """What `ds-vit COMMAND --help` prints."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_alone_it_prints_its_help(capsys):
+    """Two lines of usage and an exit code of 2."""
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out == help_of(capsys)
+    listed = re.findall(r"^    (\w+) ", out, re.MULTILINE) + re.findall(r"^    (\w+)$", out, re.MULTILINE)
+    assert set(listed) - {"COMMAND"} == {command.split()[0] for command in COMMANDS}, "COMMANDS above has them all"
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_it_says_its_version(capsys):
+    """A bug report without one."""
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ds-vit {version('ds-vit')}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_examples(capsys, command):
+    """A flag in an example that is gone, an example of another command, none at all."""
+    out = help_of(capsys, command)
+    examples = [line.strip() for line in out.partition("\nexamples:\n")[2].splitlines() if line.strip()]
+    assert examples
+    assert any(line.startswith(f"ds-vit {command}") for line in examples)
+    known = out.partition("\nexamples:\n")[0] + (help_of(capsys, "bench step") if command == "bench" else "")
+    flags = {word for line in examples for word in shlex.split(line) if word.startswith("-")}
+    assert not [flag for flag in flags if not re.search(rf"{re.escape(flag)}\b", known)]
+
+
+def test_train_is_the_trainer(capsys):
+    """A second door that leads elsewhere, or that speaks under another name."""
+    assert cli.main(["train", "--deepspeed_config", "nowhere.json", "--dataset", "digits", "--model", "vit_tiny"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ds-vit train: error: ")
+    assert cli.main(["train", "--epoch", "3"]) == 2
+    assert "there is no flag --epoch; the nearest is --epochs" in capsys.readouterr().err
