@@ -11,6 +11,7 @@ rows), C classes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -270,7 +271,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         others = set(multiprocessing.active_children())
+        # An iterator that was given up may still wait for the garbage collector. Collected in a worker, it would close
+        # files whose numbers are those of the worker's own queues. What is frozen here, no worker collects.
+        gc.freeze()
         items = iter(self._loader)
+        gc.unfreeze()
         _end_with_this_process(set(multiprocessing.active_children()) - others)
         for item in items:
             if isinstance(item, _Failure):

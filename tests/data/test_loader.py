@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import pickle
 import random
 import subprocess
@@ -392,6 +394,51 @@ def test_an_evaluation_can_be_repeated_with_its_workers(source):
 
 
 @pytest.mark.parametrize("load_images", [True, False])
+class _Leftover:
+    """In a ring, so that the garbage collector alone ends it; says in which process."""
+
+    def __init__(self, file: Path) -> None:
+        self.ring, self.file = self, file
+
+    def __del__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class _Collecting(Source):
+    """A source whose every image sets off the garbage collector."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.class_names = source.class_names
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def image(self, index: int) -> Image.Image:
+        gc.collect()
+        return self._source.image(index)
+
+    def target(self, index: int) -> int:
+        return self._source.target(index)
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(index)
+
+
+def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
+    """Would catch an iterator of an earlier evaluation that a worker collects, and whose end closes its own queues."""
+    loader = eval_loader(_Collecting(source), image=IMAGE, batch=8, num_workers=1)
+    gc.disable()
+    _Leftover(tmp_path / "ended in")
+    try:
+        list(loader)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "ended in").read_text() == f"{os.getpid()}\n"
+
+
 def test_skipped_evaluation_images_do_not_count(damaged, load_images):
     """Would catch a bad image counted as a wrong answer, or as another image's right one; and by one stage alone."""
     source = open_source("", str(damaged), "val")
