@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+# This clone's package, installed or not, and not another clone's.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from ds_vit.data import open_source
 
 

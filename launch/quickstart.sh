@@ -47,7 +47,7 @@ show "${command[@]}"
 # Another task (--task mae) has no classes, and evaluation alone writes no weights.
 [[ -f $output/classes.json && -f $output/model.safetensors ]] || exit 0
 command=(launch/held_out_digits.py "$output/held-out")
-show "$python" "${command[@]}"
+show .venv/bin/python "${command[@]}"
 "$python" "${command[@]}"
 command=(.venv/bin/ds-vit predict "$output" "$output"/held-out/*.png --top-k 3)
 show "${command[@]}"
