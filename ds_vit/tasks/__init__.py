@@ -7,7 +7,8 @@ from ds_vit.config.flags import is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
-from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.task import Field, Loss, Task
 
 __all__ = ["TASKS", "Batch", "Field", "Figure", "Loss", "Metrics", "Task", "find_task", "idle_flags"]
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from ds_vit.data import MicroBatch, finish_images, finish_targets
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
-from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.task import Field, Loss, Task
 
 
 class Classification(Task):

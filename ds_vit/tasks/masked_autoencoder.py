@@ -12,7 +12,8 @@ from ds_vit.data import MicroBatch, finish_images
 from ds_vit.models import AutoencoderSettings, MaskedAutoencoder, ModelSpec, create_autoencoder, decoder_names
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import MaskedPatchLoss
-from ds_vit.tasks.task import Batch, Field, Figure, Loss, Metrics, Task
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.task import Field, Loss, Task
 
 _NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"

@@ -21,10 +21,7 @@ from ds_vit.config import RunConfig
 from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.models import Layer, ModelSpec, create_model, take_apart
 from ds_vit.parallel.tensor import TensorParallel
-
-Batch = Mapping[str, torch.Tensor]
-"""The tensors of a micro-batch on this rank's device, by name: "keys" int64 [B] always, the task's fields where their
-stage is this rank's, and in evaluation "valid" bool [B], which rows count."""
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
@@ -47,56 +44,6 @@ class Field:
     reads: Literal["images", "targets"]
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A metric as people see it.
-
-    Attributes:
-        name: its key in metrics.jsonl.
-        label: in a line or a table.
-        unit: after the number.
-        digits: behind the point, in a line; a table shows one more.
-        higher_is_better: which way is up.
-        summed_up: whether summary.json has its best and its last value.
-    """
-
-    name: str
-    label: str
-    unit: str = ""
-    digits: int = 2
-    higher_is_better: bool = True
-    summed_up: bool = True
-
-    def value(self, figures: Mapping[str, float], more_digits: int = 0) -> str:
-        """The number and its unit."""
-        return f"{figures[self.name]:.{self.digits + more_digits}f}{self.unit and ' ' + self.unit}"
-
-    def best(self, *values: float) -> float:
-        """The best of some values; one that is not a number is none."""
-        numbers = [value for value in values if value == value] or values
-        return max(numbers) if self.higher_is_better else min(numbers)
-
-
-class Metrics(ABC):
-    """Sums over the samples of an evaluation that add up over micro-batches and ranks.
-
-    Args:
-        size: how many sums there are.
-        device: where they are kept.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
-
-    @abstractmethod
-    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Count a micro-batch: fp32 outputs of the last layer; rows where `batch["valid"]` is False count nowhere."""
-
-    @abstractmethod
-    def compute(self) -> dict[str, float]:
-        """The figures of everything that was counted, "images" (how many samples) among them."""
 
 
 class Task(ABC):
