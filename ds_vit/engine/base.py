@@ -211,17 +211,24 @@ class Engine(ABC):
         """One optimizer step: `accumulation` micro-batches are taken from `batches`."""
 
     @abstractmethod
-    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def forward_batches(
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+    ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """Run the model without gradients or anything random (a collective; to be iterated to its end).
 
         Args:
             batches: this rank's evaluation batches, all of one shape.
             num_batches: how many; the same on every rank.
+            features: let the last layer give the images' features (see `giving_features`) in place of its outputs.
 
         Yields:
             (outputs of the last layer in fp32, batch) of each batch, on the ranks whose rows count: those of the
             last pipeline stage, one of each tensor-parallel group.
         """
+
+    def _whole(self, outputs: torch.Tensor, features: bool) -> torch.Tensor:
+        """Outputs of the last layer in fp32, put together where they are cut, as features are not."""
+        return (outputs if features else self._whole_outputs(outputs)).float()
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
         """What the first layer takes; a rank whose stage is another has the keys alone."""

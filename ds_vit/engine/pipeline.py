@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_vit.engine.base import Engine, StepResult
 from ds_vit.engine.workarounds import one_grid
-from ds_vit.models import BlockLayer, DecoderBlockLayer, run_layers
+from ds_vit.models import BlockLayer, DecoderBlockLayer, giving_features, run_layers
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch, Loss
 
@@ -119,7 +119,9 @@ class PipeEngine(Engine):
         total = self.engine.total_loss if self.engine.is_last_stage() else None
         return total, 0 if total is None else self.accumulation
 
-    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def forward_batches(
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+    ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         engine = self.engine
         at_end = engine.is_first_stage() or engine.is_last_stage()
@@ -127,13 +129,15 @@ class PipeEngine(Engine):
         chunk = [next(batches) for _ in range(num_batches)] if at_end else []
         engine.total_loss = None  # eval_batch would go on adding to training's
         engine.reset_activation_shape()
-        outputs = engine.eval_batch(
-            iter([self._pair(batch) for batch in chunk]),
-            compute_loss=False,
-            reduce_output=None,
-            bcast_loss=False,
-            num_micro_batches=num_batches,
-        )
+        with giving_features(self.module, features):
+            outputs = engine.eval_batch(
+                # The loss is not asked for: the last stage's part may be any tensor.
+                iter([(self._inputs(batch), batch["keys"]) for batch in chunk]),
+                compute_loss=False,
+                reduce_output=None,
+                bcast_loss=False,
+                num_micro_batches=num_batches,
+            )
         # DeepSpeed would hold all of these until the next chunk has run, or through the steps of training.
         engine.fwd_outputs, engine.loss, engine.total_loss = [], None, None
         for buffer in engine.pipe_buffers.values():
@@ -142,7 +146,7 @@ class PipeEngine(Engine):
             outputs.reverse()
             chunk.reverse()
             while outputs:
-                whole, batch = self._whole_outputs(outputs.pop()).float(), chunk.pop()
+                whole, batch = self._whole(outputs.pop(), features), chunk.pop()
                 if self.counts_rows:
                     yield whole, batch
         engine.reset_activation_shape()

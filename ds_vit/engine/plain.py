@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_vit.engine.base import Engine, StepResult
+from ds_vit.models import giving_features
 from ds_vit.tasks import Batch, Loss
 
 
@@ -56,11 +57,14 @@ class PlainEngine(Engine):
         return self._total, self.accumulation
 
     @torch.no_grad()
-    def forward_batches(self, batches: Iterator[Batch], num_batches: int) -> Iterator[tuple[torch.Tensor, Batch]]:
+    def forward_batches(
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+    ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         self.engine.eval()
         for _ in range(num_batches):
             batch = next(batches)
-            outputs = self._whole_outputs(self.engine(*self._inputs(batch))).float()
+            with giving_features(self.module, features):
+                outputs = self._whole(self.engine(*self._inputs(batch)), features)
             if self.counts_rows:
                 yield outputs, batch

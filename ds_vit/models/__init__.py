@@ -14,10 +14,11 @@ from ds_vit.models.masked_autoencoder import (
     decoder_names,
     masked_patches,
     patchify,
+    unpatchify,
 )
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
-from ds_vit.models.sequential import BlockRun, SequentialViT, run_layers, timm_names
+from ds_vit.models.sequential import BlockRun, SequentialViT, giving_features, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -55,6 +56,7 @@ __all__ = [
     "forward_flops",
     "freeze",
     "frozen_names",
+    "giving_features",
     "image_size",
     "initialise",
     "layer_costs",
@@ -68,4 +70,5 @@ __all__ = [
     "supported_names",
     "take_apart",
     "timm_names",
+    "unpatchify",
 ]

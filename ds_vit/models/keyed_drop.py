@@ -92,14 +92,19 @@ class KeyedPatchDropout(KeyedDrop):
         self.ordered = ordered
         self.with_indices = with_indices
         self.always = always
+        self.lifted = False
+        """While True nothing is left out, whatever the mode."""
+
+    def _leaves_out(self, training: bool) -> bool:
+        return (training or self.always) and not self.lifted
 
     def num_kept(self, num_patches: int, training: bool = True) -> int:
         """How many of `num_patches` stay."""
-        return max(1, int(num_patches * (1.0 - self.prob))) if training or self.always else num_patches
+        return max(1, int(num_patches * (1.0 - self.prob))) if self._leaves_out(training) else num_patches
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
-        if self.prob == 0.0 or not (self.training or self.always):
+        if self.prob == 0.0 or not self._leaves_out(self.training):
             return None
         num_keep = self.num_kept(num_patches)
         keep = torch.argsort(self.uniform((num_patches,)), dim=-1, stable=True)[:, :num_keep]

@@ -38,21 +38,43 @@ _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
 
 @dataclass(frozen=True)
 class TokenCount:
-    """How many tokens a sample has between the layers, class and register tokens included.
+    """How many tokens a sample has between the layers.
 
     Attributes:
-        training: in training, where patch dropout leaves some out.
-        evaluating: in evaluation.
+        num_prefix_tokens: class and register tokens.
+        num_patches: of an image.
+        patch_drop: what leaves some of the patches out.
     """
 
-    training: int
-    evaluating: int
+    num_prefix_tokens: int
+    num_patches: int
+    patch_drop: KeyedPatchDropout | None = None
+
+    def _count(self, training: bool) -> int:
+        drop = self.patch_drop
+        return self.num_prefix_tokens + (drop.num_kept(self.num_patches, training) if drop else self.num_patches)
+
+    @property
+    def training(self) -> int:
+        """In training."""
+        return self._count(True)
+
+    @property
+    def evaluating(self) -> int:
+        """In evaluation."""
+        return self._count(False)
 
 
 class Layer(nn.Module):
-    """One element of the list; its parameter names are timm's. `num_tokens` says how long its sequences are."""
+    """One element of the list; its parameter names are timm's. `num_tokens` says how long its sequences are.
+
+    Attributes:
+        gives_features: whether, in evaluation, the last layer's outputs are the features of the images [B, D]; see
+            `giving_features`.
+    """
 
     num_tokens: TokenCount
+    gives_features: bool = False
 
     def keyed_drops(self) -> list[KeyedDrop]:
         """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""
@@ -188,9 +210,13 @@ class BlockLayer(Layer):
 
 
 class DecoderBlockLayer(BlockLayer):
-    """One timm block of a decoder, `decoder_blocks.<index>.…`."""
+    """One timm block of a decoder, `decoder_blocks.<index>.…`; features pass it by."""
 
     stack = "decoder_blocks"
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """As `BlockLayer.forward`."""
+        return inputs if self.gives_features else super().forward(inputs)
 
 
 BLOCK_STACKS = (BlockLayer.stack, DecoderBlockLayer.stack)
@@ -202,13 +228,13 @@ def block_stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class HeadLayer(Layer):
-    """Tokens to logits: final norm, pooling, classifier."""
+    """Tokens to logits: final norm, pooling, classifier. What the classifier takes is the features."""
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(tokens [B, S, D], keys int64 [B], ...) -> logits [B, num_classes]."""
         tokens, keys, *_ = inputs
         with sample_keys(self.keyed_drops(), keys):
-            return self.forward_head(self.norm(tokens))
+            return self.forward_head(self.norm(tokens), pre_logits=self.gives_features)
 
 
 class VisionTransformerHead(HeadLayer, VisionTransformer):
@@ -261,10 +287,7 @@ def _rope_of_blocks(model: TimmViT) -> nn.Module | None:
 
 
 def _token_count(model: TimmViT, patch_drop: KeyedPatchDropout | None) -> TokenCount:
-    prefix, patches = model.num_prefix_tokens, model.patch_embed.num_patches
-    if patch_drop is None:
-        return TokenCount(prefix + patches, prefix + patches)
-    return TokenCount(*(prefix + patch_drop.num_kept(patches, training) for training in (True, False)))
+    return TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches, patch_drop)
 
 
 def _ends_of(model: TimmViT) -> tuple[type[EmbedLayer], type[HeadLayer]]:

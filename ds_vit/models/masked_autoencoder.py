@@ -103,6 +103,14 @@ def patchify(pixels: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
     return patches.permute(0, 2, 4, 3, 5, 1).reshape(batch, (height // p) * (width // q), p * q * channels)
 
 
+def unpatchify(patches: torch.Tensor, patch_size: tuple[int, int], img_size: tuple[int, int]) -> torch.Tensor:
+    """What `patchify` was given: [B, N, P] -> [B, C, height, width]."""
+    (height, width), (p, q) = img_size, patch_size
+    channels = patches.shape[-1] // (p * q)
+    parts = patches.reshape(len(patches), height // p, width // q, p, q, channels)
+    return parts.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), channels, height, width)
+
+
 def sine_cosine_positions(grid_size: tuple[int, int], width: int, num_prefix_tokens: int) -> torch.Tensor:
     """The paper's fixed position embedding, float32 [1, num_prefix_tokens + N, width]; that of prefix tokens is zero.
 
@@ -192,11 +200,16 @@ _KINDS: dict[type, type[MaskedAutoencoder]] = {
 }
 
 
+def is_of_decoder(name: str) -> bool:
+    """Whether a parameter, by its name here and in the paper's code, is of the decoder and not of the encoder."""
+    return name.startswith(("decoder_", "mask_token"))
+
+
 def decoder_names(model: nn.Module) -> frozenset[str]:
     """The parameters that are not the encoder's; none in a model that is no masked autoencoder."""
     if not isinstance(model, MaskedAutoencoder):
         return frozenset()
-    return frozenset(name for name, _ in model.named_parameters() if name.startswith(("decoder_", "mask_token")))
+    return frozenset(name for name, _ in model.named_parameters() if is_of_decoder(name))
 
 
 def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSettings) -> None:
@@ -272,6 +285,8 @@ class SineCosinePositions(nn.Module):
 class BridgeLayer(Layer):
     """From the encoder to the decoder: final norm, the decoder's width, mask tokens in the gaps, positions.
 
+    The features of an image are the mean of its patch tokens behind the norm, all patches seen.
+
     `num_tokens` is what it takes; it gives those of all patches. A model that norms after pooling (`fc_norm`) has that
     norm here. Attention pooling is carried along, unused.
     """
@@ -302,8 +317,11 @@ class BridgeLayer(Layer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(tokens [B, S kept, D], keys int64 [B], ...) -> (tokens [B, S, decoder D], keys)."""
         tokens, keys, *_ = inputs
+        tokens = self.fc_norm(self.norm(tokens))
+        if self.gives_features:
+            return tokens[:, self.num_prefix_tokens :].mean(dim=1), keys
         with sample_keys(self.keyed_drops(), keys):
-            return self.fill_in(self.decoder_embed(self.fc_norm(self.norm(tokens)))), keys
+            return self.fill_in(self.decoder_embed(tokens)), keys
 
 
 class PaintLayer(Layer):
@@ -318,6 +336,8 @@ class PaintLayer(Layer):
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(tokens [B, S, decoder D], keys int64 [B], ...) -> [B, N, P]; masked and kept patches alike."""
+        if self.gives_features:
+            return inputs[0]
         return self.decoder_pred(self.decoder_norm(inputs[0][:, self.num_prefix_tokens :]))
 
 
@@ -331,7 +351,6 @@ def _(model: MaskedAutoencoder) -> list[Layer]:
     encoder, bridge = encoder_layers(own), BridgeLayer(own, masking)
     bridge.num_tokens = encoder[-1].num_tokens
     decoder = [*(DecoderBlockLayer(index, block) for index, block in enumerate(own.decoder_blocks)), PaintLayer(own)]
-    count = model.num_prefix_tokens + model.patch_embed.num_patches
     for layer in decoder:
-        layer.num_tokens = TokenCount(count, count)
+        layer.num_tokens = TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches)
     return check_complete([*encoder, bridge, *decoder], model)

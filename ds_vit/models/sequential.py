@@ -6,7 +6,8 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,11 +93,39 @@ class SequentialViT(nn.Module):
         return run_layers(self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function)
 
 
+def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """The layers inside any container, or the module itself, with the prefix of their parameters' names."""
+    for name, child in module.named_modules():
+        if isinstance(child, Layer):
+            yield f"{name}." if name else "", child
+
+
+@contextmanager
+def giving_features(module: nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Let the layers inside any container give features in place of their outputs, in evaluation.
+
+    Features are what a classifier takes, behind the pooling; of a masked autoencoder the mean of the encoder's patch
+    tokens, with its mask lifted. They come out of the last layer, float [B, D], whatever stage it is on.
+
+    Args:
+        module: a `SequentialViT`, a pipeline stage or a layer.
+        wanted: False changes nothing.
+    """
+    layers = [layer for _, layer in _layers_of(module)] if wanted else []
+
+    def switch(on: bool) -> None:
+        for layer in layers:
+            layer.gives_features = on
+            if layer.num_tokens.patch_drop is not None:
+                layer.num_tokens.patch_drop.lifted = on
+
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
 def timm_names(module: nn.Module) -> dict[str, str]:
     """From the names of `module.named_parameters()` to timm's, for a `SequentialViT`, a pipeline stage or a layer."""
-    return {
-        f"{place}.{name}" if place else name: name
-        for place, layer in module.named_modules()
-        if isinstance(layer, Layer)
-        for name, _ in layer.named_parameters()
-    }
+    return {prefix + name: name for prefix, layer in _layers_of(module) for name, _ in layer.named_parameters()}

@@ -142,13 +142,14 @@ class _JoiningEvaHead(_Joining, EvaHead):
 
 
 class _JoiningPaint(_Joining, PaintLayer):
-    pass
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return PaintLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
 
 
 class _SharingBridge(_Joining, BridgeLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         tokens, *rest = super().forward(inputs)
-        return split_tokens(tokens, self.tp), *rest
+        return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
 
 
 _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
