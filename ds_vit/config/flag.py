@@ -37,8 +37,12 @@ def flag(
     choices: Sequence[str] | None = None,
     spelling: str | None = None,
     metavar: str | None = None,
+    const: Any = None,
 ) -> Any:
-    """A field that is also a flag; its default and `neutral` values may be written even where they do nothing."""
+    """A field that is also a flag; its default and `neutral` values may be written even where they do nothing.
+
+    `const` is the value of a flag that is written without one.
+    """
     meta = {
         "section": section,
         "help": text,
@@ -49,6 +53,7 @@ def flag(
         "choices": choices,
         "spelling": spelling,
         "metavar": metavar,
+        "const": const,
     }
     if isinstance(default, (dict, list)):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=meta)

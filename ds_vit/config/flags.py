@@ -146,6 +146,14 @@ class RunConfig(MixConfig, AugmentConfig):
     eval_interval: int = flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), rule=AT_LEAST_0)
     validation_batch_size: int | None = flag(None, _R, "images a rank in evaluation", short=("-vb",), rule=AT_LEAST_1)
     eval_only: bool = flag(False, _R, "evaluate the initial weights and stop")
+    eval_knn: int = flag(
+        0,
+        _R,
+        "evaluate the features too, by so many nearest neighbours in the training split (20 without a number)",
+        rule=AT_LEAST_0,
+        const=20,
+    )
+    eval_linear_probe: bool = flag(False, _R, "evaluate the features too, by a linear classifier of them")
     stall_seconds: float | None = flag(
         None, _R, "end a run that makes no progress for so long (300 with several ranks; 0: never)", rule=NOT_NEGATIVE
     )

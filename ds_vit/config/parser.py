@@ -76,7 +76,9 @@ def build_parser(
             twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
             group.add_argument(twin, action="store_false", dest=name, help=argparse.SUPPRESS)
             continue
-        options |= {key: meta[key] for key in ("nargs", "choices", "metavar") if meta[key] is not None}
+        options |= {key: meta[key] for key in ("nargs", "choices", "metavar", "const") if meta[key] is not None}
+        if meta["const"] is not None:
+            options["nargs"] = "?"
         group.add_argument(*names, type=TYPES[name], **options)
     return parser
 

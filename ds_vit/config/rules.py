@@ -19,6 +19,7 @@ _EVALUATION_NAMES = """
     decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
     img_size initial_checkpoint dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
     interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
+    eval_knn eval_linear_probe
     stall_seconds verbose
 """
 _EVALUATION = frozenset(_EVALUATION_NAMES.split())
@@ -93,7 +94,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         names = [name for name in FIELDS if name not in _EVALUATION]
         idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
     elif not config.val_split:
-        names = ["eval_interval", "validation_batch_size", "crop_pct", "crop_mode"]
+        names = ["eval_interval", "validation_batch_size", "crop_pct", "crop_mode", "eval_knn", "eval_linear_probe"]
         names += [] if config.no_aug else ["interpolation"]  # which training without augmentation resizes by
         idle += [(name, "with --val-split '': nothing is evaluated") for name in names]
     if config.tp == 1:
@@ -102,7 +103,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     if config.pp == 1:
         idle += [("pp_partition", "without --pp")]
     if config.dataset == "digits":
-        idle += [(n, "with --dataset digits") for n in ("data_dir", "train_split", "val_split", "dataset_download")]
+        idle += [(n, "with --dataset digits") for n in ("data_dir", "val_split", "dataset_download")]
     elif not config.dataset.startswith("torch/"):
         idle += [("dataset_download", "unless --dataset is a torch/… name")]
     if config.warmup_steps == 0 or config.warmup_epochs == 0:

@@ -9,6 +9,7 @@ model.safetensors               the final weights; ema.safetensors their average
                                 with --task mae the encoder's, and decoder.safetensors beside it
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
+reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class RunFolder:
     def evaluation(self) -> Path:
         """Written by `ds-vit eval`."""
         return self.path / "eval.json"
+
+    def picture(self, name: str) -> Path:
+        """A picture of an evaluation, by its name."""
+        return self.path / f"{name}.png"
 
     @property
     def holds_run(self) -> bool:

@@ -14,7 +14,7 @@ step, share), whatever the number of ranks and workers.
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
 from ds_vit.data.loader import Loader, MicroBatch, eval_loader, train_loader
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
+from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import ImageDecodeError, Source
@@ -30,6 +30,7 @@ __all__ = [
     "Share",
     "Source",
     "eval_loader",
+    "evaluation_keys",
     "evaluation_rows",
     "finish_images",
     "finish_keys",

@@ -31,7 +31,7 @@ from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_transform, train_transform
-from ds_vit.data.sampler import SampleOrder, Share, evaluation_rows, num_evaluation_batches
+from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import ImageDecodeError, Source
 from ds_vit.fault_tolerance.errors import UserError
@@ -230,7 +230,7 @@ class _EvalBatches(_Batches):
     def load(self, number: int) -> MicroBatch:
         num_samples = len(self._reader.source)
         indices, valid = evaluation_rows(num_samples, self._batch, self._dp_rank, self._dp_size, number)
-        keys = randomness.sample_keys(0, 0, indices)
+        keys = evaluation_keys(indices)
         images, targets, bad = self._reader.read(indices.tolist(), keys.tolist(), valid, replace=False)
         return MicroBatch(
             keys=torch.from_numpy(keys),

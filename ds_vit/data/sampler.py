@@ -116,6 +116,11 @@ class Share:
         return range(start, start + self.micro_batch)
 
 
+def evaluation_keys(indices: np.ndarray) -> np.ndarray:
+    """The keys that samples have in every evaluation, int64 [B]: no seed, no epoch."""
+    return randomness.sample_keys(0, 0, indices)
+
+
 def num_evaluation_batches(num_samples: int, batch: int, dp_size: int) -> int:
     """How many batches each rank evaluates; the same on every rank, because evaluation holds collectives."""
     return -(-num_samples // (batch * dp_size))

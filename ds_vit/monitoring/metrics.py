@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -205,6 +206,18 @@ class Reporter:
         values = "  ".join(f"{figure.label} {figure.value(row)}" for figure in figures)
         self.say(f"{what} at step {row['step']}: {values}  over {row['images']} images")
 
+    def pictures(self, step: int, pictures: Mapping[str, torch.Tensor], kind: str = "eval") -> None:
+        """Pictures of an evaluation: a file each in the run's folder, the newest, and TensorBoard.
+
+        Args:
+            step: that was evaluated.
+            pictures: uint8 [3, height, width], by name.
+            kind: as for `eval`.
+        """
+        for name, pixels in pictures.items():
+            save_picture(pixels, self._folder.picture(name if kind == "eval" else f"ema-{name}"))
+            self._board.add_image(f"{kind}/{name}", pixels, step)
+
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
         """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""
         self._write({"kind": "skip", **row})
@@ -322,6 +335,13 @@ def _cut_torn_line(path: Path) -> None:
         data = file.read()
         if data and not data.endswith(b"\n"):
             file.truncate(data.rfind(b"\n") + 1)
+
+
+def save_picture(pixels: torch.Tensor, path: Path) -> None:
+    """Write uint8 [3, height, width] as a PNG that a viewer sees whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(partial, format="png")
+    partial.replace(path)
 
 
 def make_console() -> Console:

@@ -6,11 +6,24 @@ from ds_vit.config import RunConfig, spelling
 from ds_vit.config.flags import is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.evaluators import Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import Field, Loss, Task
 
-__all__ = ["TASKS", "Batch", "Field", "Figure", "Loss", "Metrics", "Task", "find_task", "idle_flags"]
+__all__ = [
+    "TASKS",
+    "Batch",
+    "Evaluator",
+    "FeatureBank",
+    "Field",
+    "Figure",
+    "Loss",
+    "Metrics",
+    "Task",
+    "find_task",
+    "idle_flags",
+]
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding)}
 """From the word of `--task` to the task."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ds_vit.data import MicroBatch, finish_images, finish_targets
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -34,13 +33,6 @@ class Classification(Task):
             Field("images", "first", "images", (3, *self.image.img_size)),
             Field("targets", "last", "targets", *targets),
         )
-
-    def tensor(self, field: Field, micro_batch: MicroBatch, *, training: bool, device: torch.device) -> torch.Tensor:
-        """As `Task.tensor`."""
-        if field.name == "images":
-            augment = self.augment if training else None
-            return finish_images(micro_batch, self.image, augment, device=device, dtype=field.dtype)
-        return finish_targets(micro_batch, self.config.num_classes, self.mix if training else None, device=device)
 
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `build_loss`."""

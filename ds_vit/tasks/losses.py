@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import masked_patches, patchify
+from ds_vit.models import masked_patches, patchify, unpatchify
 from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, own_classes, reduce_from_region
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -167,11 +167,33 @@ class MaskedPatchLoss:
         """
         target = patchify(pixels.float(), self.patch_size)
         if self.norm_pix_loss:
-            variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
-            target = (target - mean) / (variance + 1e-6).sqrt()
+            mean, deviation = self._statistics(target)
+            target = (target - mean) / deviation
         error = (prediction.float() - target).square().mean(dim=-1)
         masked = masked_patches(keys, error.shape[1], self.mask_ratio).to(error.dtype)
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
+
+    @staticmethod
+    def _statistics(patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+        return mean, (variance + 1e-6).sqrt()
+
+    def painted(self, prediction: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+        """What is painted, as images [B, C, height, width] in the units of `pixels`.
+
+        With `norm_pix_loss` each patch gets back the mean and the deviation that the true one has.
+        """
+        prediction = prediction.float()
+        if self.norm_pix_loss:
+            mean, deviation = self._statistics(patchify(pixels.float(), self.patch_size))
+            prediction = prediction * deviation + mean
+        return unpatchify(prediction, self.patch_size, tuple(pixels.shape[-2:]))
+
+    def hidden(self, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which pixels are masked: bool [B, 1, height, width]."""
+        size, (p, q) = tuple(pixels.shape[-2:]), self.patch_size
+        masked = masked_patches(keys, (size[0] // p) * (size[1] // q), self.mask_ratio)
+        return unpatchify(masked.unsqueeze(-1).expand(-1, -1, p * q), self.patch_size, size)
 
     def __call__(self, prediction: torch.Tensor, pixels: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The mean of `per_sample`, a fp32 scalar."""

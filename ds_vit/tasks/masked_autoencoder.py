@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
-from ds_vit.data import MicroBatch, finish_images
+from ds_vit.data import ImageConfig, evaluation_keys
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import AutoencoderSettings, MaskedAutoencoder, ModelSpec, create_autoencoder, decoder_names
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import MaskedPatchLoss
@@ -17,6 +22,7 @@ from ds_vit.tasks.task import Field, Loss, Task
 
 _NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
+_PANEL = 96  # pixels across, at least half of it: smaller images are enlarged in the picture
 
 
 class MaskedAutoencoding(Task):
@@ -41,7 +47,12 @@ class MaskedAutoencoding(Task):
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> MaskedAutoencoder:
-        """As `Task.create_model`."""
+        """As `Task.create_model`; layer decay is refused, for the decoder has no place among its layers."""
+        if config.layer_decay not in (None, 1.0):
+            raise UserError(
+                f"--layer-decay {config.layer_decay} is for fine-tuning a pretrained encoder: it has no rate for the "
+                "decoder of --task mae, and the paper's pretraining has none; drop it"
+            )
         settings = AutoencoderSettings(
             mask_ratio=config.mask_ratio,
             decoder_dim=config.decoder_dim,
@@ -59,11 +70,6 @@ class MaskedAutoencoding(Task):
             Field("pixels", "last", "images", shape, torch.float32),
         )
 
-    def tensor(self, field: Field, micro_batch: MicroBatch, *, training: bool, device: torch.device) -> torch.Tensor:
-        """As `Task.tensor`."""
-        augment = self.augment if training else None
-        return finish_images(micro_batch, self.image, augment, device=device, dtype=field.dtype)
-
     def loss(self, tp: TensorParallel | None) -> Loss:
         """As `Task.loss`; see `MaskedPatchLoss`."""
         loss = self._patch_loss()
@@ -75,30 +81,56 @@ class MaskedAutoencoding(Task):
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
-        return MeanLoss(device, self._patch_loss())
+        return Reconstruction(device, self._patch_loss(), self.image)
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: the decoder apart, so that what is left is timm's model."""
         return {"decoder": decoder_names(self.model)}
 
 
-class MeanLoss(Metrics):
-    """The mean reconstruction loss over samples, each under the one mask that its key gives it.
+class Reconstruction(Metrics):
+    """The mean reconstruction loss over samples, each under the one mask that its key gives it; a picture of a few.
 
     Args:
         device: where the sums are kept.
         loss: of the task.
+        image: size and normalisation.
     """
 
-    def __init__(self, device: torch.device, loss: MaskedPatchLoss) -> None:
+    num_shown = 8
+
+    def __init__(self, device: torch.device, loss: MaskedPatchLoss, image: ImageConfig) -> None:
         super().__init__(2, device)  # loss, images
         self._loss = loss
+        self._image = image
+        self.pixels = torch.zeros(self.num_shown, 2, 3, *image.img_size, device=device)  # an image, and it painted
+
+    @cached_property
+    def _shown(self) -> torch.Tensor:
+        """The keys of the samples in the picture, from all over the split: a folder's images lie class by class."""
+        places = np.linspace(0, self.num_samples - 1, min(self.num_shown, self.num_samples)).round()
+        return torch.from_numpy(evaluation_keys(places.astype(np.int64))).to(self.sums.device)
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Predictions fp32 [B, N, P] of N patches."""
         losses = self._loss.per_sample(outputs, batch["pixels"], batch["keys"])
         rows = torch.stack([losses, torch.ones_like(losses)], dim=1).double()
         self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+        places, rows = ((self._shown[:, None] == batch["keys"]) & batch["valid"]).nonzero(as_tuple=True)
+        images = batch["pixels"][rows]
+        self.pixels[places] = torch.stack((images, self._loss.painted(outputs[rows], images)), dim=1)
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        """A row a sample: the image, what is left of it, what is painted, and that with what was seen in its place."""
+        keys = self._shown
+        mean, std = (self.pixels.new_tensor(values).view(-1, 1, 1) for values in (self._image.mean, self._image.std))
+        image, painted = (self.pixels[: len(keys)] * std + mean).clamp(0.0, 1.0).unbind(1)
+        hidden = self._loss.hidden(image, keys)
+        seen = torch.where(hidden, 0.5, image)
+        panels = torch.stack((image, seen, painted, torch.where(hidden, painted, image)), dim=1).flatten(0, 1)
+        enlarged = F.interpolate(panels, scale_factor=max(1, _PANEL // panels.shape[-1]))
+        grid = make_grid(enlarged, nrow=4, padding=4, pad_value=1.0)
+        return {"reconstruction": (grid * 255.0).round().to(torch.uint8)}
 
     def compute(self) -> dict[str, float]:
         """As `Metrics.compute`."""

@@ -49,15 +49,29 @@ class Metrics(ABC):
     Args:
         size: how many sums there are.
         device: where they are kept.
+
+    Attributes:
+        num_samples: of the split; set before the first `update`.
+        pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
     """
+
+    num_samples: int = 0
+    pixels: torch.Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.sums = torch.zeros(size, dtype=torch.float64, device=device)
 
     @abstractmethod
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Count a micro-batch: fp32 outputs of the last layer; rows where `batch["valid"]` is False count nowhere."""
+        """Count a micro-batch: fp32 outputs of the last layer; rows where `batch["valid"]` is False count nowhere.
+
+        Only ranks whose rows count call it, and each of them as often.
+        """
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
         """The figures of everything that was counted, "images" (how many samples) among them."""
+
+    def pictures(self) -> dict[str, torch.Tensor]:
+        """Pictures of what was counted, by name: uint8 [3, height, width]."""
+        return {}

@@ -10,7 +10,7 @@ Shapes: B samples of a micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.data import ImageConfig, MicroBatch, Source
+from ds_vit.data import ImageConfig, MicroBatch, Source, finish_images, finish_targets
 from ds_vit.models import Layer, ModelSpec, create_model, take_apart
 from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -54,6 +55,13 @@ class Task(ABC):
         image: sizes and normalisation.
         source: the training split.
         model: the whole one, on the meta device.
+
+    Attributes:
+        evaluators: what judges the features of the images, beside the task's own metrics.
+        judges_outputs: whether the task's own metrics are wanted at all.
+
+    Raises:
+        UserError: an evaluator that cannot judge this data.
     """
 
     name: ClassVar[str]
@@ -65,8 +73,9 @@ class Task(ABC):
     """Else the gradient of a global batch is not the sum of its micro-batches', and accumulation is refused."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
-    figures: ClassVar[tuple[Figure, ...]]
-    """The metrics by which weights are judged; the first decides which weights are the best."""
+    figures: tuple[Figure, ...]
+    """The metrics by which weights are judged; the first decides which weights are the best. A class names its own, a
+    run has its evaluators' besides."""
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         self.config = config
@@ -75,6 +84,14 @@ class Task(ABC):
         self.mix = config.mix
         self.source = source
         self.model = model
+        self.evaluators = chosen_evaluators(config, source)
+        self.judges_outputs = True
+        self.figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
+
+    def judge_features_alone(self) -> None:
+        """Leave out the task's own metrics: the weights lack what comes after the features."""
+        self.judges_outputs = False
+        self.figures = tuple(evaluator.figure for evaluator in self.evaluators)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -115,9 +132,28 @@ class Task(ABC):
             training: in training or in evaluation.
         """
 
-    @abstractmethod
-    def tensor(self, field: Field, micro_batch: MicroBatch, *, training: bool, device: torch.device) -> torch.Tensor:
-        """One field of a micro-batch, made on the device by what its samples drew: [B, *field.shape]."""
+    def feature_fields(self) -> tuple[Field, ...]:
+        """The tensors of a batch where features are judged: as in the task's own evaluation, and a class an image."""
+        return (
+            Field("images", "first", "images", (3, *self.image.img_size)),
+            Field("targets", "last", "targets", (), torch.int64),
+        )
+
+    def tensors(
+        self, fields: Sequence[Field], micro_batch: MicroBatch, *, training: bool, device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Fields of a micro-batch, made on the device by what its samples drew: [B, *field.shape] each, by name.
+
+        Images are finished once and in fp32, however many fields they are.
+        """
+        made: dict[str, torch.Tensor] = {}
+        if any(field.reads == "images" for field in fields):
+            augment = self.augment if training else None
+            made["images"] = finish_images(micro_batch, self.image, augment, device=device)
+        if any(field.reads == "targets" for field in fields):
+            mix = self.mix if training else None
+            made["targets"] = finish_targets(micro_batch, self.config.num_classes, mix, device=device)
+        return {field.name: made[field.reads].to(field.dtype or made[field.reads].dtype) for field in fields}
 
     # ---- what is learned, and how well -----------------------------------------------------------------------------
 

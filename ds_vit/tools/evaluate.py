@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
@@ -65,6 +66,21 @@ def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> di
     )
     add_weights_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
+    parser.add_argument(
+        "--knn",
+        dest="eval_knn",
+        type=int,
+        nargs="?",
+        const=flags.FIELDS["eval_knn"].metadata["const"],
+        metavar="K",
+        help="the features too: top-1 by so many nearest neighbours in the training split [%(const)s]",
+    )
+    parser.add_argument(
+        "--linear-probe",
+        dest="eval_linear_probe",
+        action="store_true",
+        help="the features too: top-1 of a linear classifier of them",
+    )
     words = flags.read_words(parser, argv, eval_only=True)
     choice = [words.pop(name, default) for name, default in (("source", ""), ("weights", "raw"), ("checkpoint", ""))]
     return evaluate_weights(*choice, output=words.pop("output", None), process=process, **words)
@@ -144,8 +160,9 @@ def _run(
 
     from ds_vit.engine.start import device_of
     from ds_vit.models import num_parameters
-    from ds_vit.monitoring.metrics import make_console, print_table
+    from ds_vit.monitoring.metrics import make_console, print_table, save_picture
     from ds_vit.parallel.groups import build_groups
+    from ds_vit.training.evaluate import Watch
     from ds_vit.training.evaluation_run import evaluate_plan
     from ds_vit.training.plan import prepare
 
@@ -155,14 +172,21 @@ def _run(
     if lacking := plan.model.initial_checkpoint.newly_initialised:
         what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
         names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
-        way_out = "; a checkpoint of the run has all of it (--checkpoint latest)" if task.weight_files() else ""
-        raise UserError(f"{found.path} has no {what} ({names}): there is nothing to evaluate{way_out}")
+        if not task.evaluators:
+            way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
+            raise UserError(
+                f"{found.path} has no {what} ({names}): there is nothing to evaluate; {way_out}--knn or --linear-probe "
+                "judges the features"
+            )
+        task.judge_features_alone()
     _check_classes(found, task.class_names)
     told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
     plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
     started = time.perf_counter()
+    pictures: dict[str, torch.Tensor] = {}
     with process_group(process, on_cpu=on_cpu):
-        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.parallel.layout))
+        watch = Watch(show=pictures.update)
+        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.parallel.layout), watch)
         result = {
             "source": source,
             "weights": found.kind,
@@ -179,6 +203,8 @@ def _run(
         }
         if dist.get_rank() == 0:
             write_json(file, result)
+            for name, pixels in pictures.items():
+                save_picture(pixels, RunFolder(file.parent).picture(name))
             skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
             rows = [
                 ("model", f"{config.model}, {plan.parallel.layout}, {plan.deepspeed.precision.name}"),

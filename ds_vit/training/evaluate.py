@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ds_vit.engine.base import EVAL_CHUNK, Engine
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks import Task
-from ds_vit.training.inputs import EvaluationInputs
+from ds_vit.tasks import Batch, FeatureBank, Metrics
+from ds_vit.training.inputs import EvaluationInputs, InputPipeline
+
+Pictures = Mapping[str, torch.Tensor]
+"""Name → uint8 [3, height, width]."""
 
 
-def evaluate(
-    engine: Engine, task: Task, inputs: EvaluationInputs, between: Callable[[], None] = lambda: None
-) -> dict[str, float]:
-    """Judge the weights that the engine has by a task's metrics (a collective).
+@dataclass(frozen=True)
+class Watch:
+    """What a run wants to hear of an evaluation.
+
+    Attributes:
+        batches: wraps the batches of a pass, to see them go by.
+        between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
+        show: is given the pictures of the task's metrics, on every rank.
+    """
+
+    batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
+    between: Callable[[], None] = lambda: None
+    show: Callable[[Pictures], None] = lambda pictures: None
+
+
+def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> dict[str, float]:
+    """Judge the weights that the engine has by the metrics and the evaluators of its run's task (a collective).
 
     Args:
         engine: runs the model.
-        task: has the metrics.
-        inputs: one pass over the split.
-        between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
+        inputs: of the run.
+        watch: hears of it.
 
     Returns:
         The figures of `Metrics.compute`, the same on every rank.
@@ -29,20 +45,57 @@ def evaluate(
     Raises:
         UserError: no image was valid.
     """
-    metrics = task.metrics(engine.device)
+    task, figures = inputs.plan.model.task, {}
+    if task.judges_outputs:
+        metrics = task.metrics(engine.device)
+        figures = _judge(engine, [metrics], inputs.evaluation(), watch)
+        watch.show(metrics.pictures())
+    if task.evaluators:
+        figures |= _judge_features(engine, inputs, watch)
+    return figures
+
+
+def _judge_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
+    """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
+    plan, fields = inputs.plan, inputs.plan.model.task.feature_fields()
+    outputs = _outputs(engine, inputs.evaluation(plan.data.train_source, fields), watch, features=True)
+    bank = FeatureBank.collect(outputs, plan.data.train_source.num_classes, engine.groups, engine.device)
+    learned = [evaluator.learn(bank, engine.groups) for evaluator in plan.model.task.evaluators]
+    watch.between()
+    return _judge(engine, learned, inputs.evaluation(fields=fields), watch, features=True)
+
+
+def _outputs(
+    engine: Engine, inputs: EvaluationInputs, watch: Watch, *, features: bool
+) -> Iterator[tuple[torch.Tensor, Batch]]:
+    """What the engine yields of one pass; `watch.between` is called between its chunks."""
+    batches = watch.batches(inputs.batches)
     for start in range(0, inputs.num_batches, EVAL_CHUNK):
         if start:
-            between()
-        num_batches = min(EVAL_CHUNK, inputs.num_batches - start)
-        for outputs, batch in engine.forward_batches(inputs.batches, num_batches):
+            watch.between()
+        yield from engine.forward_batches(batches, min(EVAL_CHUNK, inputs.num_batches - start), features=features)
+
+
+def _judge(
+    engine: Engine, judges: Sequence[Metrics], inputs: EvaluationInputs, watch: Watch, *, features: bool = False
+) -> dict[str, float]:
+    """The figures of several metrics over one pass."""
+    for metrics in judges:
+        metrics.num_samples = inputs.num_samples
+    for outputs, batch in _outputs(engine, inputs, watch, features=features):
+        for metrics in judges:
             metrics.update(outputs, batch)
     # Whichever ranks count rows: one of each tensor-parallel group of the last stage.
     skipped = inputs.num_skipped if engine.counts_rows else 0
-    sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
-    metrics.sums = sums[:-1]
-    figures = metrics.compute()
-    if not figures["images"]:
-        raise UserError("the validation split has no image that can be decoded")
-    counted = figures["images"] + int(sums[-1])
-    assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
+    figures: dict[str, float] = {}
+    for metrics in judges:
+        sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
+        metrics.sums = sums[:-1]
+        if metrics.pixels is not None:
+            metrics.pixels = engine.sum(metrics.pixels)
+        figures |= metrics.compute()
+        if not figures["images"]:
+            raise UserError("the validation split has no image that can be decoded")
+        counted = figures["images"] + int(sums[-1])
+        assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
     return figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
 from ds_vit.training.build import build_engine
-from ds_vit.training.evaluate import evaluate
+from ds_vit.training.evaluate import Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.summary import show_end, show_start, summarise
@@ -27,8 +27,7 @@ def evaluate_plan(
     plan: Plan,
     device: torch.device,
     groups: Groups,
-    watched: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches,
-    between: Callable[[], None] = lambda: None,
+    watch: Watch,
 ) -> tuple[Engine, dict[str, float]]:
     """Build the model of a plan and evaluate it (a collective).
 
@@ -36,16 +35,13 @@ def evaluate_plan(
         plan: of evaluation alone.
         device: where this rank computes.
         groups: of the run.
-        watched: wraps the batches, to see them pass.
-        between: called on every rank after every 32 batches.
+        watch: hears of it.
 
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
     """
     engine = build_engine(plan, device, groups)
-    inputs = InputPipeline(plan, engine, Throughput()).evaluation()
-    inputs.batches = watched(inputs.batches)
-    return engine, evaluate(engine, plan.model.task, inputs, between)
+    return engine, evaluate(engine, InputPipeline(plan, engine, Throughput()), watch)
 
 
 def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -70,11 +66,14 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
         watchdog.beat(0, "evaluation")
         return watchdog.micro_batches(batches)
 
+    pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
-    engine, figures = evaluate_plan(plan, device, groups, watched, lambda: watchdog.beat(0, "evaluation"))
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update)
+    engine, figures = evaluate_plan(plan, device, groups, watch)
     if reporter:
         reporter.start(events=engine.write_events)
         reporter.eval({"step": 0, **figures}, plan.model.task.figures)
+        reporter.pictures(0, pictures)
         reporter.close()
     seconds = time.perf_counter() - started
     num_skipped = len(plan.data.val_source) - int(figures["images"])

@@ -10,14 +10,14 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ds_vit.data import Loader, MicroBatch, eval_loader, finish_keys, finish_valid, train_loader
+from ds_vit.data import Loader, MicroBatch, Source, eval_loader, finish_keys, finish_valid, train_loader
 from ds_vit.engine.base import Engine
 from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks import Batch, Field
@@ -26,7 +26,7 @@ from ds_vit.training.plan import Plan
 
 @dataclass
 class EvaluationInputs:
-    """One pass over the validation split, on one rank.
+    """One pass over a split as evaluation sees it, on one rank.
 
     Attributes:
         batches: with "valid"; rows that are not valid are padding or could not be decoded, and count nowhere.
@@ -68,7 +68,7 @@ class InputPipeline:
             skipped_batches: global batches that were left out before this step.
         """
         plan = self.plan
-        fields = self._fields(training=True)
+        fields = self._here(plan.model.task.fields(training=True))
         if not self.loads:
             for _ in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
                 yield self._receive(fields, plan.data.batch.micro_batch)
@@ -107,16 +107,20 @@ class InputPipeline:
         with (self.samples / f"rank-{self.plan.parallel.process.rank:05d}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def evaluation(self) -> EvaluationInputs:
-        """The batches of the validation split."""
+    def evaluation(self, source: Source | None = None, fields: Sequence[Field] | None = None) -> EvaluationInputs:
+        """The batches of a split, each image once and without augmentation.
+
+        Args:
+            source: the split; None for the validation split.
+            fields: what a batch has; None for what the task's evaluation takes.
+        """
         plan = self.plan
+        source = source or plan.data.val_source
         rows = plan.config.validation_batch_size or plan.data.batch.micro_batch
         share = plan.share
-        fields = self._fields(training=False)
-        loader = eval_loader(
-            plan.data.val_source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields)
-        )
-        inputs = EvaluationInputs(iter(()), len(loader), len(plan.data.val_source))
+        fields = self._here(plan.model.task.fields(training=False) if fields is None else fields)
+        loader = eval_loader(source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields))
+        inputs = EvaluationInputs(iter(()), len(loader), len(source))
         inputs.batches = self._evaluation(inputs, fields, loader, rows)
         return inputs
 
@@ -133,11 +137,11 @@ class InputPipeline:
             valid = finish_valid(batch, device=self.engine.device)
             yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 
-    def _fields(self, *, training: bool) -> tuple[Field, ...]:
+    def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
         """The fields of this rank's stage, in the type that they have there."""
         here = {"first": self.plan.parallel.has_images, "last": self.plan.parallel.has_targets}
-        fields = (field for field in self.plan.model.task.fields(training=training) if here[field.stage])
-        return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in fields)
+        own = (field for field in fields if here[field.stage])
+        return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
     def _loading(self, fields: Sequence[Field]) -> dict[str, object]:
         plan = self.plan
@@ -152,8 +156,8 @@ class InputPipeline:
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys."""
-        device, task = self.engine.device, self.plan.model.task
-        tensors = {field.name: task.tensor(field, batch, training=training, device=device) for field in fields}
+        device = self.engine.device
+        tensors = self.plan.model.task.tensors(fields, batch, training=training, device=device)
         return {**tensors, "keys": finish_keys(batch, device=device)}
 
     # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------

@@ -138,7 +138,8 @@ def summarise(
     def best_and_last(
         figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = ""
     ) -> dict[str, float | None]:
-        values = [evaluation[figure.name] for evaluation in found]
+        # A run may have been given another evaluator when it was resumed.
+        values = [evaluation[figure.name] for evaluation in found if figure.name in evaluation]
         names = (f"best_{figure.name}{suffix}", f"last_{figure.name}{suffix}")
         return dict(zip(names, (figure.best(*values), values[-1]) if values else (None, None), strict=True))
 

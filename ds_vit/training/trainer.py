@@ -24,7 +24,7 @@ from ds_vit.tasks import Batch
 from ds_vit.training.bad_steps import BadSteps, RollBack
 from ds_vit.training.build import build_engine
 from ds_vit.training.checkpoint_manager import CheckpointManager
-from ds_vit.training.evaluate import evaluate
+from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
@@ -314,10 +314,12 @@ class Trainer:
             if self.checkpoint_manager.asked_to_stop():
                 raise _Stop
 
+        def show(pictures: Pictures) -> None:
+            if self.reporter:
+                self.reporter.pictures(step, pictures, kind)
+
         self.watchdog.beat(step, "evaluation")
-        inputs = self.inputs.evaluation()
-        inputs.batches = self.watchdog.micro_batches(inputs.batches)
-        figures = evaluate(self.engine, self.plan.model.task, inputs, between=stop_if_told_to)
+        figures = evaluate(self.engine, self.inputs, Watch(self.watchdog.micro_batches, stop_if_told_to, show))
         evaluations.append(figures)
         if self.reporter:
             self.reporter.eval({"step": step, **figures}, self.plan.model.task.figures, kind)
