@@ -17,6 +17,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from ds_vit.data import ImageDecodeError, open_source
+from ds_vit.fault_tolerance.errors import UserError
 
 
 def _pixels(number: int) -> Image.Image:
@@ -459,3 +460,24 @@ def test_cifar10_as_it_is_used(real_images):
             expected = Image.open(tar.extractfile("./" + name)).convert("RGB")
             assert test.image(index).tobytes() == expected.tobytes()
             assert name.split("/")[0] == test.class_names[test.target(index)]
+
+
+def test_a_part_of_a_split():
+    """A part that lacks classes of a folder sorted by class, that differs between runs, or whose labels are others'."""
+    whole, tenth, hundredth = (open_source("digits", None, f"train{part}") for part in ("", "[:10%]", "[:1%]"))
+    counts = np.bincount([whole.target(n) for n in range(len(whole))])
+    found = np.bincount([tenth.target(n) for n in range(len(tenth))])
+    assert found.tolist() == np.round(counts * 0.1).tolist()
+    assert np.bincount([hundredth.target(n) for n in range(len(hundredth))]).tolist() == [1] * 10
+    names = {whole.describe(n): n for n in range(len(whole))}
+    for n in range(len(tenth)):
+        same = names[tenth.describe(n)]
+        assert (tenth.target(n), tenth.image(n).tobytes()) == (whole.target(same), whole.image(same).tobytes())
+    own = {tenth.describe(n) for n in range(len(tenth))}
+    assert {hundredth.describe(n) for n in range(len(hundredth))} <= own
+    assert len({part.fingerprint for part in (whole, tenth, hundredth)}) == 3
+    assert max(names[name] for name in own) > 0.9 * len(whole), "the first tenth of the file"
+    assert open_source("digits", None, "train[:100%]").fingerprint == whole.fingerprint
+    for wrong in ("train[10%]", "train[:0%]", "train[:101%]", "train[:10]"):
+        with pytest.raises(UserError, match=r"a part of a split is written train\[:10%\]"):
+            open_source("digits", None, wrong)

@@ -11,6 +11,7 @@ from timm.data import create_dataset
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
 from ds_vit.data.sources.source import Source, undecodable
+from ds_vit.data.sources.subset import Subset, part_of
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
@@ -110,7 +111,8 @@ def open_source(
         dataset: "digits", "torch/<name>", or "" for what lies in `data_dir`: `<split>/` with class folders, with one
             tar a class or with images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
         data_dir: the folder of the data; not read for "digits".
-        split: its name; timm's synonyms (train/training, val/validation/...) stand for each other.
+        split: its name; timm's synonyms (train/training, val/validation/...) stand for each other. `train[:10%]` is a
+            part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
             multi-label split takes its numbering from them and need not have an example of each.
         download: let torchvision fetch a `torch/` data set that is not there.
@@ -118,6 +120,7 @@ def open_source(
     Raises:
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
     """
+    split, percent = part_of(split)
     if dataset == "digits":
         if split not in (*TRAIN_NAMES, *VAL_NAMES):
             raise UserError(f"digits has no split {split!r}; it has train and validation")
@@ -139,7 +142,7 @@ def open_source(
         )
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
-    return source
+    return source if percent == 100 else Subset(source, percent)
 
 
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:

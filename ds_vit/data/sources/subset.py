@@ -1,0 +1,69 @@
+"""A part of a split: `--train-split 'train[:10%]'`."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from PIL import Image
+
+from ds_vit import randomness
+from ds_vit.data.sources.source import Source
+from ds_vit.fault_tolerance.errors import UserError
+
+_PART = re.compile(r"(?P<split>.*)\[:(?P<percent>\d+(\.\d+)?)%\]")
+
+
+class Subset(Source):
+    """So many percent of a source, of each class as many; in their order.
+
+    Which ones is a function of their numbers in the source alone, the same in every run; those of a smaller part are
+    among those of a larger one. Each class keeps at least one image. Images with several labels count as one class.
+
+    Args:
+        source: the whole.
+        percent: above 0, at most 100.
+    """
+
+    def __init__(self, source: Source, percent: float) -> None:
+        numbers = np.arange(len(source))
+        multi = source.multi_label
+        targets = np.zeros_like(numbers) if multi else np.array([source.target(n) for n in range(len(source))])
+        order = np.lexsort((randomness.sample_keys(0, 0, numbers), targets))
+        counts = np.bincount(targets)
+        rank_in_class = np.arange(len(order)) - np.repeat(counts.cumsum() - counts, counts)
+        kept = np.maximum(1, np.round(counts * percent / 100.0))[targets[order]]
+        self._source = source
+        self._numbers = np.sort(order[rank_in_class < kept])
+        self.class_names = source.class_names
+        self.multi_label = source.multi_label
+        self.left_out = source.left_out
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def image(self, index: int) -> Image.Image:
+        return self._source.image(int(self._numbers[index]))
+
+    def target(self, index: int) -> int | np.ndarray:
+        return self._source.target(int(self._numbers[index]))
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        return (self._numbers, *self._source.told_apart_by())
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(int(self._numbers[index]))
+
+
+def part_of(split: str) -> tuple[str, float]:
+    """`train[:10%]` → ("train", 10.0); the whole is 100.
+
+    Raises:
+        UserError: brackets that say something else, or a part of nothing or of more than all.
+    """
+    if "[" not in split:
+        return split, 100.0
+    found = _PART.fullmatch(split)
+    if found is None or not 0 < float(found["percent"]) <= 100:
+        raise UserError(f"split {split!r}: a part of a split is written train[:10%], above 0 and at most 100")
+    return found["split"], float(found["percent"])
