@@ -84,6 +84,11 @@ def refuse(exported: Exported) -> None:
     Raises:
         UserError: says what stands in the way.
     """
+    if not exported.model.num_classes:
+        raise UserError(
+            f"{exported.found.path} has no classifier, and ViTForImageClassification is one; --to timm and --to onnx "
+            "write the encoder alone, and fine-tuning gives it a classifier (--initial-checkpoint)"
+        )
     found = obstacles(exported.model)
     if found:
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def model_spec(values: Mapping[str, Any]) -> ModelSpec:
     if not values.get("model"):
         raise UserError("no config.yaml says which model these weights are of: give --model")
     size = values.get("img_size")
-    classes = {"num_classes": values["num_classes"]} if values.get("num_classes") else {}
+    classes = {} if values.get("num_classes") is None else {"num_classes": values["num_classes"]}
     return ModelSpec(values["model"], img_size=size, model_kwargs=values.get("model_kwargs") or {}, **classes)
 
 
@@ -80,19 +81,19 @@ def load_source(
     found.verify()
     stored = flags.load_recipe(str(found.recipe)) if found.recipe else {}
     values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}
+    task = TASKS[values.get("task", Classification.name)]
+    if not task.has_classes:
+        values["num_classes"] = 0  # the encoder alone, which has no classifier
     spec = model_spec(values)
-    checkpoint = InitialCheckpoint(found.path, create_model(spec, for_training=False))
+    create = partial(create_model, spec, for_training=False, classifier=spec.num_classes > 0)
+    checkpoint = InitialCheckpoint(found.path, create())
     if checkpoint.newly_initialised and classifier:
-        task = TASKS[values.get("task", Classification.name)]
-        way_out = "give the --num-classes that it has"
-        if not task.has_classes:
-            way_out = f"its run's --task {task.name} has no classes, and `ds-vit embed` writes its features"
         raise UserError(
             f"{found.path} has no classifier of {spec.num_classes} classes "
-            f"({', '.join(checkpoint.newly_initialised)}): {way_out}"
+            f"({', '.join(checkpoint.newly_initialised)}): give the --num-classes that it has"
         )
     torch.manual_seed(0)  # timm draws initial values; all of them are overwritten
-    model = create_model(spec, for_training=False, device="cpu")
+    model = create(device="cpu")
     checkpoint.load(model)
     pixels = resolve_pixels(values, model)
     names = _labels(labels, found, model) if classifier else ()

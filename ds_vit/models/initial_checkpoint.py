@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.hf_names import TensorsFromHF, check_hf_config
-from ds_vit.models.masked_autoencoder import decoder_names
+from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.weight_files import hf_config, is_floating_point, open_weights, shape_of
 from ds_vit.models.zoo import TimmViT, names_and_shapes
@@ -56,6 +56,7 @@ class InitialCheckpoint:
         newly_initialised: the classifier's parameters, where the file has none or one of another number of classes,
             and a masked autoencoder's decoder, where the file has none; empty otherwise. They keep their drawn values,
             which the user should be told.
+        left_out: parameters of a masked autoencoder's decoder, which the file has and the model does not.
     """
 
     def __init__(self, path: str | Path, model: TimmViT) -> None:
@@ -71,7 +72,11 @@ class InitialCheckpoint:
         """
         path = Path(path)
         wanted = names_and_shapes(model)
+        decoder = sorted(decoder_names(model))
         self._tensors = open_weights(path)
+        self.left_out = () if decoder else tuple(filter(is_of_decoder, self._tensors))
+        for name in self.left_out:
+            del self._tensors[name]
         if isinstance(self._tensors, TensorsFromHF):
             try:
                 check_hf_config(hf_config(path), model)
@@ -91,7 +96,6 @@ class InitialCheckpoint:
         self._translated = self._translate(path, model, self._tensors if foreign else _RESAMPLED)
         given = {} if foreign else {name: shape_of(self._tensors, name) for name in self._tensors}
         given |= {name: tensor.shape for name, tensor in self._translated.items()}
-        decoder = sorted(decoder_names(model))
         self.newly_initialised = (
             *self._new_classifier(model, wanted, given),
             *(() if any(name in given for name in decoder) else decoder),

@@ -56,6 +56,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._owners[name].get_tensor(name)
 
+    def __delitem__(self, name: str) -> None:
+        """Leave a tensor out of the mapping; the file keeps it."""
+        del self._owners[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)
 

@@ -139,6 +139,10 @@ def predict_each(
     files = find_images(images)
     exported = load_source(find_weights(source, weights, checkpoint), settings, labels)
     num_classes = exported.model.num_classes
+    if not num_classes:
+        raise UserError(
+            f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
+        )
     if top_k is not None and not 1 <= top_k <= num_classes:
         raise UserError(f"--top-k {top_k} must lie between 1 and the model's {num_classes} classes")
     outputs = _outputs(exported, files, _logits, batch_size, workers, device)

@@ -75,6 +75,8 @@ def resolve_model(
         names = initial.newly_initialised
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         notes.append(f"not in {config.initial_checkpoint}, newly initialised: {shown}")
+    if initial is not None and initial.left_out:
+        notes.append(f"{config.initial_checkpoint} has a decoder of {len(initial.left_out)} tensors, which is left out")
     if config.tp > 1:
         check_cut(whole, config.tp)
     frozen = frozen_names(whole, config.freeze, config.linear_probe)
