@@ -251,9 +251,7 @@ class Loader:
     Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file.
     """
 
-    def __init__(
-        self, batches: _Batches, numbers: range, num_workers: int, pin_memory: bool, keep_workers: bool = False
-    ) -> None:
+    def __init__(self, batches: _Batches, numbers: range, num_workers: int, pin_memory: bool) -> None:
         self._loader = DataLoader(
             batches,
             batch_size=None,
@@ -262,7 +260,6 @@ class Loader:
             collate_fn=_as_it_is,
             worker_init_fn=ignore_in_worker if num_workers else None,
             pin_memory=pin_memory,
-            persistent_workers=keep_workers and num_workers > 0,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
         )
 
@@ -378,4 +375,4 @@ def eval_loader(
     """
     reader = _Reader(source, eval_transform(image), image, load_images, load_targets, on_bad_image)
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
-    return Loader(_EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, keep_workers=True)
+    return Loader(_EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory)

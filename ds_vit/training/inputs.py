@@ -115,7 +115,7 @@ class InputPipeline:
             fields: what a batch has; None for what the task's evaluation takes.
         """
         plan = self.plan
-        source = source or plan.data.val_source
+        source = plan.data.val_source if source is None else source
         rows = plan.config.validation_batch_size or plan.data.batch.micro_batch
         share = plan.share
         fields = self._here(plan.model.task.fields(training=False) if fields is None else fields)
