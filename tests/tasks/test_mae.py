@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,18 @@ from safetensors.torch import load_file
 from vits import timm_state_dict
 
 from ds_vit import config as flags
+from ds_vit.data import finish_images
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.interop import export
 from ds_vit.launching.process import Process
-from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, take_apart, timm_names
+from ds_vit.models import (
+    SequentialViT,
+    initialise,
+    masked_patches,
+    no_weight_decay_names,
+    take_apart,
+    timm_names,
+)
 from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights
@@ -183,6 +193,35 @@ def test_every_image_of_the_validation_split_counts_once(ranks, tmp_path, world,
     assert (row["loss"], row["images"]) == (pytest.approx(losses.double().mean().item(), rel=1e-6), 355)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["best_loss"], summary["last_loss"]) == (row["loss"], row["loss"])
+    assert_picture(Image.open(tmp_path / "run" / "reconstruction.png"), whole, batch)
+
+
+def assert_picture(picture, whole, batch):
+    """Eight rows of the image, what the encoder saw, what is painted, and that between what was seen."""
+    side, gap = 16 * (96 // 16), 4
+    assert picture.size == (4 * side + 5 * gap, 8 * side + 9 * gap)
+    panels = np.asarray(picture).astype(float)[gap:, gap:]
+    shown = np.linspace(0, 354, 8).round().astype(int)
+    pixels, keys = batch["pixels"][shown], batch["keys"][shown]
+    with torch.no_grad():
+        prediction = whole.eval()(pixels, keys)
+    masked = masked_patches(keys, 16, 0.75)
+    for row in range(8):
+        image = ((pixels[row] * 0.5 + 0.5) * 255).permute(1, 2, 0).numpy()
+        top = row * (side + gap)
+        tiles = [panels[top : top + side, left : left + side] for left in range(0, 4 * (side + gap), side + gap)]
+        tiles = [tile[:: side // 16, :: side // 16] for tile in tiles]
+        assert np.abs(tiles[0] - image).max() <= 0.51
+        for patch in range(16):
+            place = (slice(patch // 4 * 4, patch // 4 * 4 + 4), slice(patch % 4 * 4, patch % 4 * 4 + 4))
+            own = pixels[row][:, place[0], place[1]]
+            painted = prediction[row, patch].view(4, 4, 3).numpy() * float((own.var() + 1e-6).sqrt()) + float(
+                own.mean()
+            )
+            painted = ((painted * 0.5 + 0.5) * 255).clip(0, 255)
+            assert np.abs(tiles[2][place] - painted).max() <= 1
+            assert np.abs(tiles[1][place] - (127.5 if masked[row, patch] else image[place])).max() <= 0.51
+            assert np.abs(tiles[3][place] - (painted if masked[row, patch] else image[place])).max() <= 1
 
 
 def images(folder):
@@ -236,6 +275,18 @@ def test_files(ranks, tmp_path):
         decoder = load_file(tmp_path / "run" / f"{prefix}decoder.safetensors")
         assert decoder.keys() == names - weights.keys()
         assert {name for name in decoder if not name.startswith("decoder_")} == {"mask_token"}
+
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    for name in ("", "latest"):
+        found = export(tmp_path / "run", "timm", checkpoint=name, output=tmp_path / f"timm-{name}")
+        assert found.largest == 0.0
+        exported = timm.create_model(f"local-dir:{found.folder}", pretrained=True).state_dict()
+        assert exported.keys() == encoder.state_dict().keys()
+        assert all(torch.equal(load_file(checkpoint)[name], tensor) for name, tensor in exported.items())
+    with pytest.raises(UserError, match="has no classifier, and ViTForImageClassification is one; --to timm and"):
+        export(tmp_path / "run", "hf")
+    whole_file = planned(command(tmp_path, [*MODEL, *RUN, "--initial-checkpoint", checkpoint, "-b", 8]))
+    assert any(f"has a decoder of {len(decoder)} tensors, which is left out" in note for note in whole_file.notes)
 
     start = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
     fine_tune = command(tmp_path, [*MODEL, *RUN, *start, "-b", 8, "--max-steps", 2])
@@ -291,6 +342,23 @@ def test_flags_that_would_do_nothing(words, what):
         find_task(*flags.parse(["--deepspeed_config", "x.json", "--dataset", "digits", *words.split()]))
 
 
+def test_layer_decay_has_no_place_for_a_decoder(tmp_path):
+    """A decoder that learns at the rate of some layer of the encoder."""
+    argv = command(tmp_path, [*MAE, *RUN, "-b", 8], optimizer="AdamW")
+    with pytest.raises(UserError, match=r"--layer-decay 0\.65 is for fine-tuning a pretrained encoder"):
+        planned([*argv, "--layer-decay", "0.65"])
+    assert planned([*argv, "--layer-decay", "1"]).optimizer is not None
+
+
+def test_images_are_finished_once(tmp_path):
+    """The same pixels normalised for the model, and again for the loss."""
+    plan = planned(command(tmp_path, [*MAE, *RUN, "-b", 8]))
+    with mock.patch("ds_vit.tasks.task.finish_images", wraps=finish_images) as finish:
+        batch = next(inputs(plan).training())
+    assert finish.call_count == 1
+    assert batch["images"].shape == batch["pixels"].shape == (8, 3, 16, 16)
+
+
 def test_flags_that_say_what_is_so_anyway():
     """A recipe of augmentation that turns mixing and smoothing off."""
     words = ["--deepspeed_config", "x.json", "--dataset", "digits", "--task", "mae", "--mixup", "0", "--smoothing", "0"]
@@ -303,3 +371,20 @@ def test_wide_data_does_not_cut_a_classifier(tmp_path):
     plan = planned(argv)
     assert (plan.config.num_classes, plan.model.class_parallel, plan.config.mix.active) == (0, False, False)
     assert plan.data.train_source.num_classes == 10
+
+
+@pytest.mark.slow
+def test_pretraining_beats_none(ranks, tmp_path):
+    """An encoder that learns nothing, or whose weights fine-tuning does not get. launch/mae_digits.sh, shortened."""
+    recipes = ROOT / "launch" / "recipes"
+    small = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4", "--workers", 0]
+    small += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    words = ["--recipe", recipes / "mae_digits.yaml", *small, "-b", 64, "--epochs", 16, "--warmup-epochs", 2]
+    train_in(ranks, 1, [*words, "--val-split", "", "--output", tmp_path / "pretrained"])
+    words = ["--recipe", recipes / "digits.yaml", *small, "-b", 32, "--epochs", 40, "--eval-interval", 0]
+    words += ["--train-split", "train[:10%]"]
+    nothing, pretrained = (
+        train_in(ranks, 1, [*words, *more])[-1]["top1"]
+        for more in ([], ["--initial-checkpoint", tmp_path / "pretrained" / "model.safetensors"])
+    )
+    assert pretrained > nothing + 10
