@@ -56,7 +56,7 @@ def test_a_task_without_classes_has_none(ranks, data, tmp_path, capsys):
         assert find_weights(folder).class_names == ()
     image = str(next(data.glob("val/*/*.jpg")))
     assert cli.main(["predict", str(run), image]) == 2
-    assert "has no classifier, as its run's task has no classes; `ds-vit embed`" in capsys.readouterr().err
+    assert "has no classifier: its run's task has no classes; `ds-vit embed`" in capsys.readouterr().err
     assert cli.main(["embed", str(run), image, "--output", str(tmp_path / "f.npz")]) == 0
 
 

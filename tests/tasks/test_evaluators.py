@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
+from vits import timm_state_dict
 
 from ds_vit import config as flags
 from ds_vit.data import evaluation_rows, num_evaluation_batches, open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import SequentialViT, initialise, take_apart, timm_state_dict
+from ds_vit.models import SequentialViT, initialise, take_apart
 from ds_vit.tasks import FeatureBank, evaluators
 from ds_vit.tasks.evaluators import LinearProbe, NearestNeighbours, chosen_evaluators
 from ds_vit.tools.evaluate import main as evaluate_main
@@ -150,8 +151,8 @@ def by_timm(task, data):
     """(top-1 by neighbours, top-1 by the linear probe) of timm's model and scikit-learn."""
     process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
     plan = prepare(*flags.parse([*words_of(task, data), "--eval-only"]), process, on_cpu=True)
-    layers = take_apart(plan.model)
-    initialise(plan.model, layers, seed=plan.config.seed, device="cpu")
+    layers = take_apart(plan.model.whole)
+    initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
     weights = timm_state_dict(SequentialViT(layers))
     model = timm.create_model(NAME, num_classes=0, img_size=16, **KWARGS).eval()
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
