@@ -492,7 +492,7 @@ def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_
             zero["contiguous_gradients"] = rng.maybe(0.5)
         if stage >= 2 and rng.maybe(0.25):
             zero["overlap_comm"] = rng.maybe(0.7)
-        if pp == 1 and rng.maybe(0.1):
+        if pp == 1 and rng.maybe(0.1) and precision != "pure bf16":
             zero["offload_optimizer"] = {"device": "cpu"}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = rng.choice([0, 100, 100000])

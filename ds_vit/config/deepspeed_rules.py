@@ -203,7 +203,7 @@ def check_zero(zero: Mapping[str, Any], stage: int, path: str) -> None:
 
 
 def check_low_precision_masters(data: Mapping[str, Any], path: str) -> None:
-    """Masters in 16 bits need DeepSpeed's compiled CPU Adam, unless the moments are in 16 bits too."""
+    """Masters in 16 bits need DeepSpeed's compiled CPU Adam, unless the moments are in 16 bits too and on the GPU."""
     if (data.get("fp16") or {}).get("fp16_master_weights_and_grads"):
         raise UserError(
             f'{path}: "fp16.fp16_master_weights_and_grads" needs DeepSpeed\'s compiled CPU Adam; delete it, or use '
@@ -214,6 +214,12 @@ def check_low_precision_masters(data: Mapping[str, Any], path: str) -> None:
     if masters != states:
         there, missing = ("bf16_master_weights_and_grads", "bf16_optimizer_states")[:: 1 if masters else -1]
         raise UserError(f'{path}: "bf16.{there}" works only together with "{missing}": set both, or delete it')
+    offloaded = (data.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
+    if masters and offloaded and switched_on(bf16):
+        raise UserError(
+            f'{path}: "bf16.bf16_master_weights_and_grads" with "zero_optimization.offload_optimizer" needs '
+            "DeepSpeed's compiled CPU Adam; delete one of them"
+        )
 
 
 def check_scaling(data: Mapping[str, Any], stage: int, path: str) -> None:

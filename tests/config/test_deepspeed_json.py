@@ -131,6 +131,16 @@ REFUSED = [
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16_master_weights_and_grads"'),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "compiled CPU Adam"),
+    *(
+        (
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+                "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+            },
+            '"bf16.bf16_master_weights_and_grads" with "zero_optimization.offload_optimizer" needs',
+        )
+        for stage in (1, 2, 3)
+    ),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
     ({"timers": {"throughputs": {}}}, 'the nearest known key is "throughput"'),
     ({"comms_logger": {"enabeld": True}}, 'the nearest known key is "enabled"'),
