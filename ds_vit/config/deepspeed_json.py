@@ -57,7 +57,9 @@ class BatchSizes:
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON file (strict JSON, or Hjson with comments, as DeepSpeed reads it).
+    """Read a DeepSpeed JSON file; one named `.hjson` may have comments and trailing commas.
+
+    DeepSpeed reads every file as Hjson, for which a missing comma makes one long string of what stands on the line.
 
     Raises:
         UserError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
@@ -76,7 +78,10 @@ def load_json(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        data = _load_hjson(text, unique, path, error)
+        if path.suffix != ".hjson":
+            place = f"line {error.lineno}, column {error.colno}"
+            raise UserError(f"{path}, {place}: {_what_is_malformed(text, error)}") from None
+        data = _load_hjson(text, unique, path)
     except UserError:
         raise
     except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits
@@ -86,17 +91,28 @@ def load_json(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _load_hjson(text: str, unique: Callable, path: Path, error: json.JSONDecodeError) -> Any:
-    """Hjson's comments and trailing commas are legal DeepSpeed; its unquoted strings would swallow real mistakes."""
+def _what_is_malformed(text: str, error: json.JSONDecodeError) -> str:
+    """What json says, in words of its own for what Hjson would take."""
+    before, after = text[: error.pos].rstrip(), text[error.pos :]
+    if after.startswith(("//", "/*", "#")):
+        return "JSON has no comments; delete them, or name the file .hjson"
+    if after.lstrip(", \t\r\n").startswith(("}", "]")) and (before.endswith(",") or after.startswith(",")):
+        return "JSON has no comma before a closing bracket; delete it, or name the file .hjson"
+    return f"malformed JSON: {error.msg}"
+
+
+def _load_hjson(text: str, unique: Callable, path: Path) -> Any:
+    """Hjson less its strings without quotation marks, which swallow a missing comma."""
     import hjson
 
-    malformed = UserError(f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg}")
     try:
         data = hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError:
-        raise malformed from None
-    if any(isinstance(leaf, str) and any(c in leaf for c in '{}":,\n') for leaf in _leaves(data) if leaf):
-        raise malformed
+    except hjson.HjsonDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}, column {error.colno}: malformed Hjson: {error.msg}") from None
+    for leaf in _leaves(data):
+        if isinstance(leaf, str) and any(c in leaf for c in '{}":,\n'):
+            line = text[: text.find(leaf)].count("\n") + 1
+            raise UserError(f"{path}, line {line}: {leaf!r} would be one string; a comma is missing before or in it")
     return data
 
 

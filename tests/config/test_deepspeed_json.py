@@ -240,9 +240,6 @@ def test_malformed_json_names_the_place(tmp_path):
     path.write_text('{\n  "zero_optimization": {"stage": 1},\n  "bf16": {"enabled": true\n}\n')
     with pytest.raises(ValueError, match=re.escape(f"{path}, line 5, column 1: malformed JSON")):
         deepspeed_json.load_json(path)
-    path.write_text('{\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}')
-    with pytest.raises(ValueError, match="line 2, column 25: malformed JSON"):
-        deepspeed_json.load_json(path)
     path.write_text('{"bf16": {"enabled": true}, "bf16": {}}')
     with pytest.raises(ValueError, match='"bf16" stands twice'):
         deepspeed_json.load_json(path)
@@ -253,11 +250,46 @@ def test_malformed_json_names_the_place(tmp_path):
         deepspeed_json.load_json(tmp_path / "absent.json")
 
 
-def test_comments_are_legal_as_in_deepspeed(tmp_path):
-    """DeepSpeed reads Hjson: a file with comments works there, so it works here."""
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}', "line 2, column 25: malformed JSON: Expecting ','"),
+        (
+            '{\n  "train_batch_size": 8\n  "gradient_clipping": 1.0\n}',
+            "line 3, column 3: malformed JSON: Expecting ','",
+        ),
+        (
+            '{\n  // the stage\n  "steps_per_print": 1\n}',
+            "line 2, column 3: JSON has no comments; delete them, or name",
+        ),
+        ('{"steps_per_print": 1 # often\n}', "line 1, column 23: JSON has no comments"),
+        (
+            '{\n  "steps_per_print": 1,\n}',
+            "JSON has no comma before a closing bracket; delete it, or name the file .hjson",
+        ),
+        ('{"optimizer": {"params": {"betas": [0.9, 0.99,]}}}', "JSON has no comma before a closing bracket"),
+    ],
+)
+def test_json_is_json(tmp_path, text, message):
+    """DeepSpeed reads Hjson: without its comma, `8 "gradient_clipping": 1.0` is a batch size."""
     path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line ")) as said:
+        deepspeed_json.load_json(path)
+    assert message in str(said.value)
+
+
+def test_hjson_has_comments_by_name(tmp_path):
+    """The file that a .json's message points to; a missing comma is seen there too, with its line."""
+    path = tmp_path / "c.hjson"
     path.write_text('{\n  // the stage\n  "zero_optimization": {"stage": 2},\n}\n')
     assert deepspeed_json.load_json(path) == {"zero_optimization": {"stage": 2}}
+    path.write_text('{\n  # the stage\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}\n')
+    with pytest.raises(ValueError, match=r"line 3: .*a comma is missing"):
+        deepspeed_json.load_json(path)
+    path.write_text('{\n  # the stage\n  "bf16": {"enabled": true\n')
+    with pytest.raises(ValueError, match=r"line 4, column 1: malformed Hjson"):
+        deepspeed_json.load_json(path)
 
 
 def _sizes(total, micro, accumulation, dp, b=None, a=None):
