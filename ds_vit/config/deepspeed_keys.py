@@ -121,7 +121,20 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _nearest(key: str, known: frozenset[str]) -> str:
+# Keys of published files at which DeepSpeed never looked, and where it does.
+_READ_ELSEWHERE = {
+    "optimizer.adam_w_mode": "optimizer.params.adam_w_mode",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+    "log": "steps_per_print",
+    "comms_config": "comms_logger",
+    "stage3_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "stage3_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+}
+
+
+def _nearest(key: str, known: frozenset[str], block: str = "") -> str:
+    if elsewhere := _READ_ELSEWHERE.get(f"{block}{key}"):
+        return f'; it reads "{elsewhere}"'
     close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
     return f'; the nearest known key is "{close[0]}"' if close else ""
 
@@ -197,7 +210,7 @@ def check_keys(data: Mapping[str, Any], path: str) -> None:
             if key == "zero_optimization" and sub in _REMOVED_ZERO:
                 raise UserError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
             if sub not in known:
-                raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known)}')
+                raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known, f"{key}.")}')
     stage = data.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "0", "1", "2", "3", "auto"):
         raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")

@@ -48,6 +48,7 @@ _IDLE_ZERO = {
     "elastic_checkpoint": _DEEPSPEEDS_CHECKPOINTS,
     "pipeline_loading_checkpoint": _DEEPSPEEDS_CHECKPOINTS,
     "stage3_gather_16bit_weights_on_model_save": _DEEPSPEEDS_CHECKPOINTS,
+    "gather_16bit_weights_on_model_save": _DEEPSPEEDS_CHECKPOINTS,
     "stage3_gather_fp16_weights_on_model_save": _DEEPSPEEDS_CHECKPOINTS,
     "allgather_partitions": "DeepSpeed 0.19.8 reads it and goes on as before",
     "cpu_offload_use_pin_memory": "DeepSpeed 0.19.8 has pin_memory in the offload blocks",

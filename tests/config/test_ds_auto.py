@@ -8,69 +8,13 @@ from pathlib import Path
 import pytest
 from curves import assert_same_curve, train_in
 from project import ROOT
+from published_files import ZERO2, ZERO3
 
 from ds_vit.config import deepspeed_auto, deepspeed_json, deepspeed_keys, parse
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.plan import prepare
 
-# transformers' docs, "DeepSpeed": ds_config_zero2.json and ds_config_zero3.json, word for word.
-FP16 = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-SIZES = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-ZERO2 = {
-    "fp16": FP16,
-    "bf16": {"enabled": "auto"},
-    "optimizer": OPTIMIZER,
-    "scheduler": {"type": "WarmupLR", "params": WARMUP},
-    "zero_optimization": {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "allgather_partitions": True,
-        "allgather_bucket_size": 2e8,
-        "overlap_comm": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 2e8,
-        "contiguous_gradients": True,
-    },
-    **SIZES,
-}
-ZERO3 = {
-    "fp16": FP16,
-    "bf16": {"enabled": "auto"},
-    "optimizer": OPTIMIZER,
-    "scheduler": {"type": "WarmupDecayLR", "params": {**WARMUP, "total_num_steps": "auto"}},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    **SIZES,
-}
 WIDTH = 24
 RUN = [
     *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", f"embed_dim={WIDTH}", "depth=1"),
@@ -269,4 +213,4 @@ def test_a_weight_decay_that_nobody_gives(tmp_path, params, flags, said):
     plan = prepare(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=True)
     notes = [note.partition(": ")[2] for note in plan.notes if "params.weight_decay" in note]
     assert notes == said
-    assert plan.weight_decay == (0.05 if flags else 0.0)
+    assert plan.optimizer.weight_decay == (0.05 if flags else 0.0)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
 from ds_vit.config.deepspeed_json import BatchSizes, Checkpointing, Precision
-from ds_vit.config.deepspeed_rules import without_idle
+from ds_vit.config.deepspeed_rules import switched_on, without_idle
 from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,11 +84,15 @@ def _auto_precision(on_cpu: bool) -> dict[str, bool]:
 
 
 def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    out = dict(data)
-    for block, value in _auto_precision(on_cpu).items():
-        if isinstance(out.get(block), Mapping) and out[block].get("enabled") == "auto":
-            out[block] = {**out[block], "enabled": value}
-    return out
+    """Beside a precision that is asked for by name, "auto" is no other."""
+    blocks = {
+        block: data[block] for block in ("bf16", "fp16", "torch_autocast") if isinstance(data.get(block), Mapping)
+    }
+    named = any(block.get("enabled") != "auto" and switched_on(block) for block in blocks.values())
+    for name, value in _auto_precision(on_cpu).items():
+        if blocks.get(name, {}).get("enabled") == "auto":
+            blocks[name] = {**blocks[name], "enabled": value and not named}
+    return {**data, **blocks}
 
 
 def write_out(
