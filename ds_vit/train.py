@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ds_vit import config as flags
 from ds_vit.config.durations import parse_seconds
-from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.process import Process, job_end
+from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group
 
 EXAMPLES = """
@@ -60,23 +58,29 @@ def run(
         UserError: input that cannot be; before the process group exists wherever that can be known.
     """
     started = time.perf_counter()
-    # The modules below import DeepSpeed, which talks while it is imported.
-    quiet_deepspeed(config.verbose)
-    from deepspeed.accelerator import get_accelerator
+    is_main = process.rank == 0
+    with doing("importing torch and DeepSpeed", shown=is_main):
+        from ds_vit.engine.start import quiet_deepspeed
 
-    from ds_vit.config.run_folder import RunFolder
-    from ds_vit.fault_tolerance.watchdog import Watchdog
-    from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.evaluation_run import run_evaluation
-    from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
-    from ds_vit.training.plan import prepare
-    from ds_vit.training.resume import goes_on_in
-    from ds_vit.training.trainer import Trainer
+        # The modules below import DeepSpeed, which talks while it is imported.
+        quiet_deepspeed(config.verbose)
+        import torch.distributed as dist
+        from deepspeed.accelerator import get_accelerator
 
-    on_cpu = get_accelerator().device_name() == "cpu"
+        from ds_vit.config.run_folder import RunFolder
+        from ds_vit.fault_tolerance.watchdog import Watchdog
+        from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.evaluation_run import run_evaluation
+        from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
+        from ds_vit.training.plan import prepare
+        from ds_vit.training.resume import goes_on_in
+        from ds_vit.training.trainer import Trainer
+
+        on_cpu = get_accelerator().device_name() == "cpu"
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
-    plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
-    if config.output and process.rank == 0:
+    with doing("listing the images, building the model", shown=is_main):
+        plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
+    if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     check_shared(config.output or DEFAULT_PARENT, process)
 

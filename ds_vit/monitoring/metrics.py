@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ds_vit.config.run_folder import RunFolder, to_json
+from ds_vit.monitoring.progress import Line
 from ds_vit.tasks import Figure
 
 if TYPE_CHECKING:
@@ -110,6 +110,34 @@ class Throughput:
         return rate, waiting
 
 
+class Lagging:
+    """A figure of the device as it was a step or more ago, so that reading it waits for nothing.
+
+    Args:
+        device: where the figure comes from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._here = torch.zeros((), pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._sent = False
+
+    def exchange(self, figure: torch.Tensor) -> float | None:
+        """Send for a figure (a scalar tensor); gives the one that was sent for before, None where there is none.
+
+        While that one is on its way, the new one is passed over.
+        """
+        if self._sent and self._copied is not None and not self._copied.query():
+            return None
+        before = float(self._here) if self._sent else None
+        self._here.copy_(figure.detach(), non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._sent = True
+        return before
+
+
 Events = Callable[[Sequence[tuple[str, float, int]]], None]
 
 
@@ -127,10 +155,9 @@ class Reporter:
         self._folder = folder
         self._total = total_steps
         self._events: Events | None = None
-        self._figures = self._quality = ""
         self._unwritten = b""
         self._refused = False  # a file, and that has been said
-        self._progress: Progress | None = None
+        self.line = Line(console)
 
     def start(self, first_step: int = 0, events: Events | None = None) -> None:
         """Open the files and the bar; until then there is `say` alone.
@@ -148,42 +175,27 @@ class Reporter:
         # What an interrupted run drew beyond the step that this one goes on from is hidden.
         purge = {"purge_step": first_step + 1} if first_step else {}
         self._board: SummaryWriter | None = SummaryWriter(str(self._folder.tensorboard), **purge)
-        if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]train"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._progress.add_task("train", total=self._total, completed=first_step, figures="")
-            self._progress.start()
-
-    def advance(self, step: int) -> None:
-        """`step` optimizer steps are done."""
-        if self._progress:
-            self._progress.update(self._task, completed=step)
+        if self._total:
+            self.line.train(self._total, first_step)
 
     def train(self, row: Mapping[str, Any]) -> None:
         """A row of kind "train" (DESIGN's contract names the keys)."""
         self._write({"kind": "train", **row})
         step = row["step"]
-        for key in ("loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator", "mfu"):
-            self._scalar(f"train/{key}", row.get(key), step)
-        self._scalar("train/data_wait_fraction", row.get("data_wait_fraction"), step)
+        self.draw(row)
         self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
-        self._figures = f"loss {row['loss']:.4f}  {row['images_per_second']:.1f} img/s"
-        if self._progress:
-            self._progress.update(self._task, completed=step, figures=self._figures + self._quality)
-        else:
+        if not self.console.is_terminal:
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
                 f"step {step}/{self._total}  epoch {row['epoch']}  loss {row['loss']:.5f}  lr {row['lr']:.3e}  "
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
             )
+
+    def draw(self, row: Mapping[str, Any]) -> None:
+        """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""
+        keys = ("loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator", "mfu")
+        for key in (*keys, "data_wait_fraction"):
+            self._scalar(f"train/{key}", row.get(key), row["step"])
 
     def eval(self, row: Mapping[str, Any], figures: Sequence[Figure], kind: str = "eval") -> None:
         """A row of kind "eval", or "eval_ema" for the moving average of the weights.
@@ -199,9 +211,7 @@ class Reporter:
             self._scalar(f"{kind}/{name}", row[name], row["step"])
         self._monitor(row["step"], "Eval" if kind == "eval" else "EvalEma", row, names)
         if kind == "eval":
-            self._quality = f"  {figures[0].label} {figures[0].value(row)}"
-        if self._progress:
-            self._progress.update(self._task, figures=self._figures + self._quality)
+            self.line.step(row["step"], quality=f"{figures[0].label} {figures[0].value(row)}")
         what = "eval" if kind == "eval" else "eval of the average"
         values = "  ".join(f"{figure.label} {figure.value(row)}" for figure in figures)
         self.say(f"{what} at step {row['step']}: {values}  over {row['images']} images")
@@ -233,7 +243,7 @@ class Reporter:
             f"step {row['step']}: back to step {row['to_step']}, {row['skipped_batches']} batches of samples are left "
             f"out (rollback {row['number']})"
         )
-        self.advance(row["to_step"])
+        self.line.step(row["to_step"])
 
     def gradients(self, row: Mapping[str, Any]) -> None:
         """A row of kind "gradients", and in TensorBoard the histogram of each layer's powers of two."""
@@ -280,9 +290,7 @@ class Reporter:
 
     def close(self) -> None:
         """Finish the bar and the files."""
-        if self._progress:
-            self._progress.stop()
-            self._progress = None
+        self.line.close()
         self._draw(lambda board: board.close())
         self._write_rows()
         self._file.close()

@@ -25,6 +25,7 @@ from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
 from ds_vit.launching.process import Process, discover
+from ds_vit.monitoring.progress import Line, doing
 from ds_vit.training.program import guarded, process_group
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
@@ -155,19 +156,21 @@ def _run(
     source: str,
 ) -> dict[str, Any]:
     """Prepare, start the ranks, evaluate, write."""
-    quiet_deepspeed(config.verbose)
-    from deepspeed.accelerator import get_accelerator
+    with doing("importing DeepSpeed", shown=process.rank == 0):
+        quiet_deepspeed(config.verbose)
+        from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.engine.start import device_of
-    from ds_vit.models import num_parameters
-    from ds_vit.monitoring.metrics import make_console, print_table, save_picture
-    from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.evaluate import Watch
-    from ds_vit.training.evaluation_run import evaluate_plan
-    from ds_vit.training.plan import prepare
+        from ds_vit.engine.start import device_of
+        from ds_vit.models import num_parameters
+        from ds_vit.monitoring.metrics import make_console, print_table, save_picture
+        from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.evaluate import Watch
+        from ds_vit.training.evaluation_run import evaluate_plan
+        from ds_vit.training.plan import prepare
 
-    on_cpu = get_accelerator().device_name() == "cpu"
-    plan = prepare(config, explicit, process, on_cpu=on_cpu)
+        on_cpu = get_accelerator().device_name() == "cpu"
+    with doing("listing the images, building the model", shown=process.rank == 0):
+        plan = prepare(config, explicit, process, on_cpu=on_cpu)
     task = plan.model.task
     if lacking := plan.model.initial_checkpoint.newly_initialised:
         what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
@@ -185,8 +188,10 @@ def _run(
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with process_group(process, on_cpu=on_cpu):
-        watch = Watch(show=pictures.update)
-        engine, figures = evaluate_plan(plan, device_of(process.local_rank), build_groups(plan.parallel.layout), watch)
+        line = Line(make_console() if process.rank == 0 else None)
+        groups = build_groups(plan.parallel.layout)
+        watch = Watch(show=pictures.update, doing=line.doing)
+        engine, figures = evaluate_plan(plan, device_of(process.local_rank), groups, watch)
         result = {
             "source": source,
             "weights": found.kind,

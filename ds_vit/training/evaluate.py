@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,11 +26,13 @@ class Watch:
         batches: wraps the batches of a pass, to see them go by.
         between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
         show: is given the pictures of the task's metrics, on every rank.
+        doing: shows what is under way and how many batches it has, for a block; gives what counts them.
     """
 
     batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
     between: Callable[[], None] = lambda: None
     show: Callable[[Pictures], None] = lambda pictures: None
+    doing: Callable[[str, int | None], AbstractContextManager[Any]] = lambda what, total: nullcontext(iter)
 
 
 def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> dict[str, float]:
@@ -58,7 +62,8 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
 def _judge_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
     """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
     plan, fields = inputs.plan, inputs.plan.model.task.feature_fields()
-    outputs = _outputs(engine, inputs.evaluation(plan.data.train_source, fields), watch, features=True)
+    to_learn_from = inputs.evaluation(plan.data.train_source, fields)
+    outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
     bank = FeatureBank.collect(outputs, plan.data.train_source.num_classes, engine.groups, engine.device)
     learned = [evaluator.learn(bank, engine.groups) for evaluator in plan.model.task.evaluators]
     watch.between()
@@ -66,14 +71,15 @@ def _judge_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict
 
 
 def _outputs(
-    engine: Engine, inputs: EvaluationInputs, watch: Watch, *, features: bool
+    engine: Engine, inputs: EvaluationInputs, watch: Watch, what: str, *, features: bool
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """What the engine yields of one pass; `watch.between` is called between its chunks."""
-    batches = watch.batches(inputs.batches)
-    for start in range(0, inputs.num_batches, EVAL_CHUNK):
-        if start:
-            watch.between()
-        yield from engine.forward_batches(batches, min(EVAL_CHUNK, inputs.num_batches - start), features=features)
+    with watch.doing(what, inputs.num_batches) as counted:
+        batches = counted(watch.batches(inputs.batches))
+        for start in range(0, inputs.num_batches, EVAL_CHUNK):
+            if start:
+                watch.between()
+            yield from engine.forward_batches(batches, min(EVAL_CHUNK, inputs.num_batches - start), features=features)
 
 
 def _judge(
@@ -82,7 +88,7 @@ def _judge(
     """The figures of several metrics over one pass."""
     for metrics in judges:
         metrics.num_samples = inputs.num_samples
-    for outputs, batch in _outputs(engine, inputs, watch, features=features):
+    for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features):
         for metrics in judges:
             metrics.update(outputs, batch)
     # Whichever ranks count rows: one of each tensor-parallel group of the last stage.

@@ -14,6 +14,7 @@ from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
+from ds_vit.monitoring.progress import Line
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
 from ds_vit.training.build import build_engine
@@ -40,7 +41,8 @@ def evaluate_plan(
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
     """
-    engine = build_engine(plan, device, groups)
+    with watch.doing("building the model", None):
+        engine = build_engine(plan, device, groups)
     return engine, evaluate(engine, InputPipeline(plan, engine, Throughput()), watch)
 
 
@@ -68,7 +70,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
 
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
-    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update)
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, Line(console).doing)
     engine, figures = evaluate_plan(plan, device, groups, watch)
     if reporter:
         reporter.start(events=engine.write_events)

@@ -17,7 +17,8 @@ from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.gradients import GradientHealth
-from ds_vit.monitoring.metrics import Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.metrics import Lagging, Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.progress import Counted
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
@@ -75,6 +76,9 @@ class Trainer:
         self.step = 0  # optimizer steps that are done
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
+        self.loss_of_late = Lagging(self.device)
+        # TensorBoard gets 200 points of a short run too.
+        self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
         if plan.parallel.process.rank == 0:
             self.reporter = Reporter(folder, total_steps=plan.optimizer.total_steps, console=make_console())
 
@@ -87,10 +91,14 @@ class Trainer:
         plan = self.plan
         console = self.reporter.console if self.reporter else None
         show_start(plan, self.folder, self.flops, self.device, console)
-        self._build()
+        with self._doing("building the model"):
+            self._build()
         if plan.resume is not None:
             self.watchdog.beat(0, "reading the checkpoint", patience=4)
-        self.step = self.checkpoint_manager.restore()
+            with self._doing("reading the checkpoint"):
+                self.step = self.checkpoint_manager.restore()
+        else:
+            self.step = self.checkpoint_manager.restore()
         if self.reporter:
             self.reporter.start(self.step, self.engine.write_events)
         try:
@@ -232,8 +240,12 @@ class Trainer:
             check_replicas(self.engine, step)
         if step == 1 or step % config.log_interval == 0 or step == plan.optimizer.total_steps:
             self._log(step, lr, scale, result)
-        elif self.reporter:
-            self.reporter.advance(step)
+        elif step % self.draw_interval == 0:
+            self._draw(step, lr, scale, result)
+        if self.reporter:
+            # This rank's own loss: the mean over all ranks would have to wait for them.
+            late = self.loss_of_late.exchange(result.loss)
+            self.reporter.line.step(step, loss=late, images=plan.data.batch.global_batch)
 
     def _boundary(self, done: int) -> None:
         """Between two steps: save if it is time.
@@ -262,8 +274,7 @@ class Trainer:
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
         plan = self.plan
-        loss = float(self.engine.mean(result.loss))
-        norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
+        loss, norm = self._loss_and_norm(result)
         rate, waiting = self.throughput.window(count=step > 1)
         if self.reporter is None:
             return
@@ -283,6 +294,21 @@ class Trainer:
                 "images_seen": step * plan.data.batch.global_batch,
             }
         )
+
+    def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+        """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
+        loss, norm = self._loss_and_norm(result)
+        if self.reporter:
+            self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
+
+    def _loss_and_norm(self, result: StepResult) -> tuple[float, float | None]:
+        """Over the global batch (a collective)."""
+        norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
+        return float(self.engine.mean(result.loss)), norm
+
+    def _doing(self, what: str, total: int | None = None) -> contextlib.AbstractContextManager[Counted]:
+        """A line on rank 0's terminal for the block."""
+        return self.reporter.line.doing(what, total) if self.reporter else contextlib.nullcontext(iter)
 
     def _evaluate(self, step: int) -> None:
         """Exact metrics over the validation split (a collective).
@@ -319,7 +345,8 @@ class Trainer:
                 self.reporter.pictures(step, pictures, kind)
 
         self.watchdog.beat(step, "evaluation")
-        figures = evaluate(self.engine, self.inputs, Watch(self.watchdog.micro_batches, stop_if_told_to, show))
+        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, self._doing)
+        figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if self.reporter:
             self.reporter.eval({"step": step, **figures}, self.plan.model.task.figures, kind)

@@ -1,0 +1,180 @@
+"""The moving line of a terminal: what is under way, how far it is, how long it will take; nothing in a file or a pipe.
+
+Nothing heavy is imported here: the line is there before torch is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
+from rich.table import Column
+from rich.text import Text
+
+T = TypeVar("T")
+Counted = Callable[[Iterable[T]], Iterator[T]]
+_RECENT_STEPS = 50  # over which loss and speed are means
+_ROOM_FOR_CTRL_C = 3  # a terminal writes ^C into the line; if that wrapped, the line would stay there twice
+
+
+class Line:
+    """One line for each thing under way. What is over leaves nothing behind, but for training's line at the end.
+
+    Args:
+        console: where to show it; None, and what is no terminal, gets nothing.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console if console is not None and console.is_terminal else None
+        self._progress: _Progress | None = None
+        self._training: _Training | None = None
+
+    @contextlib.contextmanager
+    def doing(self, what: str, total: int | None = None) -> Iterator[Counted]:
+        """Show a line for the block.
+
+        Args:
+            what: in a few words.
+            total: how many items there will be, where that is known.
+
+        Yields:
+            A function that passes items on and counts them.
+        """
+        if self._console is None:
+            yield iter
+            return
+        progress = self._shown()
+        task = progress.add_task(what, total=total, figures="")
+
+        def counted(items: Iterable[T]) -> Iterator[T]:
+            for item in items:
+                progress.update(task, advance=1)
+                yield item
+
+        try:
+            yield counted
+        finally:
+            progress.remove_task(task)
+            if self._training:
+                self._training.goes_on()
+            else:
+                self.close()
+
+    def train(self, total_steps: int, done: int) -> None:
+        """Training begins, `done` steps of which have been done before."""
+        if self._console is not None:
+            task = self._shown().add_task("train", total=total_steps, completed=done, figures="")
+            self._training = _Training(task, total_steps)
+
+    def step(self, step: int, *, loss: float | None = None, images: int = 0, quality: str | None = None) -> None:
+        """Training has come to this step.
+
+        Args:
+            step: how many are done.
+            loss: of some step that has not been told yet.
+            images: that the step took; 0 where no step was taken (a rollback, an evaluation).
+            quality: what evaluation found, in a few words.
+        """
+        if self._training and self._progress:
+            figures = self._training.figures(step, loss, images, quality)
+            self._progress.update(self._training.task, completed=step, figures=figures)
+
+    def close(self) -> None:
+        """The end; training's line stays as it is."""
+        if self._progress:
+            self._progress.live.transient = self._training is None
+            self._progress.stop()
+            self._progress = None
+
+    def _shown(self) -> _Progress:
+        if self._progress is None:
+            columns = (_Text("description"), BarColumn(bar_width=None), _Text("done"), _Text("figures"))
+            self._progress = _Progress(*columns, console=self._console)
+            self._progress.start()
+        return self._progress
+
+
+@contextlib.contextmanager
+def doing(what: str, *, shown: bool) -> Iterator[None]:
+    """A line for the block where there is no `Line` yet; `shown` on rank 0 alone."""
+    with Line(Console(file=sys.stdout) if shown else None).doing(what):
+        yield
+
+
+class _Training:
+    """The figures of training's line: means over the last steps that were told."""
+
+    def __init__(self, task: TaskID, total_steps: int) -> None:
+        self.task = task
+        self._total = total_steps
+        self._losses: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # seconds, images
+        self._quality = ""
+        self._began: float | None = None  # None: the first step warms up
+
+    def goes_on(self) -> None:
+        """What took the time until now was not a step."""
+        if self._began is not None:
+            self._began = time.perf_counter()
+
+    def figures(self, step: int, loss: float | None, images: int, quality: str | None) -> str:
+        now = time.perf_counter()
+        if images and self._began is not None:
+            self._steps.append((now - self._began, images))
+        if images:
+            self._began = now
+        if loss is not None:
+            self._losses.append(loss)
+        if quality is not None:
+            self._quality = quality
+        parts = [f"loss {sum(self._losses) / len(self._losses):.4f}"] if self._losses else []
+        if self._steps:
+            seconds = max(sum(seconds for seconds, _ in self._steps), 1e-9)
+            parts.append(f"{sum(images for _, images in self._steps) / seconds:.0f} img/s")
+        parts += [self._quality] if self._quality else []
+        if self._steps:
+            parts.append(f"{_in_words((self._total - step) * seconds / len(self._steps))} left")
+        return "  ".join(parts)
+
+
+def _in_words(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+class _Progress(Progress):
+    """rich's, narrower than the terminal."""
+
+    def __init__(self, *columns: ProgressColumn, console: Console) -> None:
+        self._terminal = console
+        super().__init__(*columns, console=console)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        table = self.make_tasks_table(self.tasks)
+        table.width = max(1, self._terminal.width - _ROOM_FOR_CTRL_C)
+        yield table
+
+
+class _Text(ProgressColumn):
+    """A text that is cut before it wraps: the description, how much is done, or the figures."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        super().__init__(Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        if self._what == "description":
+            return Text(task.description, style="bold")
+        if self._what == "figures":
+            return Text(task.fields["figures"])
+        return Text(
+            f"{task.completed:.0f}/{task.total:.0f}" if task.total else str(timedelta(seconds=int(task.elapsed or 0)))
+        )
