@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Gather
 from ds_vit.checkpoint.holding import OPTIMIZER, Holding
-from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, index_of
-from ds_vit.config.run_folder import WEIGHTS
-from ds_vit.fault_tolerance.errors import NotSaved
+from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, index_of, split_files
+from ds_vit.config.run_folder import BEST, WEIGHTS
+from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.parallel.segment import Segment
 
 WEIGHT_BYTES = 5 * 10**9
@@ -174,6 +174,12 @@ class Saver:
         done, self._finished = self._finished, []
         return done
 
+    def num_bytes(self) -> tuple[int, int]:
+        """The size of a checkpoint, once the optimizer has its states, and of what `save_weights` and `save_best` write
+        (the same on every rank)."""
+        sizes = {kind: sum(spec.num_bytes for spec in self.holding.specs(kind)) for kind in self.holding.kinds()}
+        return sum(sizes.values()), 2 * sizes["model"] + sizes.get("ema", 0)
+
     def reserve(self) -> None:
         """Get the memory for a save ready beside training, once the optimizer has its states; needs no other rank."""
         self._host.reserve(self.holding, self.holding.kinds())
@@ -217,20 +223,42 @@ class Saver:
         temporary = folder / ".weights.partial"
         entries, error = self._write(temporary, kinds, host)
         if not error:
-            error = self._on_first_rank(lambda: self._place_weights(temporary, folder, kinds, entries))
+            error = self._on_first_rank(lambda: _place(temporary, folder, entries, self._indices(kinds)))
         if error:
             self._on_first_rank(lambda: folders.remove(temporary))
             raise NotSaved(f"the weights could not be written to {folder}: {error}")
 
-    def _place_weights(
-        self, temporary: Path, folder: Path, kinds: tuple[str, ...], entries: Sequence[FileEntry]
-    ) -> None:
-        for name, text in self._indices(kinds).items():
-            entries = [*entries, folders.write_bytes(temporary / name, text.encode())]
-        for entry in entries:
-            (temporary / entry.name).replace(folder / entry.name)
-        temporary.rmdir()
-        folders.sync_folder(folder)
+    def save_best(self, folder: Path) -> None:
+        """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index; what has a file of
+        its own is left out. Nothing where no checkpoint is marked (a collective; rank 0 alone reads and writes).
+
+        Raises:
+            NotSaved: on every rank, with what went wrong.
+        """
+        temporary = folder / ".best.partial"
+        if error := self._on_first_rank(lambda: self._copy_best(temporary, folder)):
+            self._on_first_rank(lambda: folders.remove(temporary))
+            raise NotSaved(f"{BEST}.safetensors could not be written to {folder}: {error}")
+
+    def _copy_best(self, temporary: Path, folder: Path) -> None:
+        name = folders.marked(self.parent, "best")
+        if name is None:
+            return
+        try:
+            weights = folders.open_checkpoint(self.parent / name).tensors("model")
+        except UserError as damage:
+            raise OSError(str(damage)) from None
+        elsewhere = frozenset().union(*self._apart.values())
+        specs = [spec for spec in self.holding.specs("model") if spec.name not in elsewhere]
+        files = split_files(BEST, specs, WEIGHT_BYTES)
+        folders.make_empty(temporary)
+        entries = []
+        for file, tensors in files.items():
+            writer = TensorWriter(temporary / file, tensors, self._metadata["model"])
+            for spec in tensors:
+                writer.write(spec.name, weights[spec.name])
+            entries.append(writer.close())
+        _place(temporary, folder, entries, _indices({BEST: files}))
 
     # ---- in the thread -----------------------------------------------------------------------------------------
 
@@ -261,12 +289,7 @@ class Saver:
 
     def _indices(self, kinds: Sequence[str]) -> dict[str, str]:
         """The index files of those kinds that take more than one file."""
-        files = {kind: self._gather(tuple(kinds)).files[kind] for kind in kinds}
-        return {
-            f"{kind}.safetensors.index.json": json.dumps(index_of(parts), indent=1) + "\n"
-            for kind, parts in files.items()
-            if len(parts) > 1
-        }
+        return _indices({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
 
     def _write(
         self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]]
@@ -319,6 +342,24 @@ class Saver:
                 error = [f"rank 0: {problem.strerror or problem}{where}"]
         dist.broadcast_object_list(error, src=0, group=self._group)
         return error[0]
+
+
+def _place(temporary: Path, folder: Path, entries: Sequence[FileEntry], indices: Mapping[str, str]) -> None:
+    """Move what was written, and its index, to where a reader looks for it."""
+    for name, text in indices.items():
+        entries = [*entries, folders.write_bytes(temporary / name, text.encode())]
+    for entry in entries:
+        (temporary / entry.name).replace(folder / entry.name)
+    temporary.rmdir()
+    folders.sync_folder(folder)
+
+
+def _indices(files: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> dict[str, str]:
+    return {
+        f"{kind}.safetensors.index.json": json.dumps(index_of(parts), indent=1) + "\n"
+        for kind, parts in files.items()
+        if len(parts) > 1
+    }
 
 
 def collect_weights(holding: Holding, group: dist.ProcessGroup) -> dict[str, torch.Tensor] | None:

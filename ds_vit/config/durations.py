@@ -1,4 +1,4 @@
-"""Lengths of time and intervals as people write them: 90, 90s, 15m, 2h; 500 steps or 30m."""
+"""Lengths of time and intervals as people write them: 90, 90s, 15m, 2h; 500 steps, 30m or epoch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def parse_seconds(text: str, flag: str) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """Every so many optimizer steps, or every so many seconds; neither where both are 0."""
+    """Every so many optimizer steps, seconds or epochs; one of them at most is not 0."""
 
     steps: int = 0
     seconds: float = 0.0
+    epochs: int = 0
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Interval:
-        """`"500"` (steps), `"30m"` (a time with its unit), `"0"` for never.
+        """`"500"` (steps), `"30m"` (a time with its unit), `"epoch"` for the end of each, `"0"` for never.
 
         Raises:
             UserError: names the flag and what it takes.
@@ -39,12 +40,16 @@ class Interval:
         text = str(text).strip()
         if text.isdigit():
             return cls(steps=int(text))
+        if text == "epoch":
+            return cls(epochs=1)
         if not text[-1:].isalpha():
-            raise UserError(f"{flag} {text}: write a number of optimizer steps, or a time such as 90s, 15m, 2h")
+            raise UserError(f"{flag} {text}: write a number of optimizer steps, a time such as 90s, 15m, 2h, or epoch")
         return cls(seconds=parse_seconds(text, flag))
 
     def __bool__(self) -> bool:
-        return bool(self.steps or self.seconds)
+        return bool(self.steps or self.seconds or self.epochs)
 
     def __str__(self) -> str:
+        if self.epochs:
+            return "epoch"
         return f"{self.steps} steps" if self.steps else f"{self.seconds:g} s"

@@ -134,7 +134,10 @@ class RunConfig(MixConfig, AugmentConfig):
     allow_batch_change: bool = flag(False, _R, "go on from a checkpoint with another global batch")
     allow_schedule_change: bool = flag(False, _R, "go on from a checkpoint with another learning-rate schedule")
     checkpoint_interval: str = flag(
-        "0", _R, "optimizer steps (500) or time (30m) between checkpoints; 0: when interrupted alone"
+        "epoch",
+        _R,
+        "steps (500) or time (30m) between checkpoints, or epoch: at each one's end (0: when interrupted alone)",
+        neutral=("0",),
     )
     keep_checkpoints: int = flag(2, _R, "checkpoints to keep beside the best one (0: all)", rule=_KEEP)
     stop_before_seconds: float | None = flag(

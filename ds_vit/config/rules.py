@@ -87,7 +87,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     if not config.bce_loss:
         idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
     if config.checkpoint_interval == "0" and config.resume == "none":
-        idle += [("rollback", "without --checkpoint-interval: there is nothing to go back to")]
+        idle += [("rollback", "with --checkpoint-interval 0: there is nothing to go back to")]
     if config.resume == "none":
         idle += [(name, "without --resume") for name in ("allow_batch_change", "allow_schedule_change")]
     if config.eval_only:

@@ -7,6 +7,7 @@ classes.json                    the names of the classes, a list in the order of
 checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
                                 with --task mae the encoder's, and decoder.safetensors beside it
+best.safetensors                those of the best checkpoint
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
 reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
@@ -23,6 +24,10 @@ from typing import Any
 
 WEIGHTS = {"raw": "model", "ema": "ema"}
 """Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
+
+
+BEST = "best"
+"""How the names of the files of the best checkpoint's weights begin."""
 
 
 @dataclass(frozen=True)

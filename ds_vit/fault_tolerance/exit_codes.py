@@ -11,8 +11,8 @@
 | 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
 | 72 | a rank was lost or ended with an error: it has been named, the others ended | start again |
 | 74 | trained, and a checkpoint, the weights or rows of metrics.jsonl found no room | see the warnings; make room |
-| 75 | interrupted by a signal or a time limit, and saved | start again with `--resume auto` |
-| 130 | Ctrl-C | |
+| 75 | interrupted by a signal, Ctrl-C or a time limit, and saved | start again with `--resume auto` |
+| 130 | Ctrl-C while nothing was trained, or twice: nothing was saved | |
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Being told to stop: signals, the end of a job's time, and how all ranks come to the same answer.
 
-A scheduler that takes the machine back sends SIGTERM or SIGUSR1, to one rank or to all, at any time. A signal is noted
-and nothing else; at the next boundary between steps the ranks ask each other whether any has had one, so that all of
-them save the same step. Before the ranks have met there is nothing to save and no rank to ask: the process ends.
+A scheduler that takes the machine back sends SIGTERM or SIGUSR1, to one rank or to all, at any time; Ctrl-C is SIGINT,
+to all on this machine. A signal is noted and nothing else; at the next boundary between steps the ranks ask each other
+whether any has had one, so that all of them save the same step. Before the ranks have met there is nothing to save and
+no rank to ask: the process ends.
 
 Nothing heavy is imported here: `end_at_signals` is there before torch is.
 """
@@ -23,7 +24,8 @@ from ds_vit.fault_tolerance import exit_codes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_AGAIN_SECONDS = 1.0  # one Ctrl-C comes twice where the launcher passes on what the terminal has sent already
 _END = b"\0"  # no signal has this number
 
 
@@ -40,23 +42,37 @@ class Interrupted(Exception):
 
 
 def end_at_signals(program: str) -> None:
-    """Let SIGTERM and SIGUSR1 end this process with code 75 wherever `Signals` does not note them.
+    """Let `SIGNALS` end this process with code 75 (Ctrl-C: 130) wherever `Signals` does not note them.
 
     For the first line of a program: importing torch and DeepSpeed takes seconds, in which a signal would kill.
     """
 
     def end(number: int, frame: Any) -> None:
-        line = f"{program}: {signal.Signals(number).name} while no training is under way: nothing to save\n"
+        line = f"{program}: {_name(number)} while no training is under way: nothing to save\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
-        os._exit(exit_codes.INTERRUPTED)
+        os._exit(_code(number))
 
-    for number in SIGNALS:
+    for number in _heard():
         signal.signal(number, end)
 
 
+def _heard() -> list[signal.Signals]:
+    """`SIGNALS`, without SIGINT in a job that a script has put into the background: that Ctrl-C is for another."""
+    return [number for number in SIGNALS if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _code(number: int) -> int:
+    """The exit code of a process that a signal ends before there is anything to save."""
+    return exit_codes.CTRL_C if number == signal.SIGINT else exit_codes.INTERRUPTED
+
+
 class Signals:
-    """Notes SIGTERM and SIGUSR1 from `install` on.
+    """Notes `SIGNALS` while `installed`; a second Ctrl-C ends the process at once.
 
     Attributes:
         received: number of the first signal, 0 before one has come.
@@ -84,7 +100,7 @@ class Signals:
             return
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        before = {number: signal.signal(number, self._note) for number in _heard()}
         old_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         thread = threading.Thread(target=self._watch, args=(reading, is_local_main), name="signals", daemon=True)
         thread.start()
@@ -103,16 +119,28 @@ class Signals:
         self.received = self.received or number
 
     def _watch(self, reading: int, is_local_main: bool) -> None:
+        def say(text: str) -> None:
+            if is_local_main:
+                print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+        first = None  # Ctrl-C
         with open(reading, "rb", buffering=0) as pipe:
             while (received := pipe.read(1)) != _END:
-                if received[0] not in SIGNALS:
+                number = received[0]
+                if number not in SIGNALS:
                     continue
-                self.received = self.received or received[0]
+                self.received = self.received or number
                 if not self.ranks_have_met:
-                    if is_local_main:
-                        name = signal.Signals(received[0]).name
-                        print(f"train.py: {name} {self.moment}: nothing to save", file=sys.stderr, flush=True)
-                    os._exit(exit_codes.INTERRUPTED)
+                    say(f"{_name(number)} {self.moment}: nothing to save")
+                    os._exit(_code(number))
+                if number != signal.SIGINT:
+                    continue
+                if first is None:
+                    first = time.monotonic()
+                    say("Ctrl-C: this step is finished and saved; again to end at once, without saving")
+                elif time.monotonic() - first >= _AGAIN_SECONDS:
+                    say("Ctrl-C again: ended without saving; what came after the last checkpoint is lost")
+                    os._exit(exit_codes.CTRL_C)
 
 
 def ignore_in_worker(worker: int = 0) -> None:

@@ -148,10 +148,14 @@ class Reporter:
         folder: of the run; metrics.jsonl and tensorboard/ are made in it.
         total_steps: where the progress bar ends.
         console: where to speak; a terminal gets a progress bar, anything else plain lines.
+        stamp: step → what each row has beside its own: epoch, wall_seconds.
     """
 
-    def __init__(self, folder: RunFolder, *, total_steps: int, console: Console) -> None:
+    def __init__(
+        self, folder: RunFolder, *, total_steps: int, console: Console, stamp: Callable[[int], Mapping[str, float]]
+    ) -> None:
         self.console = console
+        self._stamp = stamp
         self._folder = folder
         self._total = total_steps
         self._events: Events | None = None
@@ -185,16 +189,18 @@ class Reporter:
         self.draw(row)
         self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
         if not self.console.is_terminal:
+            epoch_loss = "" if row["epoch_loss"] is None else f" (epoch's mean {row['epoch_loss']:.5f})"
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
-                f"step {step}/{self._total}  epoch {row['epoch']}  loss {row['loss']:.5f}  lr {row['lr']:.3e}  "
+                f"step {step}/{self._total}  epoch {self._stamp(step)['epoch']}  loss {row['loss']:.5f}"
+                f"{epoch_loss}  lr {row['lr']:.3e}  "
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
             )
 
     def draw(self, row: Mapping[str, Any]) -> None:
         """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""
-        keys = ("loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator", "mfu")
-        for key in (*keys, "data_wait_fraction"):
+        keys = ("loss", "epoch_loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator")
+        for key in (*keys, "mfu", "data_wait_fraction"):
             self._scalar(f"train/{key}", row.get(key), row["step"])
 
     def eval(self, row: Mapping[str, Any], figures: Sequence[Figure], kind: str = "eval") -> None:
@@ -300,7 +306,7 @@ class Reporter:
             self.say(f"WARNING: {self.num_lost} rows of {self._folder.metrics} are lost")
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._unwritten += to_json(row).encode() + b"\n"
+        self._unwritten += to_json({**row, **self._stamp(row["step"])}).encode() + b"\n"
         self._write_rows()
 
     def _write_rows(self) -> None:
@@ -355,6 +361,15 @@ def save_picture(pixels: torch.Tensor, path: Path) -> None:
 def make_console() -> Console:
     """The console of rank 0: a terminal with a bar, or 120 columns of plain text in a file or pipe."""
     return Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=120, soft_wrap=True)
+
+
+def in_bytes(number: float) -> str:
+    """A size as disks are sold by: `"340 kB"`, `"1.2 GB"`."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000
+        units.pop(0)
+    return f"{number:.3g} {units[0]}"
 
 
 def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:

@@ -7,6 +7,7 @@ signal, the clock, a disk that is still busy) is put to all of them at the bound
 from __future__ import annotations
 
 import platform
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.models import names_and_shapes
 from ds_vit.models.weight_files import names_as_metadata
-from ds_vit.monitoring.metrics import Reporter, Throughput
+from ds_vit.monitoring.metrics import Reporter, Throughput, in_bytes
 from ds_vit.optim.ema import Ema
 from ds_vit.training.plan import Plan, resolved_flags
 from ds_vit.training.resume import first_step, skipped_batches
@@ -80,11 +81,16 @@ class CheckpointManager:
         """Checkpoints that could not be written, the weights of the end among them."""
         self.stopped_unsaved = False
         """The run was told to stop, and the step that it stopped at could not be written."""
+        self.stopped = ""
+        """What stopped the run before its end, and where what it trained lies; for people."""
         self.skipped_batches = 0
         """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
         self._signals = signals or Signals()
         self._trainer = trainer
         self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
+        self._every_steps = self._interval.steps
+        if self._interval.epochs:
+            self._every_steps = self._interval.epochs * plan.data.order.steps_per_epoch
         self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
         self._ballot = Ballot(engine.groups.ballots)
         holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model.whole))
@@ -210,10 +216,10 @@ class CheckpointManager:
         Raises:
             Interrupted: on every rank; what was trained is saved.
         """
-        interval = self._interval
-        if interval.steps and step % interval.steps == 0 and step:
+        if step and self._every_steps and step % self._every_steps == 0:
             self._due = True
-        elapsed = bool(interval.seconds) and time.monotonic() - self._saved_at >= interval.seconds
+        seconds = self._interval.seconds
+        elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
         number, late, busy, clock = self._ballot.largest(
             (self._signals.received, self._deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
@@ -222,6 +228,7 @@ class CheckpointManager:
             self._stop(step, number)
         if self._interval and step and not self._reserved:
             self._reserved = True
+            self._tell_need()
             self._saver.reserve()
         if self._saved_step == step:
             self._due = False  # a run that goes on finds the step that it goes on from saved
@@ -233,7 +240,8 @@ class CheckpointManager:
                 self._said_slow = True
                 self._say(
                     f"step {step}: the checkpoint of step {self._saved_step} is still being written; the next one "
-                    "waits for it and training goes on (a slow disk, or too short a --checkpoint-interval)"
+                    "waits for it and training goes on (a slow disk, or an epoch or --checkpoint-interval shorter than "
+                    "a save takes)"
                 )
             return
         self._begin(step)
@@ -253,27 +261,45 @@ class CheckpointManager:
 
     def save_weights(self, folder: Path) -> None:
         """`model.safetensors`, what the task has apart from it, and both of the average where there is one, written by
-        all ranks.
+        all ranks; `best.safetensors` where there is a best checkpoint.
 
         Weights that could not be written count among `num_failed`, and a line says why.
         """
-        try:
-            self._saver.save_weights(folder)
-        except NotSaved as error:
-            self.num_failed += 1
-            self._say(f"WARNING: {error}; the checkpoints are as they were")
+        for save in (self._saver.save_weights, *([self._saver.save_best] if self._interval else [])):
+            try:
+                save(folder)
+            except NotSaved as error:
+                self.num_failed += 1
+                self._say(f"WARNING: {error}; the checkpoints are as they were")
+
+    def _tell_need(self) -> None:
+        """What the checkpoints of this run will take on the disk, and what is free there (a line of rank 0)."""
+        if self.reporter is None:
+            return
+        each, at_the_end = self._saver.num_bytes()
+        keep = self.plan.config.keep_checkpoints
+        need = (keep + 2 if keep else 1) * each + at_the_end
+        existing = next(path for path in (self.parent, *self.parent.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        number = f"at most {keep + 2} at a time (the newest {keep}, the best, the one being written)"
+        text = (
+            f"checkpoints: {in_bytes(each)} each in {self.parent}, {number if keep else 'all of them kept'}; with the "
+            f"weights of the end {'' if keep else 'at least '}{in_bytes(need)}, and {in_bytes(free)} are free"
+        )
+        if need > free:
+            text = f"WARNING: {text}: make room" + (", or lower --keep-checkpoints" if keep > 1 else "")
+        self._say(text)
 
     def _begin(self, step: int) -> None:
         self.throughput.pause()
         self._due = False
-        self._said_slow = False
         save = Save(step, self._state(step), best=self._best_step == step)
         self._saver.start(save)
         self._saved_step, self._saved_at = step, time.monotonic()
         self.throughput.resume()
 
     def _stop(self, step: int, number: int) -> None:
-        why = signal.Signals(number).name if number else "the time limit"
+        why = ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name) if number else "the time limit"
         self._saver.wait()
         self._collect()
         if step and self._saved_step != step:
@@ -284,6 +310,7 @@ class CheckpointManager:
         self.stopped_unsaved = step > 0 and self._failed_step == step
         if self.stopped_unsaved:
             saved = "this step could not be saved"
+        self.stopped = f"by {why}; {saved}"
         self._say(f"interrupted by {why} after step {step}; {saved}; --resume auto goes on")
         raise Interrupted(why)
 

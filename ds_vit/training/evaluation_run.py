@@ -60,7 +60,12 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
         What summary.json holds, on every rank.
     """
     device = device_of(plan.parallel.process.local_rank)
-    reporter = Reporter(folder, total_steps=0, console=make_console()) if plan.parallel.process.rank == 0 else None
+
+    def stamp(step: int) -> dict[str, float]:
+        return {"epoch": 0, "wall_seconds": time.perf_counter() - started}
+
+    is_first = plan.parallel.process.rank == 0
+    reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp) if is_first else None
     console = reporter.console if reporter else None
     show_start(plan, folder, forward_flops(plan.model.whole) if console else 0, device, console)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +16,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ds_vit import config as flags
-from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.checkpoint import marked
+from ds_vit.config.durations import Interval
+from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
+from ds_vit.launching.last_word import say_last
 from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
@@ -77,9 +82,21 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
     clip = optimizer.clip
     return [
         ("steps", f"{optimizer.total_steps:,} ({course})"),
+        ("checkpoints", _checkpoints(plan)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping")),
         *_rules(plan, optimizer),
     ]
+
+
+def _checkpoints(plan: Plan) -> str:
+    """When they are saved, which ones stay, and what an end without warning costs."""
+    config = plan.config
+    interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
+    if not interval:
+        return "none but of the step that the run is interrupted at: what kills it costs all steps, and no best is kept"
+    when = "at each epoch's end" if interval.epochs else f"every {interval}"
+    kept = f"the newest {config.keep_checkpoints} and the best stay" if config.keep_checkpoints else "all stay"
+    return f"{when}; {kept}"
 
 
 def _precision(plan: Plan, device: torch.device) -> str:
@@ -183,13 +200,39 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
         instead = "do not count" if plan.config.eval_only else "were replaced"
         rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and {instead}"))
     apart = plan.model.task.weight_files()
-    names = [f"{name}.safetensors" for name in ("model", *apart, "ema", *(f"ema-{name}" for name in apart))]
+    names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
+        *_saved_rows(RunFolder(folder)),
         ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),
     ]
     return rows
+
+
+def _saved_rows(folder: RunFolder) -> Rows:
+    """The newest and the best checkpoint, where there are any."""
+    marks = {label: marked(folder.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
+    found = ", ".join(f"{label} {name}" for label, name in marks.items() if name)
+    return [("checkpoints", f"{folder.checkpoints}/ ({found})")] if found else []
+
+
+def command_to_go_on(folder: Path, num_ranks: int) -> str:
+    """What a person types to go on with a run that was interrupted; its own recipe holds all else.
+
+    Args:
+        folder: of the run.
+        num_ranks: that it has; of several, the launcher's own words are not known here.
+    """
+    program = sys.argv[0]
+    if Path(program).name == "ds-vit":
+        program = "ds-vit train"
+    elif num_ranks == 1:
+        program = f"python {shlex.quote(program)}"
+    else:
+        program = f"the same launcher and {shlex.quote(program)}"
+    words = ("--recipe", str(RunFolder(folder).config), "--output", str(folder), "--resume", "auto")
+    return f"{program} {shlex.join(words)}"
 
 
 def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, console: Console | None) -> None:
@@ -221,15 +264,33 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
             print_table(console, "placement", Placement(plan.parallel.layout, tuple(hosts)).rows())
 
 
-def show_end(plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None) -> None:
+def show_end(
+    plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None, stopped: str = ""
+) -> None:
     """Write summary.json and show it, where there is a console.
+
+    Args:
+        plan: the run.
+        folder: its output folder.
+        summary: the contents.
+        console: of rank 0; None on the others.
+        stopped: by what the run was interrupted, and where it is saved; the last line then says how to go on.
 
     Raises:
         NotSaved: the file could not be written.
     """
     if console is None:
         return
-    print_table(console, "done", end_rows(plan, summary, folder.path))
+    rows = end_rows(plan, summary, folder.path)
+    if stopped:
+        place = f"at {summary['steps']:,} of {plan.optimizer.total_steps:,}"
+        print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
+        process = plan.parallel.process
+        sentence = f"interrupted {place}; go on with: {command_to_go_on(folder.path, process.world_size)}"
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say_last(sentence)
+    else:
+        print_table(console, "done", rows)
     try:
         write_json(folder.summary, summary)
     except OSError as error:

@@ -25,6 +25,7 @@ from ds_vit.tasks import Batch
 from ds_vit.training.bad_steps import BadSteps, RollBack
 from ds_vit.training.build import build_engine
 from ds_vit.training.checkpoint_manager import CheckpointManager
+from ds_vit.training.epoch_mean import EpochMean
 from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
@@ -74,13 +75,15 @@ class Trainer:
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
+        self.epoch_loss = EpochMean(self.device)
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
         self.loss_of_late = Lagging(self.device)
         # TensorBoard gets 200 points of a short run too.
         self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
         if plan.parallel.process.rank == 0:
-            self.reporter = Reporter(folder, total_steps=plan.optimizer.total_steps, console=make_console())
+            total_steps = plan.optimizer.total_steps
+            self.reporter = Reporter(folder, total_steps=total_steps, console=make_console(), stamp=self._stamp)
 
     def run(self) -> dict[str, Any]:
         """Build, train, evaluate, save.
@@ -110,7 +113,7 @@ class Trainer:
         if self.engine.sum(torch.tensor(lost, device=self.device)) and exit_word == "completed":
             exit_word = "not all saved"
         summary = self._sum_up(exit_word)
-        show_end(plan, self.folder, summary, console)
+        show_end(plan, self.folder, summary, console, self.checkpoint_manager.stopped)
         self.engine.close()
         return summary
 
@@ -195,6 +198,7 @@ class Trainer:
         self.ema_evaluations = self.ema_evaluations[: len(state["ema_evaluations"])]
         self.evaluated_step = state["evaluated_step"]
         self.engine.guard.remember(state["spikes"])
+        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
         self.bad_steps.rolled_back(bad, self.step, skipped, self.reporter)
         return self.step
 
@@ -228,6 +232,7 @@ class Trainer:
         self.watchdog.beat(step, "forward, backward and update")
         result = self.engine.train_step(batches)
         if result.applied:
+            self.epoch_loss.add(result.loss, self._epoch(step))
             self.bad_steps.applied()
             if self.ema is not None:
                 self.ema.update()
@@ -274,7 +279,10 @@ class Trainer:
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
         plan = self.plan
-        loss, norm = self._loss_and_norm(result)
+        epoch = self._epoch(step)
+        losses = torch.stack((result.loss.float(), self.epoch_loss.own(epoch)))
+        loss, epoch_loss = self.engine.mean(losses).tolist()
+        norm = _norm(result)
         rate, waiting = self.throughput.window(count=step > 1)
         if self.reporter is None:
             return
@@ -282,8 +290,8 @@ class Trainer:
         self.reporter.train(
             {
                 "step": step,
-                "epoch": (step - 1) // plan.data.order.steps_per_epoch,
                 "loss": loss,
+                "epoch_loss": epoch_loss if self.epoch_loss.steps else None,
                 "lr": lr,
                 "grad_norm": norm,
                 "loss_scale": scale,
@@ -297,18 +305,25 @@ class Trainer:
 
     def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
-        loss, norm = self._loss_and_norm(result)
+        loss, norm = float(self.engine.mean(result.loss)), _norm(result)
         if self.reporter:
             self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
-
-    def _loss_and_norm(self, result: StepResult) -> tuple[float, float | None]:
-        """Over the global batch (a collective)."""
-        norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
-        return float(self.engine.mean(result.loss)), norm
 
     def _doing(self, what: str, total: int | None = None) -> contextlib.AbstractContextManager[Counted]:
         """A line on rank 0's terminal for the block."""
         return self.reporter.line.doing(what, total) if self.reporter else contextlib.nullcontext(iter)
+
+    def _epoch(self, step: int) -> int:
+        """The epoch, counted from 0, that a step belongs to."""
+        return max(step - 1, 0) // self.plan.data.order.steps_per_epoch
+
+    def _wall_seconds(self) -> float:
+        """Of all processes that this run has had, up to now."""
+        return self.before["wall_seconds"] + time.perf_counter() - self.started
+
+    def _stamp(self, step: int) -> dict[str, float]:
+        """What each row of metrics.jsonl has."""
+        return {"epoch": self._epoch(step), "wall_seconds": self._wall_seconds()}
 
     def _evaluate(self, step: int) -> None:
         """Exact metrics over the validation split (a collective).
@@ -363,7 +378,8 @@ class Trainer:
             **self.bad_steps.state_dict(),
             "spikes": self.engine.guard.recent(),
             "skipped_images": self.before["skipped_images"] + skipped,
-            "wall_seconds": self.before["wall_seconds"] + time.perf_counter() - self.started,
+            "wall_seconds": self._wall_seconds(),
+            "epoch_loss": self.epoch_loss.state_dict(self.engine),
             "trained_images": self.throughput.total_images,
             "trained_seconds": self.throughput.total_seconds,
         }
@@ -375,6 +391,12 @@ class Trainer:
         self.evaluated_step = state["evaluated_step"]
         self.bad_steps.load_state_dict(state)
         self.engine.guard.remember(state["spikes"])
+        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
         self.before = {name: state[name] for name in self.before}
         self.throughput.total_images = state["trained_images"]
         self.throughput.total_seconds = state["trained_seconds"]
+
+
+def _norm(result: StepResult) -> float | None:
+    """The gradient norm of a step that was applied."""
+    return float(result.grad_norm) if result.applied and result.grad_norm is not None else None
