@@ -676,7 +676,8 @@ class Runner:
         """
         layout = combination.layouts[number]
         folder = self.folder / (output or name)
-        argv = [*self.argv(combination, layout, name), "--output", str(folder), *map(str, words)]
+        argv = [*self.argv(combination, layout, name), "--output", str(folder), "--checkpoint-interval", "0"]
+        argv += map(str, words)
         breakage = self.breakage if number else None
         job = (argv, number == 0, combination.precision == "fp16", stop, breakage)
         answers = self.ranks.run(layout.world, train_on_rank, *job, timeout=600.0)

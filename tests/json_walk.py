@@ -370,7 +370,8 @@ def _write(folder: Path, case_data: Mapping[str, Any], place: int | str) -> list
     path.write_text(json.dumps(case_data).replace("{folder}", str(folder)))
     pp = "2" if place == "pp2" else "1"
     schedule = [] if "scheduler" in case_data else CONSTANT
-    return [*ARGS, *schedule, "--deepspeed_config", str(path), "--output", str(folder / "out"), "--pp", pp]
+    words = ["--deepspeed_config", str(path), "--output", str(folder / "out"), "--checkpoint-interval", "0"]
+    return [*ARGS, *schedule, *words, "--pp", pp]
 
 
 def planned(argv: list[str]) -> Plan:

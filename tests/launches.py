@@ -24,7 +24,7 @@ def training(data: Path, steps: int = 4) -> list[str]:
         *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--drop-path", 0.2),
         *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--reprob", 0.5),
         *("--warmup-steps", 2, "--lr", 2e-3, "--log-interval", 1, "--eval-interval", 0),
-        *("--epochs", 100_000, "--max-steps", steps, "--workers", 0),
+        *("--epochs", 100_000, "--max-steps", steps, "--workers", 0, "--checkpoint-interval", 0),
     ]
     return [str(word) for word in words]
 

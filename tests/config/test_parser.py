@@ -68,6 +68,7 @@ SPELLINGS = {
     "--resume none": ("resume", "none"),
     "--checkpoint-interval 0": ("checkpoint_interval", "0"),
     "--checkpoint-interval 30m": ("checkpoint_interval", "30m"),
+    "--checkpoint-interval epoch": ("checkpoint_interval", "epoch"),
     "--keep-checkpoints 0": ("keep_checkpoints", 0),
     "--log-interval 5": ("log_interval", 5),
     "--eval-interval 2": ("eval_interval", 2),
@@ -126,7 +127,7 @@ REFUSED = {
     "--resume auto": "--resume auto looks for checkpoints in the run's folder: give it by --output DIR",
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
     "--allow-schedule-change": "--allow-schedule-change has no effect without --resume",
-    "--checkpoint-interval 1.5": "--checkpoint-interval 1.5: write a number of optimizer steps, or a time",
+    "--checkpoint-interval 1.5": "--checkpoint-interval 1.5: write a number of optimizer steps, a time",
     "--checkpoint-interval often": "--checkpoint-interval often: write a number of seconds, or 90s, 15m, 2h, 1d",
     "--keep-checkpoints -1": "--keep-checkpoints must be at least 0",
     "--time-limit soon": "--time-limit soon: write a number of seconds, or 90s",
@@ -248,7 +249,12 @@ def test_a_recipe_of_training_evaluates(tmp_path):
     trained, _ = parse(words)
     assert (trained.checkpoint_interval, trained.lr, trained.model_ema) == ("5", 0.1, True)
     config, explicit = parse([*words, "--eval-only"])
-    assert (config.checkpoint_interval, config.log_samples, config.lr, config.model_ema) == ("0", False, None, False)
+    assert (config.checkpoint_interval, config.log_samples, config.lr, config.model_ema) == (
+        "epoch",
+        False,
+        None,
+        False,
+    )
     assert (config.img_size, config.seed) == (32, 3)
     assert not {"lr", "checkpoint_interval", "log_samples", "model_ema"} & explicit
     with pytest.raises(ValueError, match="--lr has no effect with --eval-only"):

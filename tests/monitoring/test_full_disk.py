@@ -35,7 +35,7 @@ class Disk:
 
 def reporter_on(folder: Path, room: int) -> tuple[Reporter, io.StringIO]:
     said = io.StringIO()
-    reporter = Reporter(RunFolder(folder), total_steps=9, console=Console(file=said, width=200))
+    reporter = Reporter(RunFolder(folder), total_steps=9, console=Console(file=said, width=200), stamp=lambda _: {})
     reporter.start()
     reporter._file = Disk(reporter._file, room)
     return reporter, said

@@ -29,6 +29,9 @@ class NoDisk:
     def reserve(self) -> None:
         pass
 
+    def num_bytes(self) -> tuple[int, int]:
+        return 4 * 10**9, 2 * 10**9
+
     def start(self, save: Save) -> None:
         self.wait()
         self._under_way.append(save)
@@ -47,21 +50,28 @@ class NoDisk:
 
 
 @pytest.fixture
-def manager(monkeypatch, tmp_path) -> CheckpointManager:
-    """Of one rank with `--checkpoint-interval 4`."""
+def said() -> list[str]:
+    """What the manager has told people."""
+    return []
+
+
+@pytest.fixture
+def manager(monkeypatch, tmp_path, said, request) -> CheckpointManager:
+    """Of one rank with `--checkpoint-interval 4`, or what the test gives; an epoch is 3 steps."""
     stand_ins = {"Saver": NoDisk, "Holding": lambda *_: None, "names_and_shapes": lambda _: {}}
     for name in ("load_tensors", "first_step", "skipped_batches"):
         stand_ins[name] = (lambda state, order: state["step"]) if name == "first_step" else (lambda *_: 0)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(checkpoint_manager, name, stand_in)
     monkeypatch.setattr(CheckpointManager, "_state", lambda self, step: {})
-    config = SimpleNamespace(checkpoint_interval="4", keep_checkpoints=2, stop_before_seconds=None)
-    task = SimpleNamespace(weight_files=dict)
-    model, data = SimpleNamespace(whole=None, task=task), SimpleNamespace(order=None)
+    interval = getattr(request, "param", "4")
+    config = SimpleNamespace(checkpoint_interval=interval, keep_checkpoints=2, stop_before_seconds=None)
+    task = SimpleNamespace(weight_files=dict, class_names=())
+    model, data = SimpleNamespace(whole=None, task=task), SimpleNamespace(order=SimpleNamespace(steps_per_epoch=3))
     plan = SimpleNamespace(config=config, model=model, data=data, stop_at=None, identity={})
     groups = SimpleNamespace(ballots=None, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
-    reporter = SimpleNamespace(say=lambda _: None, checkpoint=lambda _: None)
+    reporter = SimpleNamespace(say=said.append, checkpoint=lambda _: None)
     return CheckpointManager(plan, RunFolder(tmp_path), engine, None, Throughput(), None, None, reporter)
 
 
@@ -115,3 +125,32 @@ def test_a_step_of_another_folders_course_is_saved_again(manager, tmp_path):
     manager._saver.best.clear()
     manager.boundary(8)
     assert manager._saver.best == {8: False}
+
+
+@pytest.mark.parametrize("manager", ["epoch"], indirect=True)
+def test_by_default_each_epochs_end_is_saved(manager, said):
+    # Catches: an epoch whose end is not saved; training that waits for the disk where epochs are shorter than a save,
+    # and a line about it after each of them.
+    for step in range(1, 7):
+        manager.boundary(step)
+    assert list(manager._saver.best) == [3], "the save of step 3 is still under way"
+    manager._saver.wait()
+    manager.boundary(7)
+    for step in range(8, 13):
+        manager.boundary(step)
+    assert list(manager._saver.best) == [3, 7]
+    assert len([line for line in said if "still being written" in line]) == 1
+
+
+@pytest.mark.parametrize("free", [10**12, 10**10])
+def test_what_the_disk_must_hold_is_told_once(manager, said, monkeypatch, free):
+    # Catches: a count without the best one or the one that is being written, a need without the weights of the end, and
+    # a disk that turns out to be full after a night.
+    monkeypatch.setattr(checkpoint_manager.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    manager.boundary(1)
+    manager.boundary(2)
+    [line] = said
+    assert "4 GB each" in line
+    assert "at most 4 at a time" in line
+    assert f"with the weights of the end 18 GB, and {free // 10**9 if free < 10**12 else 1} " in line
+    assert ("WARNING" in line and "make room" in line) == (free < 18 * 10**9)

@@ -56,7 +56,8 @@ def command(folder: Path, optimizer: str, layout: str, output: Path, *words: obj
     data |= {"train_micro_batch_size_per_gpu": 16 // dp // pp, "gradient_accumulation_steps": pp}
     path = folder / f"{optimizer}-{layout}.json"
     path.write_text(json.dumps(data))
-    argv = [*RUN, "--deepspeed_config", path, "--pp", pp, "--tp", tp, "--output", output, "--log-samples", *words]
+    argv = [*RUN, "--deepspeed_config", path, "--pp", pp, "--tp", tp, "--output", output, "--log-samples"]
+    argv += ["--checkpoint-interval", 0, *words]
     return world, [str(word) for word in argv]
 
 

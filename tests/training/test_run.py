@@ -18,8 +18,8 @@ DIGITS = [*MODEL, "--dataset", "digits", "--workers", 0, "--log-interval", 1, "-
 EVALUATED = [*MODEL, "--dataset", "digits", "--workers", 0, "-b", 16, "--eval-only"]
 
 TRAIN_KEYS = {
-    *("kind", "step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator"),
-    *("mfu", "data_wait_fraction", "images_seen"),
+    *("kind", "step", "epoch", "wall_seconds", "loss", "epoch_loss", "lr", "grad_norm", "loss_scale"),
+    *("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction", "images_seen"),
 }
 SUMMARY_KEYS = {
     *(
@@ -64,17 +64,19 @@ def test_files_of_a_run(digits_run):
     assert [code for code, _, _ in said] == [0, 0]
     names = {path.name for path in output.iterdir()}
     expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
-    assert names == expected | {"classes.json"}
+    assert names == expected | {"classes.json", "best.safetensors", "checkpoints"}
     rows = read_rows(output)
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
     assert all(set(row) == TRAIN_KEYS for row in train_rows(rows))
-    assert rows[-1].keys() == {"kind", "step", "top1", "top5", "loss", "images"}
-    assert rows[-1]["images"] == 355
+    [evaluation] = [row for row in rows if row["kind"] == "eval"]
+    assert evaluation.keys() == {"kind", "step", "epoch", "wall_seconds", "top1", "top5", "loss", "images"}
+    assert evaluation["images"] == 355
+    assert [row["step"] for row in rows if row["kind"] == "checkpoint"] == [5]
     summary = json.loads((output / "summary.json").read_text())
     assert set(summary) == SUMMARY_KEYS
     assert summary["layout"] == {"pp": 1, "dp": 2, "tp": 1, "zero_stage": 1}
     assert (summary["steps"], summary["eval_images"], summary["exit"]) == (5, 355, "completed")
-    assert summary["last_top1"] == rows[-1]["top1"]
+    assert summary["last_top1"] == evaluation["top1"]
     assert [row["images_seen"] for row in train_rows(rows)] == [32, 64, 96, 128, 160]
     assert list((output / "tensorboard").glob("events.out.tfevents.*"))
     deepspeed = json.loads((output / "deepspeed.json").read_text())

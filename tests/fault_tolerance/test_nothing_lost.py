@@ -1,0 +1,143 @@
+"""With all defaults on: what is saved, what Ctrl-C leaves, and what a person reads of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from curves import read_rows, train_rows
+from interrupting import TINY, train_with
+from project import ROOT
+from runs import run_quietly
+from safetensors import safe_open
+
+from ds_vit.checkpoint import checkpoints, marked
+from ds_vit.fault_tolerance import exit_codes
+
+EPOCH = 11  # steps, of digits' 1,442 images
+STEPS = 3 * EPOCH
+CONFIG = ("--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json")
+WORDS = [*TINY, *CONFIG, "--epochs", 3, "--checkpoint-interval", "epoch", "--keep-checkpoints", 0]
+WORDS += ["--grad-stats-interval", 5]
+
+
+def words(*argv: object) -> list[str]:
+    return [str(word) for word in [*WORDS, *argv]]
+
+
+def tensors(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    """The header's words and the bytes of each tensor."""
+    with safe_open(path, framework="np") as file:
+        return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
+    """A step that is not saved; a command that does not go on, or with another run; figures of an epoch that forget
+    what came before the interruption; a best that is none, or that nobody is told of."""
+    output = tmp_path / "run"
+    argv = words("-b", 128, "--output", output)
+    [(code, said, err)] = ranks.run(1, train_with, argv, str(output), 0, signal.SIGINT, {"step": 13, "delay": 0.0})
+    assert code == exit_codes.INTERRUPTED, err
+    assert "Ctrl-C: this step is finished and saved; again to end at once" in err
+    step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))
+    assert EPOCH < step < STEPS
+    saved = sorted({EPOCH, 2 * EPOCH, STEPS, step})
+    names = [f"step-{s:08d}" for s in reversed(saved) if s <= step]
+    assert [path.name for path in checkpoints(output / "checkpoints")] == names
+    assert f"at {step} of {STEPS} by Ctrl-C; saved in" in said
+    sentence = said.splitlines()[-1]
+    assert sentence.startswith(f"interrupted at {step} of {STEPS}; go on with: python ")
+    command = shlex.split(sentence)
+    [(code, said, err)] = ranks.run(1, run_quietly, command[command.index("--recipe") :])
+    assert code == 0, err
+    rows = read_rows(output)
+    assert [row["step"] for row in rows if row["kind"] == "checkpoint"] == saved
+    _check_stamps(rows)
+    best = marked(output / "checkpoints", "best")
+    assert tensors(output / "best.safetensors") == tensors(output / "checkpoints" / best / "model.safetensors")
+    assert "model.safetensors, best.safetensors, " in said
+    assert f"best {best}" in said
+
+
+def _check_stamps(rows: list[dict]) -> None:
+    """Time and epoch in every row, and the mean loss of each epoch so far."""
+    assert {row["kind"] for row in rows} == {"train", "eval", "eval_ema", "gradients", "checkpoint"}
+    assert [row["wall_seconds"] for row in rows] == sorted(row["wall_seconds"] for row in rows)
+    assert all(row["epoch"] == (row["step"] - 1) // EPOCH for row in rows)
+    rows = train_rows(rows)
+    assert len(rows) == STEPS
+    for row in rows:
+        losses = [r["loss"] for r in rows if r["epoch"] == row["epoch"] and r["step"] <= row["step"]]
+        assert row["epoch_loss"] == pytest.approx(statistics.fmean(losses), rel=1e-6)
+
+
+def test_without_checkpoints_the_table_says_what_that_costs(ranks, tmp_path):
+    """A best of nothing, a checkpoint that nobody asked for, and a switch whose price nobody is told."""
+    output = tmp_path / "run"
+    argv = words("-b", 128, "--output", output, "--max-steps", 1, "--checkpoint-interval", 0)
+    [(code, said, err)] = ranks.run(1, run_quietly, argv)
+    assert code == 0, err
+    assert "what kills it costs all" in said
+    assert not (output / "checkpoints").exists()
+    assert not (output / "best.safetensors").exists()
+
+
+HANGING = """
+import os, signal, sys, time
+from ds_vit.fault_tolerance.signals import Signals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with Signals().installed() as signals:
+    signals.ranks_have_met = True
+    for pause in (0.1, 0.1, 1.2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(pause)
+    print("still there", signals.received, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    """A run that hangs and cannot be ended; one Ctrl-C that its launcher passes on, taken for two."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=50)
+    assert done.returncode == exit_codes.CTRL_C
+    assert done.stdout.split() == ["still", "there", "2"]
+    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" Ctrl-C", " Ctrl-C again"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
+    """Ranks that the terminal and the launcher both signal, and a sentence above the launcher's traceback."""
+    output = tmp_path / "run"
+    argv = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    argv += [str(ROOT / "launch" / "train.py"), *words("-b", 4, "--output", output)]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen(argv, env=env, stdout=said, stderr=said, start_new_session=True)
+        try:
+            _wait_for("step 2/", tmp_path / "said")
+            os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+            _wait_for("Main process received SIGINT", tmp_path / "said")
+            assert launcher.wait(60) != 0
+            time.sleep(1)  # the last word comes after the launcher
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+    step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))
+    last = (tmp_path / "said").read_text().splitlines()[-1]
+    assert last.startswith(f"interrupted at {step} of {3 * 180}; go on with: the same launcher and ")
+    assert last.endswith(f"--recipe {output}/config.yaml --output {output} --resume auto")
+
+
+def _wait_for(text: str, file: Path) -> None:
+    deadline = time.monotonic() + 240
+    while text not in file.read_text():
+        assert time.monotonic() < deadline, file.read_text()
+        time.sleep(0.1)
