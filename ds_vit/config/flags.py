@@ -55,9 +55,11 @@ class RunConfig(MixConfig, AugmentConfig):
     img_size: int | None = flag(None, _M, "image side in pixels (default: the model's)", rule=AT_LEAST_1)
     drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)
+    pretrained: bool = flag(False, _M, "start from timm's weights of this name, from the Hugging Face cache or Hub")
     initial_checkpoint: str = flag(
         "", _M, "weights to start from: .safetensors or .pth in timm's names", metavar="FILE"
     )
+    resample_patch_embed: bool = flag(False, _M, "let the kernels of weights of another patch size be resampled")
     grad_checkpointing: bool = flag(False, _M, "recompute activations in the backward pass")
     freeze: Sequence[str] = flag((), _M, "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, _M, "train the classifier head alone")

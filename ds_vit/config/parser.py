@@ -272,7 +272,8 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     own = {name: value for name, value in values.items() if name in FIELDS}
     idle = idle_names(RunConfig(**{**own, **({"eval_only": True} if eval_only else {})}))
     aside = idle - idle_names(RunConfig(**recipe)) - given.keys()
-    aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in given and other not in given}
+    chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
+    aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in chosen and other not in given}
     return {name: value for name, value in values.items() if name not in aside}
 
 

@@ -10,14 +10,15 @@ from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
 from ds_vit.fault_tolerance.errors import UserError
 
-EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"))
+EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"), ("pretrained", "initial_checkpoint"))
 """Flags of which one excludes the other."""
 
 # What evaluation alone looks at; every other flag is about training.
 _EVALUATION_NAMES = """
     deepspeed_config pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
     decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
-    img_size initial_checkpoint dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
+    img_size pretrained initial_checkpoint resample_patch_embed
+    dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
     interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
     eval_knn eval_linear_probe
     stall_seconds verbose
@@ -43,6 +44,10 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
         raise UserError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given; keep one")
+    if config.pretrained and config.initial_checkpoint:
+        raise UserError(
+            f"--pretrained and --initial-checkpoint {config.initial_checkpoint} both say what to start from; keep one"
+        )
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
         raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
@@ -110,6 +115,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("warmup_lr", "without warm-up")]
     if config.sched == "constant":
         idle += [("min_lr", "with --sched constant")]
+    if not (config.pretrained or config.initial_checkpoint):
+        idle += [("resample_patch_embed", "without --pretrained or --initial-checkpoint")]
     if config.lr_scale_by_batch == "none":
         idle += [("lr_base_size", "without --lr-scale-by-batch")]
     if not config.model_ema:

@@ -26,7 +26,7 @@ _HINTS = {
     "device device_modules": "DeepSpeed finds the accelerator; DS_ACCELERATOR=cpu in the environment chooses the CPU",
     "no_ddp_bb synchronize_step": "DeepSpeed exchanges the gradients; drop it",
     # weights
-    "pretrained pretrained_path": "weights are given as a file in timm's names: --initial-checkpoint FILE (ds-vit "
+    "pretrained_path": "weights are given as a file in timm's names: --initial-checkpoint FILE (ds-vit "
     "import brings other names)",
     "no_resume_opt": "--initial-checkpoint FILE starts from the weights alone",
     "start_epoch start_step": "--resume auto goes on where the run in --output was interrupted",

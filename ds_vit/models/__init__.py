@@ -18,6 +18,7 @@ from ds_vit.models.masked_autoencoder import (
 )
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
+from ds_vit.models.pretrained import find_pretrained
 from ds_vit.models.sequential import BlockRun, SequentialViT, giving_features, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
@@ -53,6 +54,7 @@ __all__ = [
     "create_autoencoder",
     "create_model",
     "decoder_names",
+    "find_pretrained",
     "forward_flops",
     "freeze",
     "frozen_names",

@@ -1,13 +1,13 @@
 """Initial weights from a file (`--initial-checkpoint`), checked whole and read layer by layer.
 
 `weight_files.py` says which files. Names and shapes are compared with the model's before anything is loaded. Position
-embeddings and patch kernels of another size are resampled by timm's own `checkpoint_filter_fn`, which also translates
-foreign names.
+embeddings of another size, and on request patch kernels, are resampled by timm's own `checkpoint_filter_fn`, which also
+translates foreign names. What became of each tensor is kept, to be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +26,11 @@ from ds_vit.models.weight_files import hf_config, is_floating_point, open_weight
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # what depends on the image or patch size
+
+
+def enumerate_some(names: Sequence[str]) -> str:
+    """The first five, and how many more."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _filter_function(model: TimmViT) -> Callable[..., dict[str, torch.Tensor]]:
@@ -57,18 +62,22 @@ class InitialCheckpoint:
             and a masked autoencoder's decoder, where the file has none; empty otherwise. They keep their drawn values,
             which the user should be told.
         left_out: parameters of a masked autoencoder's decoder, which the file has and the model does not.
+        adapted: resampled tensors by name, with their shape in the file.
+        ignored: tensors of the file, with their shape, of which nothing is used: a classifier of other classes, and
+            what timm's translation of foreign names leaves out or merges into others.
     """
 
-    def __init__(self, path: str | Path, model: TimmViT) -> None:
+    def __init__(self, path: str | Path, model: TimmViT, *, resample_patch_embed: bool = False) -> None:
         """Open a checkpoint and hold its names and shapes against the model's.
 
         Args:
             path: see `weight_files.py`.
             model: the description of the model, on the meta device.
+            resample_patch_embed: let kernels of another patch size be resampled, as positions are.
 
         Raises:
-            UserError: the file cannot be read, or names or shapes differ in more than the number of classes; the
-                first five differences are named.
+            UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
+                the number of classes; the first five differences are named.
         """
         path = Path(path)
         wanted = names_and_shapes(model)
@@ -93,6 +102,10 @@ class InitialCheckpoint:
                 f"initial checkpoint {path} holds no floating-point numbers in {len(whole)} tensors "
                 f"({', '.join(whole[:5])}): quantised weights have to be turned back first"
             )
+        self._wanted = wanted
+        self.adapted = self._other_shapes()
+        if "patch_embed.proj.weight" in self.adapted and not resample_patch_embed:
+            raise UserError(self._other_patches(path))
         self._translated = self._translate(path, model, self._tensors if foreign else _RESAMPLED)
         given = {} if foreign else {name: shape_of(self._tensors, name) for name in self._tensors}
         given |= {name: tensor.shape for name, tensor in self._translated.items()}
@@ -114,6 +127,52 @@ class InitialCheckpoint:
                 f"initial checkpoint {path} does not fit {model.pretrained_cfg['architecture']}, a model of "
                 f"{len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}"
             )
+        used = {*wanted} - {*self.newly_initialised} | (self._used if foreign else set())
+        self.ignored = {name: shape for name, shape in self._shapes().items() if name not in used}
+        self._foreign = foreign
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of the file's tensors; what else lies in a file of foreign names is timm's to judge."""
+        held = self._tensors
+        names = [name for name in held if not isinstance(held, dict) or isinstance(held[name], torch.Tensor)]
+        return {name: shape_of(held, name) for name in names}
+
+    def _other_shapes(self) -> dict[str, torch.Size]:
+        """The shapes, in the file, of kernels and positions that have another one in the model.
+
+        Under foreign names too: a file has one kernel of as many channels, and positions that are called so.
+        """
+        found = {}
+        kernel, positions = (self._wanted.get(name, torch.Size()) for name in _RESAMPLED[::-1])
+        for name, shape in self._shapes().items():
+            if len(shape) == 4 and shape[:2] == kernel[:2] and shape != kernel:
+                found["patch_embed.proj.weight"] = shape
+            called_so = name.rsplit(".", 1)[-1].startswith("pos") and len(shape) in (2, 3)
+            if called_so and positions and shape[-1] == positions[-1] and shape[-2] != positions[-2]:
+                found["pos_embed"] = shape
+        return found
+
+    def _other_patches(self, path: Path) -> str:
+        theirs, ours = (tuple(shapes["patch_embed.proj.weight"][2:]) for shapes in (self.adapted, self._wanted))
+        same = f"--model-kwargs patch_size={theirs[0]}" if theirs[0] == theirs[1] else "a --model of that patch size"
+        return (
+            f"initial checkpoint {path} does not fit the model: it is of patches of {theirs[0]} x {theirs[1]} pixels, "
+            f"and the model's are {ours[0]} x {ours[1]}; give {same}, or have its kernels resampled by "
+            "--resample-patch-embed"
+        )
+
+    @property
+    def in_words(self) -> str:
+        """What was taken, adapted, drawn and ignored, for people."""
+        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
+        how = "under names that timm translates" if self._foreign else "as they are"
+        parts = [f"{num_taken} of {len(self._wanted)} tensors taken {how}"]
+        adapted = [f"{name} {tuple(s)} in the file to {tuple(self._wanted[name])}" for name, s in self.adapted.items()]
+        ignored = [f"{name} {tuple(shape)}" for name, shape in sorted(self.ignored.items())]
+        parts += [f"resampled: {', '.join(adapted)}"] if adapted else []
+        parts += [f"newly initialised: {enumerate_some(self.newly_initialised)}"] if self.newly_initialised else []
+        parts += [f"ignored: {enumerate_some(ignored)}"] if ignored else []
+        return "; ".join(parts)
 
     def _translate(self, path: Path, model: TimmViT, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The named tensors as timm's filter gives them: resampled, and under timm's names."""
@@ -126,6 +185,9 @@ class InitialCheckpoint:
                 f"it ({type(error).__name__}: {first_line(error)})"
             ) from error
         _check_tensors(path, translated)
+        kept = {tensor.untyped_storage().data_ptr() for tensor in translated.values()}
+        held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        self._used = {name for name, tensor in held.items() if tensor.untyped_storage().data_ptr() in kept}
         return translated
 
     @staticmethod

@@ -18,9 +18,9 @@ from ds_vit.models import InitialCheckpoint, SequentialViT, create_model, initia
 SPEC = small_spec("vit_tiny_patch16_224")
 
 
-def load(path: Path, spec=SPEC) -> tuple[InitialCheckpoint, SequentialViT]:
+def load(path: Path, spec=SPEC, **options) -> tuple[InitialCheckpoint, SequentialViT]:
     model = create_model(spec, for_training=False)
-    checkpoint = InitialCheckpoint(path, model)
+    checkpoint = InitialCheckpoint(path, model, **options)
     layers = take_apart(model)
     initialise(model, layers, seed=0, device="cpu", checkpoint=checkpoint)
     return checkpoint, SequentialViT(layers)
@@ -112,14 +112,18 @@ def test_position_embeddings_are_resampled_as_timm_does(tmp_path, kind, source, 
     torch.testing.assert_close(model.eval()(images(small)), reference.eval()(images(small)), rtol=0, atol=1e-5)
 
 
-def test_another_patch_size_is_resampled(tmp_path):
+def test_another_patch_size_is_resampled_on_request(tmp_path):
     """A kernel of 16 x 16 weights that a model of 8 x 8 patches cannot take as it is."""
     state = timm_model(SPEC).state_dict()
     save_file(state, tmp_path / "model.safetensors")
     spec = small_spec(SPEC.name, patch_size=8, img_size=112)
     reference = timm_model(spec)
     reference.load_state_dict(vision_transformer.checkpoint_filter_fn(dict(state), reference))
-    assert_equal_states(load(tmp_path / "model.safetensors", spec)[1], reference.state_dict())
+    with pytest.raises(ValueError, match="it is of patches of 16 x 16 pixels, and the model's are 8 x 8"):
+        load(tmp_path / "model.safetensors", spec)
+    checkpoint, model = load(tmp_path / "model.safetensors", spec, resample_patch_embed=True)
+    assert_equal_states(model, reference.state_dict())
+    assert checkpoint.adapted["patch_embed.proj.weight"] == (96, 3, 16, 16)
 
 
 def test_foreign_names_go_through_timms_filter(tmp_path):

@@ -12,7 +12,7 @@ from ds_vit.data import ImageConfig
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import InitialCheckpoint, ModelSpec, frozen_names, image_size
+from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, find_pretrained, frozen_names, image_size
 from ds_vit.parallel.stages import stage_bounds
 from ds_vit.parallel.tensor import check_cut, pays
 from ds_vit.tasks import Task
@@ -68,15 +68,8 @@ def resolve_model(
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
-    starts = bool(config.initial_checkpoint) and not goes_on
-    initial = InitialCheckpoint(config.initial_checkpoint, whole) if starts else None
-    notes = []
-    if initial is not None and initial.newly_initialised:
-        names = initial.newly_initialised
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        notes.append(f"not in {config.initial_checkpoint}, newly initialised: {shown}")
-    if initial is not None and initial.left_out:
-        notes.append(f"{config.initial_checkpoint} has a decoder of {len(initial.left_out)} tensors, which is left out")
+    initial, notes = (None, []) if goes_on else _initial_weights(config, whole)
+    notes += _few_patches(whole)
     if config.tp > 1:
         check_cut(whole, config.tp)
     frozen = frozen_names(whole, config.freeze, config.linear_probe)
@@ -99,6 +92,40 @@ def resolve_model(
         class_parallel=_class_parallel(config, num_classes),
         notes=tuple(notes),
     )
+
+
+def _initial_weights(config: RunConfig, whole: TimmViT) -> tuple[InitialCheckpoint | None, list[str]]:
+    """What the weights are filled from, and the lines that say what of it; None for drawn ones."""
+    if not config.pretrained and not config.initial_checkpoint:
+        if "." not in config.model:
+            return None, []
+        return None, [
+            f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"
+        ]
+    path, source = config.initial_checkpoint, config.initial_checkpoint
+    if config.pretrained:
+        found = find_pretrained(whole)
+        path, source = found.path, f"{found.name} ({found.source})"
+    initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed)
+    notes = [f"weights from {source}: {initial.in_words}"]
+    if initial.left_out:
+        notes.append(f"{source} has a decoder of {len(initial.left_out)} tensors, which is left out")
+    if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
+        notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")
+    return initial, notes
+
+
+def _few_patches(whole: TimmViT) -> list[str]:
+    """A line about images that are cut into fewer than four patches."""
+    (height, width), (rows, columns) = image_size(whole), whole.patch_embed.grid_size
+    number = rows * columns
+    if number >= 4:
+        return []
+    return [
+        f"images of {height} x {width} pixels make {number} {'patch' if number == 1 else 'patches'} of "
+        f"{height // rows} x {width // columns}: attention has next to nothing to look at; a larger --img-size or "
+        "smaller patches (--model-kwargs patch_size=4) make more"
+    ]
 
 
 def _num_classes(config: RunConfig, task_type: type[Task], data: DataPlan) -> int:
