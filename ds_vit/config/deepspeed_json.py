@@ -56,6 +56,28 @@ class BatchSizes:
         )
 
 
+def nearest_batch(total: int, dp: int, micro_batch: int) -> BatchSizes | None:
+    """A global batch with the largest micro-batch that divides a rank's share and is not above `micro_batch`.
+
+    None where it cannot be shared by `dp` ranks.
+    """
+    if total % dp:
+        return None
+    share = total // dp
+    micro = max(m for m in range(1, min(share, micro_batch) + 1) if share % m == 0)
+    return BatchSizes(total, micro, share // micro, dp)
+
+
+def nearest_dp(total: int, dp: int) -> int:
+    """The number of data-parallel ranks nearest to `dp` that can share a global batch."""
+    return min((d for d in range(1, 2 * dp + 1) if total % d == 0), key=lambda d: abs(d - dp))
+
+
+def derived_path(path: str | Path) -> Path:
+    """The file beside a run's deepspeed.json that says where its values came from; no other JSON has one."""
+    return Path(path).with_suffix(".derived.json")
+
+
 def load_json(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON file; one named `.hjson` may have comments and trailing commas.
 
@@ -253,7 +275,13 @@ def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) 
 
 
 def batch_sizes(
-    data: Mapping[str, Any], path: str, *, dp: int, batch_size: int | None, grad_accum_steps: int | None
+    data: Mapping[str, Any],
+    path: str,
+    *,
+    dp: int,
+    batch_size: int | None,
+    grad_accum_steps: int | None,
+    follow: bool = False,
 ) -> BatchSizes:
     """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
 
@@ -263,6 +291,8 @@ def batch_sizes(
         dp: data-parallel degree.
         batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
         grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
+        follow: train_batch_size alone is fixed, and the two others are made to fit it on this number of ranks: the
+            micro-batch is the largest legal one that is not above the one asked for.
 
     Raises:
         UserError: with the three numbers and two ways out.
@@ -282,10 +312,22 @@ def batch_sizes(
         (keys[1], "--batch-size", micro, batch_size),
         (keys[2], "--grad-accum-steps", accumulation, grad_accum_steps),
     ):
-        if value is not None and given is not None and value != given:
+        if value is not None and given is not None and value != given and not (follow and total):
             raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
         if given is not None and given < 1:
             raise UserError(f"{flag} must be at least 1, not {given}")
+    if follow and total is not None:
+        share = max(1, total // dp)
+        wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)
+        wanted = wanted or micro or share // (accumulation or 1)
+        followed = nearest_batch(total, dp, max(1, wanted))
+        if followed is None:
+            raise UserError(
+                f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
+                f"{nearest_dp(total, dp)} data-parallel ranks, give another layout by --pp and --tp, or another batch "
+                f"by --set train_batch_size={round(total / dp) * dp or dp}"
+            )
+        return followed
     micro = micro if micro is not None else batch_size
     accumulation = accumulation if accumulation is not None else grad_accum_steps
     if total is None:

@@ -35,6 +35,9 @@ class RunConfig(MixConfig, AugmentConfig):
     """
 
     deepspeed_config: str = flag("", _R, "DeepSpeed JSON file", spelling="--deepspeed_config", metavar="FILE")
+    set: Sequence[str] = flag(
+        (), _R, "values of the DeepSpeed JSON, over the file's: zero_optimization.stage=2", nargs="+", metavar="K=V"
+    )
     pp: int = flag(1, _R, "pipeline stages")
     tp: int = flag(1, _R, "tensor-parallel ranks")
     tp_across_hosts: bool = flag(False, _R, "let tensor-parallel groups lie on two hosts")
@@ -90,8 +93,8 @@ class RunConfig(MixConfig, AugmentConfig):
     bce_target_thresh: float | None = flag(None, _L, "binarise soft targets above this")
 
     lr: float | None = flag(None, _O, "base learning rate (default: the JSON's)", rule=NOT_NEGATIVE)
-    weight_decay: float | None = flag(None, _O, 'value for an "auto" weight_decay in the JSON', rule=NOT_NEGATIVE)
-    clip_grad: float | None = flag(None, _O, 'value for an "auto" gradient_clipping in the JSON', rule=NOT_NEGATIVE)
+    weight_decay: float | None = flag(None, _O, "weight decay (default: the JSON's)", rule=NOT_NEGATIVE)
+    clip_grad: float | None = flag(None, _O, "largest norm of the gradient (default: the JSON's)", rule=NOT_NEGATIVE)
     layer_decay: float | None = flag(None, _O, "layer-wise learning-rate decay", neutral=(1.0,), rule=ABOVE_0_TO_1)
     lr_scale_by_batch: str = flag(
         "none", _O, "scale the learning rate with global batch / --lr-base-size", choices=("none", "linear", "sqrt")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
 from ds_vit.config.rules import EITHER, check, idle_names
 from ds_vit.config.timm_hints import timm_hint
@@ -79,7 +80,8 @@ def build_parser(
         options |= {key: meta[key] for key in ("nargs", "choices", "metavar", "const") if meta[key] is not None}
         if meta["const"] is not None:
             options["nargs"] = "?"
-        group.add_argument(*names, type=TYPES[name], **options)
+        # --set may stand several times.
+        group.add_argument(*names, type=TYPES[name], action="extend" if name == "set" else "store", **options)
     return parser
 
 
@@ -269,12 +271,20 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
         eval_only: as in `read_words`.
     """
     values = {**recipe, **given}
+    aside: set[str] = set()
+    if "set" in values:
+        aside |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(given.get("set", ()))}
+        excluded = {KEY_OF_FLAG.get(name) for name in given}
+        kept = [pair for pair in recipe.get("set", ()) if pair.partition("=")[0] not in excluded]
+        values["set"] = [*kept, *given.get("set", ())]
+    if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
+        aside.add("pp_partition")  # bounds of another number of stages
     own = {name: value for name, value in values.items() if name in FIELDS}
     idle = idle_names(RunConfig(**{**own, **({"eval_only": True} if eval_only else {})}))
-    aside = idle - idle_names(RunConfig(**recipe)) - given.keys()
+    aside |= idle - idle_names(RunConfig(**recipe))
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
     aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in chosen and other not in given}
-    return {name: value for name, value in values.items() if name not in aside}
+    return {name: value for name, value in values.items() if name in given or name not in aside}
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:

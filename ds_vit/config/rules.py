@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
@@ -15,7 +16,7 @@ EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"), ("pretr
 
 # What evaluation alone looks at; every other flag is about training.
 _EVALUATION_NAMES = """
-    deepspeed_config pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
+    deepspeed_config set pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
     decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
     img_size pretrained initial_checkpoint resample_patch_embed
     dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
@@ -51,6 +52,10 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
         raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
+    values = parse_set(config.set)
+    for name, key in KEY_OF_FLAG.items():
+        if key in values and getattr(config, name) is not None:
+            raise UserError(f"{spelling(name)} {getattr(config, name)} and --set {key} are both given; keep one")
     for name, reason in _idle_flags(config):
         if is_asked_for(name, config, explicit):
             raise UserError(f"{spelling(name)} has no effect {reason}; drop it")

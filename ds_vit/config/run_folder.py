@@ -1,6 +1,7 @@
 """A run's output folder (`--output`): where everything in it lies, and how it is read. No engine, no ranks.
 
-config.yaml, deepspeed.json     all settings, resolved: enough to run again
+config.yaml, deepspeed.json     all settings, resolved: enough to run again, on any number of ranks
+deepspeed.derived.json          where those values of deepspeed.json came from that stood in no file
 metrics.jsonl, tensorboard/     what was measured
 summary.json                    what came of it
 classes.json                    the names of the classes, a list in the order of the logits; not with --task mae

@@ -32,9 +32,12 @@ class Layout:
             raise UserError(f"--pp {pp} --tp {tp}: both must be at least 1")
         if world_size % (pp * tp):
             nearest = (world_size // (pp * tp) or 1) * pp * tp
+            smaller = ((p, t) for p in range(1, pp + 1) for t in range(1, tp + 1) if tp % t == 0)
+            fitting = sorted((p * t, t, p) for p, t in smaller if world_size % (p * t) == 0)
+            ways = [f"--pp {p} --tp {t}" for _, t, p in fitting[:-4:-1]]
             raise UserError(
                 f"{world_size} ranks cannot be cut into --pp {pp} x --tp {tp} = {pp * tp} ranks a replica; "
-                f"start {nearest} ranks, or choose pp * tp among the divisors of {world_size}"
+                f"start {nearest} ranks, or give {' or '.join(ways)}"
             )
         return cls(pp, world_size // (pp * tp), tp)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
 from ds_vit.config import FIELDS, RunConfig, spelling
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.deepspeed_json import BatchSizes, nearest_batch, nearest_dp
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
@@ -37,7 +36,7 @@ _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
 _BEFORE = {"task": "classification"}  # what was the case before it had a name in checkpoints
 # Flags that say how or how long, not what: these may change without a word.
 _FREE_NAMES = """
-    deepspeed_config pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
+    deepspeed_config set pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
     grad_checkpointing checkpoint_interval keep_checkpoints log_interval stop_before_seconds time_limit log_samples
     data_dir dataset_download verbose allow_batch_change allow_schedule_change
     max_steps pretrained initial_checkpoint resample_patch_embed validation_batch_size
@@ -130,18 +129,15 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
             why += f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
         raise UserError(
             f"--resume: {why}; "
-            + (f'write "train_batch_size": {wanted} or "auto"' if fixed else f"start {_near_divisor(wanted, batch.dp)}")
+            + (
+                f'write "train_batch_size": {wanted} or "auto"'
+                if fixed
+                else f"start {nearest_dp(wanted, batch.dp)} data-parallel ranks"
+            )
             + ", or say --allow-batch-change to go on with another batch"
         )
-    share = wanted // batch.dp
-    micro = max(m for m in range(1, min(share, batch.micro_batch) + 1) if share % m == 0)
-    kept = dataclasses.replace(batch, global_batch=wanted, micro_batch=micro, accumulation=share // micro)
+    kept = nearest_batch(wanted, batch.dp, batch.micro_batch)
     return kept, [f"the checkpoint's global batch is kept: {kept}"]
-
-
-def _near_divisor(total: int, dp: int) -> str:
-    nearest = min((d for d in range(1, 2 * dp + 1) if total % d == 0), key=lambda d: abs(d - dp))
-    return f"{nearest} data-parallel ranks"
 
 
 def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,8 @@ from rich.console import Console
 
 from ds_vit import config as flags
 from ds_vit.checkpoint import marked
+from ds_vit.config.deepspeed_json import derived_path
+from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
@@ -29,6 +31,7 @@ from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.placement import Placement
 from ds_vit.tasks import Figure
 from ds_vit.training.plan import OptimizerPlan, Plan, resolved_flags
+from ds_vit.training.plan.deepspeed import DeepSpeedPlan
 
 Rows = list[tuple[str, str]]
 Quality = dict[str, float | None]
@@ -66,10 +69,18 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
         ("layout", layout),
         ("precision", _precision(plan, device)),
         ("data", images),
-        ("global batch", str(data.batch)),
+        ("global batch", f"{data.batch}{_batch_origins(told)}"),
         *(_update_rows(plan, plan.optimizer) if plan.optimizer is not None else []),
+        *([("--set", " ".join(plan.config.set))] if plan.config.set else []),
         ("output", str(folder)),
     ]
+
+
+def _batch_origins(told: DeepSpeedPlan) -> str:
+    """Which numbers of the batch arithmetic stood in no JSON, and whose they are."""
+    words = {"train_micro_batch_size_per_gpu": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+    given = [f"{word}: {told.origins[key]}" for key, word in words.items() if key in told.origins]
+    return f" ({', '.join(given)})" if given else ""
 
 
 def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
@@ -78,12 +89,15 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
     if optimizer.schedule is not None:
         schedule, warmup = optimizer.schedule.name, f", {optimizer.schedule.warmup_steps:,} of warm-up"
     course = f"{plan.data.order.steps_per_epoch:,} an epoch, schedule over {optimizer.horizon:,}{warmup}"
-    update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({schedule}), weight decay {optimizer.weight_decay:g}"
+    of = {flag: plan.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}
+    decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
+    update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {schedule})"
+    update += f", weight decay {optimizer.weight_decay:g}{decay}"
     clip = optimizer.clip
     return [
         ("steps", f"{optimizer.total_steps:,} ({course})"),
         ("checkpoints", _checkpoints(plan)),
-        ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping")),
+        ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
         *_rules(plan, optimizer),
     ]
 
@@ -236,7 +250,7 @@ def command_to_go_on(folder: Path, num_ranks: int) -> str:
 
 
 def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, console: Console | None) -> None:
-    """Write config.yaml and deepspeed.json (enough to run again) and classes.json, and show the run (a collective).
+    """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
 
     Args:
         plan: the run.
@@ -250,6 +264,7 @@ def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, 
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
             write_json(folder.deepspeed, plan.deepspeed.json)
+            write_json(derived_path(folder.deepspeed), plan.deepspeed.origins)
             if plan.model.task.has_classes:
                 write_json(folder.classes, plan.model.task.class_names)
         except OSError as error:

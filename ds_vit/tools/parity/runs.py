@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
 from ds_vit.config import deepspeed_json
+from ds_vit.config.deepspeed_set import overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
 from ds_vit.parallel.layout import Layout
@@ -85,8 +86,8 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
 
     process = discover()
     path = request.values["deepspeed_config"]
-    data = deepspeed_json.load_json(path)
-    values = {name: value for name, value in request.values.items() if name not in _idle(request)}
+    data = _load(request)
+    values = {name: value for name, value in request.values.items() if name not in ("set", *_idle(request))}
     values |= {**cut.flags, "max_steps": request.steps, "val_split": ""}
     if not request.own_optimizer:
         data.pop("scheduler", None)
@@ -109,6 +110,12 @@ def resolve(request: Request, cut: Cut, batch: tuple[int, int] | None, folder: P
         return prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
     except UserError as error:
         raise UserError(str(error).replace(str(file), path)) from None
+
+
+def _load(request: Request) -> dict[str, Any]:
+    """The JSON, with what --set says; a layout has the last word over both."""
+    path = request.values["deepspeed_config"]
+    return overlay(deepspeed_json.load_json(path), parse_set(request.values.get("set", ())), path)
 
 
 def _idle(request: Request) -> list[str]:
@@ -155,7 +162,7 @@ def survey(request: Request) -> Survey:
     from ds_vit.engine.start import quiet_deepspeed
 
     quiet_deepspeed(bool(request.values.get("verbose")))
-    data = deepspeed_json.load_json(request.values["deepspeed_config"])
+    data = _load(request)
     stage = (data.get("zero_optimization") or {}).get("stage", 0)
     with tempfile.TemporaryDirectory(prefix="ds_vit-") as name:
         folder = Path(name)

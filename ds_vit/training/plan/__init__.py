@@ -150,7 +150,7 @@ def prepare(
     data = resolve_data(config, told, parallel.layout, resume)
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
-    told = write_out(told, data.batch, optimizer, model.whole)
+    told = write_out(told, data, optimizer, model.whole)
     plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at)
     if resume is None:
         return plan
@@ -171,7 +171,7 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
     config, optimizer = plan.config, plan.optimizer
     values = {name: getattr(config, name) for name in flags.FIELDS}
     values["deepspeed_config"] = "deepspeed.json"
-    of_the_json = ("batch_size", "grad_accum_steps", "weight_decay", "clip_grad")
+    of_the_json = ("set", "batch_size", "grad_accum_steps", "weight_decay", "clip_grad")
     for name in ("output", *of_the_json, *_OF_THIS_START, *idle_flags(type(plan.model.task))):
         values[name] = None
     values |= {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ds_vit.config import RunConfig
+from ds_vit.config import RunConfig, spelling
 from ds_vit.config.deepspeed_json import BatchSizes, batch_sizes
+from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.data import SampleOrder, Source, open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
@@ -23,6 +25,7 @@ class DataPlan:
         val_source: the evaluation split, or None.
         batch: the batch arithmetic.
         order: of the training samples.
+        origins: key of the JSON's batch arithmetic → where its number came from, where it is not the JSON's.
         notes: lines for people.
     """
 
@@ -30,6 +33,7 @@ class DataPlan:
     val_source: Source | None
     batch: BatchSizes
     order: SampleOrder
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -39,12 +43,21 @@ def resolve_data(config: RunConfig, told: DeepSpeedPlan, layout: Layout, resume:
     Raises:
         UserError: a batch that cannot be had, or data that is not there or has no such split.
     """
+    of_json = told.json.get("train_batch_size")
+    goes_on = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
-        told.json, told.path, dp=layout.dp, batch_size=config.batch_size, grad_accum_steps=config.grad_accum_steps
+        told.json,
+        told.path,
+        dp=layout.dp,
+        batch_size=config.batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        follow=told.of_a_run or goes_on,
     )
     notes: list[str] = []
+    if any(of_json and isinstance(told.json.get(k), int) and told.json[k] != n for k, n in _numbers(batch).items()):
+        notes.append(f"the global batch of {told.path} is kept: {batch}")
     if resume is not None:
-        fixed = isinstance(told.json.get("train_batch_size"), int)
+        fixed = isinstance(of_json, int)
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         notes += [*resume.notes, *kept]
     if config.mix.active and batch.global_batch % 2:
@@ -63,7 +76,32 @@ def resolve_data(config: RunConfig, told: DeepSpeedPlan, layout: Layout, resume:
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats)
-    return DataPlan(train, val, batch, order, tuple(notes))
+    return DataPlan(train, val, batch, order, _batch_origins(config, told, batch), tuple(notes))
+
+
+def _numbers(batch: BatchSizes) -> dict[str, int]:
+    """The batch arithmetic under the names of the JSON."""
+    return {
+        "train_batch_size": batch.global_batch,
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+
+
+def _batch_origins(config: RunConfig, told: DeepSpeedPlan, batch: BatchSizes) -> dict[str, str]:
+    """Which numbers of the batch are not the JSON's, and where they came from."""
+    flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
+    origins = {}
+    for key, number in _numbers(batch).items():
+        if told.json.get(key) == number:
+            continue
+        flag = flag_of.get(key)
+        if flag is not None and getattr(config, flag) == number:
+            origins[key] = spelling(flag)
+        else:
+            computed = flag is None or isinstance(told.json.get("train_batch_size"), int)
+            origins[key] = "batch arithmetic" if computed else "default"
+    return origins
 
 
 def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:

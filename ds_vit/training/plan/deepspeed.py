@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
-from ds_vit.config.deepspeed_json import BatchSizes, Checkpointing, Precision
+from ds_vit.config.deepspeed_json import Checkpointing, Precision
 from ds_vit.config.deepspeed_rules import switched_on, without_idle
+from ds_vit.config.deepspeed_set import leaves, overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 
 if TYPE_CHECKING:
+    from ds_vit.training.plan.data import DataPlan
     from ds_vit.training.plan.optimizer import OptimizerPlan
 
 
@@ -28,6 +30,9 @@ class DeepSpeedPlan:
         json: between `read` and `write_out` the file less what is idle; in a plan what DeepSpeed gets, without "auto".
         precision: which number formats it asks for.
         checkpointing: of activations.
+        file: the file with what --set says, before anything was resolved.
+        of_a_run: the file was written by a run: its global batch counts, and the two other numbers of the batch follow.
+        origins: dotted name of a value in `json` → where it came from; of the others, which stood in the file, none.
         notes: lines for people.
     """
 
@@ -35,12 +40,19 @@ class DeepSpeedPlan:
     json: Mapping[str, Any]
     precision: Precision
     checkpointing: Checkpointing
+    file: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    of_a_run: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage, 0 without ZeRO."""
         return int(self.json.get("zero_optimization", {}).get("stage", 0))
+
+    def origin(self, name: str) -> str:
+        """Where a value of the JSON came from, in a word or two for people."""
+        return self.origins.get(name, "JSON")
 
 
 def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
@@ -50,7 +62,11 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
         UserError: keys or values that cannot be, or flags that contradict them.
     """
     path = config.deepspeed_config
-    data = deepspeed_json.load_json(path)
+    given = parse_set(config.set)
+    file = data = overlay(deepspeed_json.load_json(path), given, path)
+    of_a_run = deepspeed_json.derived_path(path).is_file()
+    if given:
+        path += f" with --set {' '.join(config.set)}"
     deepspeed_keys.check_keys(data, path)
     data = deepspeed_auto.settle(data)
     deepspeed_keys.check_rules(data, path)
@@ -65,7 +81,9 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
         data, filled = deepspeed_auto.with_optimizer(data, path, lr=config.lr)
         notes += filled
     checkpointing = deepspeed_json.activation_checkpointing(data, path, flag=config.grad_checkpointing)
-    return DeepSpeedPlan(path, data, precision, checkpointing, tuple(notes))
+    return DeepSpeedPlan(
+        path, data, precision, checkpointing, file, of_a_run, dict.fromkeys(leaves(given), "--set"), tuple(notes)
+    )
 
 
 def _check_types(config: RunConfig, precision: Precision, on_cpu: bool) -> None:
@@ -95,21 +113,19 @@ def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any
     return {**data, **blocks}
 
 
-def write_out(
-    told: DeepSpeedPlan, batch: BatchSizes, optimizer: OptimizerPlan | None, model: nn.Module
-) -> DeepSpeedPlan:
+def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | None, model: nn.Module) -> DeepSpeedPlan:
     """Write the resolved numbers into the JSON. Bucket sizes follow the width, as in Hugging Face's integration.
 
     Args:
         told: from `read`.
-        batch: the batch arithmetic.
+        data: its batch arithmetic.
         optimizer: None in evaluation alone.
         model: the whole one.
 
     Raises:
         UserError: "auto" where nothing resolves it, or what DeepSpeed itself does not take.
     """
-    width, path = model.embed_dim, told.path
+    width, path, batch = model.embed_dim, told.path, data.batch
     auto = {
         "bf16.enabled": told.precision.name == "bf16",
         "fp16.enabled": told.precision.name == "fp16",
@@ -129,4 +145,20 @@ def write_out(
         json["optimizer"] = {**json["optimizer"], "params": params}
         deepspeed_auto.check_scheduler(json, path)
     deepspeed_json.check_with_deepspeed(json, path)
-    return dataclasses.replace(told, json=json)
+    return dataclasses.replace(told, json=json, origins=_origins(told, json, data, optimizer))
+
+
+def _origins(
+    told: DeepSpeedPlan, json: Mapping[str, Any], data: DataPlan, optimizer: OptimizerPlan | None
+) -> dict[str, str]:
+    """Where each value came from that is not the file's own."""
+    file, known = leaves(told.file), {**data.origins, **(optimizer.origins if optimizer else {})}
+    origins = {}
+    for name, value in leaves(json).items():
+        if name in told.origins and file.get(name) == value:
+            origins[name] = told.origins[name]
+        elif name in known:
+            origins[name] = known[name]
+        elif file.get(name) != value:
+            origins[name] = '"auto"' if file.get(name) == "auto" else "default"
+    return origins

@@ -11,6 +11,7 @@ import torch
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
 from ds_vit.config.deepspeed_rules import check_grad_norm
+from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
 from ds_vit.optim.schedules import Schedule
@@ -44,6 +45,7 @@ class OptimizerPlan:
         scheduler: what stands for "auto" in the JSON's scheduler.
         total_steps: steps that are run.
         horizon: steps that the schedule is made for.
+        origins: dotted name in the JSON → where its number came from, where it is not the JSON's.
         notes: lines for people.
     """
 
@@ -57,6 +59,7 @@ class OptimizerPlan:
     scheduler: Mapping[str, float]
     total_steps: int
     horizon: int
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -83,16 +86,22 @@ def resolve_optimizer(
     notes += rules_of(cls).notes(arguments)
     if config.layer_decay not in (None, 1.0):
         check_layer_decay(cls, arguments)
+    origins: dict[str, str] = {}
     lr = learning_rate(config, cls, arguments, path)
+    if config.lr is not None or "lr" not in arguments:
+        origins[KEY_OF_FLAG["lr"]] = "--lr" if config.lr is not None else f"{cls.__name__}'s default"
     lr, scaling = scaled_by_batch(config, lr, data.batch.global_batch)
     notes += scaling
-    clip = _from_json_or_flag(config, "clip_grad", told.json.get("gradient_clipping"), 0.0, path, "gradient_clipping")
+    if scaling:
+        origins[KEY_OF_FLAG["lr"]] = "--lr-scale-by-batch"
+    clip = _from_json_or_flag(config, "clip_grad", told.json.get("gradient_clipping"), 0.0, path, origins)
     if clip is None:
         clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
+        origins["gradient_clipping"] = "DeepSpeed's default"
         notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
     check_grad_norm(told.json, path, clip=clip)
-    decay, key = arguments.get("weight_decay"), "optimizer.params.weight_decay"
-    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, key)
+    decay = arguments.get("weight_decay")
+    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
     notes += check_weight_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
     total_steps, horizon = steps(config, per_epoch)
@@ -113,19 +122,26 @@ def resolve_optimizer(
         scheduler=scheduler,
         total_steps=total_steps,
         horizon=horizon,
+        origins=origins,
         notes=tuple(notes),
     )
 
 
-def _from_json_or_flag(config: RunConfig, flag: str, value: Any, fallback: float, path: str, key: str) -> float | None:
-    """A number that the JSON gives or leaves to a flag ("auto"); None where neither of them speaks."""
-    given = getattr(config, flag)
-    if value == "auto" or (value is None and given is not None):
-        return fallback if given is None else given
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+def _from_json_or_flag(
+    config: RunConfig, flag: str, value: Any, fallback: float, path: str, origins: dict[str, str]
+) -> float | None:
+    """The flag's number, else the JSON's, else (for "auto") the fallback; None where neither of them speaks.
+
+    Where it is not the JSON's, `origins` is told whose it is.
+    """
+    given, key = getattr(config, flag), KEY_OF_FLAG[flag]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    if value not in (None, "auto") and not is_number:
         raise UserError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
-    if given is not None and given != value:
-        raise UserError(f'{path} fixes {key} to {value} and {flags.spelling(flag)} says {given}; write "auto" there')
-    return float(value)
+    if given is not None:
+        origins[key] = flags.spelling(flag)
+        return given
+    if value == "auto":
+        origins[key] = "default"
+        return fallback
+    return None if value is None else float(value)
