@@ -52,7 +52,7 @@ def run(
         signals: that this process is told to stop by; None for a caller who handles them himself.
 
     Returns:
-        What summary.json holds, on every rank.
+        What summary.json holds, on every rank; of --dry-run how it ended alone.
 
     Raises:
         UserError: input that cannot be; before the process group exists wherever that can be known.
@@ -70,6 +70,7 @@ def run(
         from ds_vit.config.run_folder import RunFolder
         from ds_vit.fault_tolerance.watchdog import Watchdog
         from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.dry_run import show_dry_run
         from ds_vit.training.evaluation_run import run_evaluation
         from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
         from ds_vit.training.plan import prepare
@@ -82,6 +83,10 @@ def run(
         plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
     if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
+    if config.dry_run:
+        if process.rank == 0:
+            show_dry_run(plan, get_accelerator().device_name(), Path(config.output or default_folder(config.model)))
+        return {"exit": "dry run"}
     check_shared(config.output or DEFAULT_PARENT, process)
 
     with process_group(process, on_cpu=on_cpu):

@@ -165,6 +165,7 @@ class RunConfig(MixConfig, AugmentConfig):
     stall_seconds: float | None = flag(
         None, _R, "end a run that makes no progress for so long (300 with several ranks; 0: never)", rule=NOT_NEGATIVE
     )
+    dry_run: bool = flag(False, _R, "resolve, check and show the run with its memory and files; start nothing")
     verbose: bool = flag(False, _R, "let DeepSpeed say everything it has to say")
 
     def __post_init__(self) -> None:

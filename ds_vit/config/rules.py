@@ -21,8 +21,7 @@ _EVALUATION_NAMES = """
     img_size pretrained initial_checkpoint resample_patch_embed
     dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
     interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
-    eval_knn eval_linear_probe
-    stall_seconds verbose
+    eval_knn eval_linear_probe stall_seconds dry_run verbose
 """
 _EVALUATION = frozenset(_EVALUATION_NAMES.split())
 

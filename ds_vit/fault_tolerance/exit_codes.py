@@ -29,8 +29,8 @@ UNSAVED = 74  # EX_IOERR
 INTERRUPTED = 75  # EX_TEMPFAIL: try again later
 CTRL_C = 130
 
-OF_WORD = {"completed": OK, "not all saved": UNSAVED, "interrupted": INTERRUPTED}
-"""From "exit" in summary.json to the exit code."""
+OF_WORD = {"completed": OK, "dry run": OK, "not all saved": UNSAVED, "interrupted": INTERRUPTED}
+"""From "exit" in summary.json, or of a run that was not started, to the exit code."""
 
 
 class Diverged(RuntimeError):

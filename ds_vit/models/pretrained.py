@@ -84,6 +84,6 @@ def _download(name: str, repository: str, files: list[str]) -> str:
     folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", "main")
     raise UserError(
         f"--pretrained: the weights of {name} are not in the Hugging Face cache and cannot be downloaded ({why}): "
-        f"bring {constants.ENDPOINT}/{repository}/resolve/main/{files[0]} and put it at {folder / files[0]}, or give that "
-        "file by --initial-checkpoint in place of --pretrained"
+        f"bring {constants.ENDPOINT}/{repository}/resolve/main/{files[0]} and put it at {folder / files[0]}, or give "
+        "that file by --initial-checkpoint in place of --pretrained"
     )

@@ -41,6 +41,9 @@ _REFUSED_ARGUMENTS = {
 # Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
 _RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": RpropRules()}
 _ELEMENTWISE = OptimizerRules()
+# Of those that take no step before they are attached to a map; Muon's fallback is AdamW.
+_NUM_STATES: dict[type, int] = {Lamb: 2, Lars: 1, Muon: 1}
+STATES_OF_FALLBACK = 2
 _NOT_ELEMENTWISE = {
     "adafactor": "Adafactor factors matrices, and under ZeRO an optimizer sees one flat tensor",
     "lbfgs": "L-BFGS needs a closure over the whole batch, which DeepSpeed does not give",
@@ -110,6 +113,22 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         params["betas"] = tuple(betas)
     _try(cls, params, path)
     return cls, params
+
+
+def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
+    """How many fp32 numbers the optimizer remembers of each element of a parameter.
+
+    Args:
+        cls: from `optimizer_class`.
+        arguments: of the class, the rate among them.
+    """
+    if cls in _NUM_STATES:
+        return _NUM_STATES[cls]
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer = cls([parameter], **arguments)
+    optimizer.step()
+    return sum(torch.is_tensor(v) and v.shape == parameter.shape for v in optimizer.state[parameter].values())
 
 
 def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:

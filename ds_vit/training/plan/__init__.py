@@ -160,7 +160,14 @@ def prepare(
 
 
 # Flags of how this process was started, which another start will answer for itself.
-_OF_THIS_START = ("resume", "allow_batch_change", "allow_schedule_change", "stop_before_seconds", "time_limit")
+_OF_THIS_START = (
+    "resume",
+    "allow_batch_change",
+    "allow_schedule_change",
+    "stop_before_seconds",
+    "time_limit",
+    "dry_run",
+)
 
 
 def resolved_flags(plan: Plan) -> dict[str, Any]:

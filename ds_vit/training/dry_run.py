@@ -1,0 +1,113 @@
+"""`--dry-run`: what a run would be, need and write, from its plan alone. Nothing is started and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ds_vit.config.run_folder import RunFolder
+from ds_vit.models import forward_flops, num_parameters
+from ds_vit.monitoring.metrics import make_console, print_columns, print_table
+from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
+from ds_vit.training.memory import estimate
+from ds_vit.training.plan import Plan
+from ds_vit.training.summary import Rows, start_rows
+
+_BAR = 40  # characters of the highest rate
+_POINTS = 9  # of the schedule, besides the end of warm-up
+
+
+def show_dry_run(plan: Plan, device_type: str, folder: Path) -> None:
+    """Show the start table, the schedule, the memory of a rank and the files.
+
+    Args:
+        plan: the run.
+        device_type: torch's name of the accelerator.
+        folder: where the run would write.
+    """
+    console = make_console()
+    for note in plan.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    rows = start_rows(plan, forward_flops(plan.model.whole), torch.device(device_type), folder)
+    print_table(console, "dry run: nothing is started", rows)
+    if plan.optimizer is not None:
+        print_table(console, "learning rate", schedule_rows(plan))
+    _show_memory(plan, console)
+    print_table(console, "would be written", file_rows(plan, folder))
+
+
+def schedule_rows(plan: Plan) -> Rows:
+    """The learning rate at a few steps, as numbers and as bars."""
+    optimizer = plan.optimizer
+    if (schedule := optimizer.schedule) is None:
+        params = ", ".join(f"{name} {value}" for name, value in plan.rates.get("params", {}).items())
+        return [("the JSON's", f"{plan.rates['type']} ({params})")]
+    last = optimizer.total_steps - 1
+    steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(schedule.warmup_steps, last)})
+    highest = max(schedule.lr(step) for step in steps) or 1.0
+    bars = {step: "█" * round(_BAR * schedule.lr(step) / highest) for step in steps}
+    return [(f"step {step + 1:,}", f"{schedule.lr(step):.3e}  {bars[step]}") for step in steps]
+
+
+def _show_memory(plan: Plan, console: Console) -> None:
+    """What a rank of each stage needs, and what that leaves out."""
+    stages = estimate(plan)
+    zero = plan.deepspeed.json.get("zero_optimization", {})
+    in_host = {key: (zero.get(f"offload_{key}") or {}).get("device") == "cpu" for key in ("optimizer", "param")}
+    named = {
+        "weights": ("weights", in_host["param"]),
+        "gradients": ("gradients", False),
+        "masters": ("fp32 masters", in_host["optimizer"]),
+        "optimizer": ("optimizer state", in_host["optimizer"]),
+        "average": ("average", False),
+        "activations": ("activations (estimated)", False),
+    }
+    header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
+    lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
+    together = [0] * len(stages)
+    for field, (name, is_in_host) in named.items():
+        sizes = [getattr(stage, field) for stage in stages]
+        if any(sizes):
+            lines.append([f"{name} (in host memory)" if is_in_host else name, *map(in_words, sizes)])
+        together = together if is_in_host else [a + b for a, b in zip(together, sizes, strict=True)]
+    lines.append(["together", *map(in_words, together)])
+    print_columns(console, "memory", lines)
+    without = "ZeRO's buckets, copies for the time of a step, the loader, and 2 to 3 GB of a GPU's own"
+    if plan.deepspeed.zero_stage == 3:
+        without = f"the layers that ZeRO-3 has put together at a time, {without}"
+    console.print(f"  not counted: {without}", markup=False, highlight=False, soft_wrap=True)
+
+
+def file_rows(plan: Plan, folder: Path) -> Rows:
+    """What would be written where, and how large the large ones are."""
+    at, optimizer = RunFolder(folder), plan.optimizer
+    rows = [("folder", str(folder))]
+    if optimizer is None:
+        return [*rows, ("settings", f"{at.config.name}, {at.deepspeed.name}"), ("figures", at.metrics.name)]
+    weights = 4 * num_parameters(plan.model.whole)
+    sizes = {name: p.numel() for name, p in plan.model.whole.named_parameters() if name not in plan.model.frozen}
+    num_states, fallback = states_per_element(optimizer.cls, optimizer.arguments), optimizer.fallback or frozenset()
+    states = sum(4 * size * (STATES_OF_FALLBACK if n in fallback else num_states) for n, size in sizes.items())
+    average = weights if plan.config.model_ema else 0
+    rows += [
+        ("settings", f"{at.config.name}, {at.deepspeed.name}, deepspeed.derived.json"),
+        ("figures", f"{at.metrics.name}, {at.summary.name}, {at.tensorboard.name}/"),
+        ("weights", f"{in_words(weights + average)} at the end"),
+    ]
+    interval = plan.config.checkpoint_interval
+    often = "when it is interrupted" if interval == "0" else f"every {interval}{' steps' * interval.isdigit()}"
+    keep = plan.config.keep_checkpoints
+    kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
+    rows.append((f"{at.checkpoints.name}/", f"{in_words(weights + states + average)} each, {often}{kept}"))
+    return rows
+
+
+def in_words(num_bytes: float) -> str:
+    """1234567 → "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,123 @@
+"""--dry-run: all is shown, nothing is started; and whether the memory that it tells is what DeepSpeed takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from project import ROOT
+
+from ds_vit.config import parse
+from ds_vit.launching.process import Process
+from ds_vit.models import num_parameters
+from ds_vit.train import main
+from ds_vit.training.memory import estimate
+from ds_vit.training.plan import prepare
+
+RUN = [
+    *(
+        "--dataset",
+        "digits",
+        "--model",
+        "vit_tiny_patch16_224",
+        "--img-size",
+        "16",
+        "--val-split",
+        "",
+        "--workers",
+        "0",
+    ),
+    *("--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2", "-b", "4", "--warmup-steps", "2"),
+]
+
+
+def config_of(stage):
+    return str(ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json")
+
+
+def plan_of(world, stage, *words):
+    config, explicit = parse([*RUN, "--max-steps", "8", "--deepspeed_config", config_of(stage), *words])
+    return prepare(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
+
+
+def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
+    # Catches: a folder that is made, ranks that meet, and a mistake that the real run would refuse.
+    output = tmp_path / "out"
+    words = [*RUN, "--deepspeed_config", config_of(1), "--max-steps", "8", "--output", str(output), "--dry-run"]
+    assert main(words) == 0
+    assert not dist.is_initialized()
+    assert [*tmp_path.iterdir()] == []
+    said = capsys.readouterr().out
+    for word in ("dry run: nothing is started", "lr 0.001 (JSON; cosine)", "step 3 ", "█" * 40, "optimizer state"):
+        assert word in said
+    for name in ("config.yaml", "metrics.jsonl", "when it is interrupted; room for 4 at most", str(output)):
+        assert name in said
+    assert main([*words, "--set", "train_batch_size=6"]) == 2
+    assert "train_batch_size 6 is not micro-batch 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (0, (4, 4, 0, 8)),
+        (1, (4, 4, 1, 2)),
+        (2, (4, 1, 1, 2)),
+        (3, (1, 1, 1, 2)),
+    ],
+)
+def test_bytes_a_parameter_by_zero_stage(stage, expected):
+    # Catches: a share of the wrong thing. Known in closed form: fp32, AdamW, four data-parallel ranks.
+    plan = plan_of(4, stage)
+    [rank] = estimate(plan)
+    number = num_parameters(plan.model.whole)
+    assert rank.parameters == number
+    for value, bytes_each in zip((rank.weights, rank.gradients, rank.masters, rank.optimizer), expected, strict=True):
+        assert value == pytest.approx(bytes_each * number, abs=8)
+
+
+def test_activations_follow_the_layout():
+    # Catches: a stage that counts the whole model, and recomputation that changes nothing.
+    [one] = estimate(plan_of(1, 1))
+    first, last = estimate(plan_of(2, 1, "--pp", "2", "--grad-accum-steps", "2"))
+    assert first.parameters + last.parameters == one.parameters
+    assert first.activations + 2 * last.activations == pytest.approx(2 * one.activations, rel=0.01)
+    [cut] = estimate(plan_of(2, 1, "--tp", "2"))
+    assert one.activations / 2 < cut.activations < one.activations
+    [recomputed] = estimate(plan_of(1, 1, "--grad-checkpointing"))
+    assert 0 < recomputed.activations < one.activations
+    [kept] = estimate(plan_of(1, 1, "-b", "8"))
+    assert kept.activations == pytest.approx(2 * one.activations, rel=1e-6)
+
+
+def train_and_weigh(argv):
+    """On a rank: train, and give (bytes of weights, of ZeRO's masters, of the optimizer's states)."""
+    from unittest import mock
+
+    from ds_vit.train import main
+    from ds_vit.training.trainer import Trainer
+
+    found = []
+    carry_out = Trainer._carry_out
+
+    def weigh(trainer):
+        word = carry_out(trainer)
+        weights = sum(p.numel() * p.element_size() for p in trainer.engine.module.parameters())
+        states = trainer.engine.zero_map.base.state.values()
+        tensors = [t for state in states for t in state.values() if hasattr(t, "numel") and t.numel() > 1]
+        masters = sum(s.tensor.numel() * 4 for s in trainer.engine.zero_map.shards)
+        found.append((weights, masters, sum(t.numel() * t.element_size() for t in tensors)))
+        return word
+
+    with mock.patch.object(Trainer, "_carry_out", weigh):
+        assert main(argv) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize(("stage", "words"), [(2, ()), (1, ("--tp", "2"))])
+def test_it_is_what_deepspeed_takes(ranks, tmp_path, stage, words):
+    # Catches: an estimate that nobody ever held against a run.
+    argv = [*RUN, "--deepspeed_config", config_of(stage), "--max-steps", "1", "--warmup-steps", "0", *words]
+    [(weights, masters, states), _] = ranks.run(2, train_and_weigh, [*argv, "--output", str(tmp_path / "run")])
+    [rank] = estimate(plan_of(2, stage, *words))
+    assert weights == rank.weights
+    assert masters == pytest.approx(rank.masters, rel=0.01)  # ZeRO fills a partition up
+    assert states == pytest.approx(rank.optimizer, rel=0.01)
