@@ -189,12 +189,13 @@ class Reporter:
         self.draw(row)
         self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
         if not self.console.is_terminal:
-            epoch_loss = "" if row["epoch_loss"] is None else f" (epoch's mean {row['epoch_loss']:.5f})"
+            mean = "-" if row["epoch_loss"] is None else f"{row['epoch_loss']:.5f}"
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
-                f"step {step}/{self._total}  epoch {self._stamp(step)['epoch']}  loss {row['loss']:.5f}"
-                f"{epoch_loss}  lr {row['lr']:.3e}  "
-                f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}"
+                f"step {step}/{self._total}  epoch {self._stamp(step)['epoch']}  loss {row['loss']:.5f}  "
+                f"lr {row['lr']:.3e}  "
+                f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}  "
+                f"epoch's mean loss {mean}"
             )
 
     def draw(self, row: Mapping[str, Any]) -> None:
