@@ -1,58 +1,160 @@
-"""ds_vit from Python: the same run as the command line's.
+"""ds_vit from Python: what the command line does, as often as a program likes (docs/api.md).
 
 from ds_vit.api import train
-summary = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digits", model="vit_tiny_patch16_224",
-                img_size=16, model_kwargs={"patch_size": 4}, epochs=1)
+result = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digits", model="vit_tiny_patch16_224",
+               img_size=16, model_kwargs={"patch_size": 4}, epochs=1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
+from ds_vit.config.flags import OF_THE_PROGRAM
+from ds_vit.config.run_folder import RunFolder, weights_in
 from ds_vit.launching.process import discover
 
 if TYPE_CHECKING:
+    from ds_vit.data import Source
+    from ds_vit.interop.check import Difference
     from ds_vit.tools.predict import Predictions
 
+Row = Mapping[str, Any]
+Told = Callable[[Row], None]
 
-def train(**settings: Any) -> dict[str, Any]:
-    """Train as `launch/train.py` does, with its flags as keyword arguments (underscores for dashes).
 
-    Every rank calls it; a process group that exists already is used and left alone.
+class TrainResult(dict[str, Any]):
+    """What summary.json holds, on every rank, and where the run's files lie.
 
-    Returns:
-        What summary.json holds, on every rank.
+    Attributes:
+        folder: of the run; `folder.path` is its path, `folder.metrics` its metrics.jsonl, and so on.
+    """
+
+    def __init__(self, summary: Mapping[str, Any], folder: RunFolder) -> None:
+        super().__init__(summary)
+        self.folder = folder
+
+    @property
+    def completed(self) -> bool:
+        """Whether the run came to its end and everything is saved; else `self["exit"]` says what happened."""
+        return self["exit"] == "completed"
+
+    @property
+    def weights(self) -> Path | None:
+        """The weights of the end, or the index of their shards; None where there are none."""
+        return weights_in(self.folder.path, "raw")
+
+    @property
+    def checkpoints(self) -> tuple[Path, ...]:
+        """The folders of the checkpoints that are complete, oldest first."""
+        return tuple(sorted(self.folder.checkpoints.glob("step-*")))
+
+
+class EvaluationResult(dict[str, Any]):
+    """What eval.json holds, on every rank.
+
+    Attributes:
+        written_to: that file.
+    """
+
+    def __init__(self, figures: Mapping[str, Any], written_to: Path) -> None:
+        super().__init__(figures)
+        self.written_to = written_to
+
+
+def train(
+    *,
+    recipe: str | Path | None = None,
+    train_data: Any = None,
+    val_data: Any = None,
+    on_step: Told | None = None,
+    on_evaluation: Told | None = None,
+    on_checkpoint: Told | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train as `launch/train.py` does.
+
+    Every rank calls it. A process group that exists already is used and left alone; one that is made here stays until
+    the process ends.
+
+    Args:
+        recipe: a YAML file of flags; `settings` have the last word over it.
+        train_data: images of the program's own, in place of `dataset` and `data_dir`: an `ds_vit.data.Source`, or a
+            torch `Dataset` of (image, class number) without a transform (`DatasetSource` says what it must have).
+        val_data: the same for evaluation; None for none.
+        on_step: is called with each row of kind "train" of metrics.jsonl; `log_interval=1` makes that every step.
+        on_evaluation: with each row of kind "eval" and "eval_ema".
+        on_checkpoint: with each row of kind "checkpoint" whose checkpoint is complete, and its "path".
+        settings: the command line's flags, underscores for dashes; `deepspeed_config` is a path, or the file's
+            contents.
+
+    Callbacks are called on rank 0 alone, between two steps; what they raise ends the run.
 
     Raises:
         UserError: an unknown setting (the nearest is named), or anything that the command line would refuse.
     """
     from ds_vit.train import run
 
-    config, explicit = flags.from_values(settings)
-    return run(config, explicit, discover())
+    sources = None
+    if train_data is not None or val_data is not None:
+        sources = _sources(train_data, val_data, settings)
+    values = flags.over_recipe(flags.load_recipe(str(recipe)), settings) if recipe else settings
+    told = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
+    listeners = {kind: listener for kind, listener in told.items() if listener is not None}
+    config, explicit = flags.from_values(values)
+    summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
+    return TrainResult(summary, folder)
 
 
-def evaluate(source: str, **settings: Any) -> dict[str, Any]:
+def _sources(train_data: Any, val_data: Any, settings: dict[str, Any]) -> tuple[Source, Source | None]:
+    """The program's data, and the settings that say so."""
+    from ds_vit.data.sources.torch_dataset import as_source
+    from ds_vit.fault_tolerance.errors import UserError
+
+    if train_data is None:
+        raise UserError("val_data without train_data: give both, or name the data by dataset or data_dir")
+    for name in ("dataset", "data_dir", "train_split", "val_split"):
+        if settings.get(name):
+            raise UserError(f"train_data and {name} are both given; keep one")
+    source = as_source(train_data)
+    val = as_source(val_data, source.class_names) if val_data is not None else None
+    if val is not None and val.class_names != source.class_names:
+        raise UserError(
+            f"val_data has {val.num_classes} classes and train_data {source.num_classes}, or others in another order"
+        )
+    settings["dataset"] = OF_THE_PROGRAM
+    if val is None:
+        settings["val_split"] = ""
+    return source, val
+
+
+def evaluate(source: str | Path, data: Any = None, **settings: Any) -> EvaluationResult:
     """Exact accuracy of a run's weights, a checkpoint or a file, as `launch/eval.py`; every rank calls it.
 
     Args:
         source: a run's output folder, a checkpoint folder, or a file.
+        data: images of the program's own in place of the run's, as `train`'s `val_data`.
         settings: `weights`, `checkpoint` and `output`, and flags that have the last word over the run's config.yaml.
-
-    Returns:
-        What eval.json holds, on every rank.
 
     Raises:
         UserError: anything that the command line would refuse.
     """
-    from ds_vit.tools.evaluate import evaluate_weights
+    from ds_vit.tools import evaluate as tool
 
-    return evaluate_weights(source, **settings)
+    if data is not None:
+        from ds_vit.data.sources.torch_dataset import as_source
+
+        given = as_source(data)
+        settings |= {"dataset": OF_THE_PROGRAM, "sources": (given, given)}
+    output = tool.file_of(
+        source, **{name: settings[name] for name in ("weights", "checkpoint", "output") if name in settings}
+    )
+    return EvaluationResult(tool.evaluate_weights(source, again=True, **settings), output)
 
 
-def predict(source: str, images: Sequence[str], **settings: Any) -> Predictions:
+def predict(source: str | Path, images: Sequence[str], **settings: Any) -> Predictions:
     """The most probable classes of images, with names and probabilities, as `ds-vit predict`.
 
     Args:
@@ -72,7 +174,7 @@ def predict(source: str, images: Sequence[str], **settings: Any) -> Predictions:
     return tool.predict(source, images, **settings)
 
 
-def export(source: str, to: str, **settings: Any) -> Any:
+def export(source: str | Path, to: str, **settings: Any) -> Difference:
     """Write weights for another tool, as `ds-vit export`.
 
     Args:
@@ -81,7 +183,7 @@ def export(source: str, to: str, **settings: Any) -> Any:
         settings: `weights`, `checkpoint`, `output` and `labels`, and flags of the model and its pixels.
 
     Returns:
-        An `exchange.Difference`: the folder, and the largest difference of logits to the source. Where it is not
+        An `interop.check.Difference`: the folder, and the largest difference of logits to the source. Where it is not
         `within` the tolerance, nothing is kept.
 
     Raises:

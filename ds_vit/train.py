@@ -6,9 +6,10 @@ deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --model 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
 from ds_vit.config.durations import parse_seconds
@@ -17,6 +18,10 @@ from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.process import Process, job_end
 from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group
+
+if TYPE_CHECKING:
+    from ds_vit.config.run_folder import RunFolder
+    from ds_vit.data import Source
 
 EXAMPLES = """
 ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
@@ -34,15 +39,22 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     def body(process: Process) -> int:
         config, explicit = flags.parse(argv, program, EXAMPLES)
         with Signals().installed(is_local_main=process.local_rank == 0) as signals:
-            summary = run(config, explicit, process, signals)
+            summary, _ = run(config, explicit, process, signals)
         return exit_codes.OF_WORD[summary["exit"]]
 
     return guarded(program, body, "what came after the last checkpoint is not saved")
 
 
 def run(
-    config: flags.RunConfig, explicit: frozenset[str], process: Process, signals: Signals | None = None
-) -> dict[str, Any]:
+    config: flags.RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    signals: Signals | None = None,
+    *,
+    again: bool = False,
+    sources: tuple[Source, Source | None] | None = None,
+    listeners: Mapping[str, Callable[[Mapping[str, Any]], None]] = MappingProxyType({}),
+) -> tuple[dict[str, Any], RunFolder]:
     """Carry out one run: prepare, start the ranks, train, evaluate, save.
 
     Args:
@@ -50,9 +62,12 @@ def run(
         explicit: which of them were given.
         process: this rank.
         signals: that this process is told to stop by; None for a caller who handles them himself.
+        again: as for `process_group`.
+        sources: the images of training and evaluation, where the flags do not name them.
+        listeners: kind of a row of metrics.jsonl → what is called with each such row, on rank 0.
 
     Returns:
-        What summary.json holds, on every rank; of --dry-run how it ended alone.
+        What summary.json holds, on every rank (of --dry-run how it ended alone); the run's folder.
 
     Raises:
         UserError: input that cannot be; before the process group exists wherever that can be known.
@@ -80,16 +95,17 @@ def run(
         on_cpu = get_accelerator().device_name() == "cpu"
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
     with doing("listing the images, building the model", shown=is_main):
-        plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at)
+        plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
     if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     if config.dry_run:
-        if process.rank == 0:
-            show_dry_run(plan, get_accelerator().device_name(), Path(config.output or default_folder(config.model)))
-        return {"exit": "dry run"}
+        folder = Path(config.output or default_folder(config.model))
+        if is_main:
+            show_dry_run(plan, get_accelerator().device_name(), folder)
+        return {"exit": "dry run"}, RunFolder(folder)
     check_shared(config.output or DEFAULT_PARENT, process)
 
-    with process_group(process, on_cpu=on_cpu):
+    with process_group(process, on_cpu=on_cpu, again=again):
         if signals is not None:
             signals.ranks_have_met = not config.eval_only
             signals.moment = "while no training is under way"
@@ -109,5 +125,5 @@ def run(
             if config.eval_only:
                 summary = run_evaluation(plan, run_folder, groups, started, watchdog)
             else:
-                summary = Trainer(plan, run_folder, groups, started, watchdog, signals).run()
-    return summary
+                summary = Trainer(plan, run_folder, groups, started, watchdog, signals, listeners).run()
+    return summary, run_folder

@@ -27,6 +27,10 @@ _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
 
+OF_THE_PROGRAM = "python"
+"""The `dataset` of a run whose images a program gave (`ds_vit.api.train`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(MixConfig, AugmentConfig):
     """Every flag of `launch/train.py`, by the name it has in a recipe; defaults are timm's where timm has the flag.

@@ -76,6 +76,10 @@ class RunFolder:
         """The folder around the checkpoints."""
         return self.path / "checkpoints"
 
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
     @property
     def samples(self) -> Path:
         """The folder of --log-samples."""

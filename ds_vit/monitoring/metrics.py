@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +139,7 @@ class Lagging:
         return before
 
 
+Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
 Events = Callable[[Sequence[tuple[str, float, int]]], None]
 
 
@@ -147,17 +149,25 @@ class Reporter:
     Args:
         folder: of the run; metrics.jsonl and tensorboard/ are made in it.
         total_steps: where the progress bar ends.
-        console: where to speak; a terminal gets a progress bar, anything else plain lines.
+        console: where to speak; a terminal gets a moving line, anything else plain lines.
         stamp: step → what each row has beside its own: epoch, wall_seconds.
+        listeners: kind of row → what is called with each of that kind; a checkpoint's has its "path" too.
     """
 
     def __init__(
-        self, folder: RunFolder, *, total_steps: int, console: Console, stamp: Callable[[int], Mapping[str, float]]
+        self,
+        folder: RunFolder,
+        *,
+        total_steps: int,
+        console: Console,
+        stamp: Callable[[int], Mapping[str, float]],
+        listeners: Listeners = MappingProxyType({}),
     ) -> None:
         self.console = console
         self._stamp = stamp
         self._folder = folder
         self._total = total_steps
+        self._listeners = listeners
         self._events: Events | None = None
         self._unwritten = b""
         self._refused = False  # a file, and that has been said
@@ -307,8 +317,12 @@ class Reporter:
             self.say(f"WARNING: {self.num_lost} rows of {self._folder.metrics} are lost")
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._unwritten += to_json({**row, **self._stamp(row["step"])}).encode() + b"\n"
+        row = {**row, **self._stamp(row["step"])}
+        self._unwritten += to_json(row).encode() + b"\n"
         self._write_rows()
+        if row["kind"] in self._listeners and "error" not in row:
+            path = {"path": self._folder.checkpoint(row["step"])} if row["kind"] == "checkpoint" else {}
+            self._listeners[row["kind"]]({**row, **path})
 
     def _write_rows(self) -> None:
         """Write what there is, as far as the disk takes it; the rest is kept."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ds_vit import config as flags
 from ds_vit.config.deepspeed_rules import MONITORS
 from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.data import Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -94,6 +95,8 @@ def evaluate_weights(
     *,
     output: str | Path | None = None,
     process: Process | None = None,
+    again: bool = False,
+    sources: tuple[Source, Source] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate weights on the validation split; every rank calls it.
@@ -104,6 +107,8 @@ def evaluate_weights(
         checkpoint: which one of a run's; see `find_weights`.
         output: the file to write; default `eval.json` in the run's folder or beside the weights.
         process: this rank, where it is known already.
+        again: as for `process_group`.
+        sources: the images, twice, where the flags do not name them.
         settings: flags by their recipe names; they have the last word over the run's config.yaml.
 
     Returns:
@@ -123,12 +128,17 @@ def evaluate_weights(
     if not values.get("deepspeed_config"):
         raise UserError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
-    file = Path(output) if output else RunFolder(found.folder).evaluation
+    file = file_of(source, weights, checkpoint, output)
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
         raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
         found.verify()
-    return _run(config, explicit, process, found, file, str(source))
+    return _run(config, explicit, process, found, file, str(source), sources, again=again)
+
+
+def file_of(source: str | Path, weights: str = "raw", checkpoint: str = "", output: str | Path | None = None) -> Path:
+    """Where `evaluate_weights` writes."""
+    return Path(output) if output else RunFolder(find_weights(source, weights, checkpoint).folder).evaluation
 
 
 def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
@@ -154,6 +164,9 @@ def _run(
     found: StoredWeights,
     file: Path,
     source: str,
+    sources: tuple[Source, Source] | None,
+    *,
+    again: bool,
 ) -> dict[str, Any]:
     """Prepare, start the ranks, evaluate, write."""
     with doing("importing DeepSpeed", shown=process.rank == 0):
@@ -170,7 +183,7 @@ def _run(
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
-        plan = prepare(config, explicit, process, on_cpu=on_cpu)
+        plan = prepare(config, explicit, process, on_cpu=on_cpu, sources=sources)
     task = plan.model.task
     if lacking := plan.model.initial_checkpoint.newly_initialised:
         what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
@@ -187,7 +200,7 @@ def _run(
     plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
-    with process_group(process, on_cpu=on_cpu):
+    with process_group(process, on_cpu=on_cpu, again=again):
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(plan.parallel.layout)
         watch = Watch(show=pictures.update, doing=line.doing)

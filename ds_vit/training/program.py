@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import time
@@ -67,8 +68,15 @@ def _ranks_that_have_met() -> int:
 
 
 @contextlib.contextmanager
-def process_group(process: Process, *, on_cpu: bool) -> Iterator[None]:
-    """Meet the other ranks for the block, unless the process group exists already."""
+def process_group(process: Process, *, on_cpu: bool, again: bool = False) -> Iterator[None]:
+    """Meet the other ranks for the block, unless the process group exists already.
+
+    Args:
+        process: this rank.
+        on_cpu: there is no accelerator.
+        again: this process may come here again, and the group stays until it ends: DeepSpeed 0.19.8 keeps the groups
+            of the first engine, and finds them gone in the second one.
+    """
     import torch.distributed as dist
 
     from ds_vit.engine.start import device_of, init_distributed, share_cores
@@ -79,5 +87,7 @@ def process_group(process: Process, *, on_cpu: bool) -> Iterator[None]:
     made_group = init_distributed(rendezvous(process))
     yield
     # Not after an error: another rank may be inside a collective, where a goodbye would wait for it.
-    if made_group:
+    if made_group and again:
+        atexit.register(dist.destroy_process_group)
+    elif made_group:
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import forward_flops
 from ds_vit.monitoring.gradients import GradientHealth
-from ds_vit.monitoring.metrics import Lagging, Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
 from ds_vit.monitoring.progress import Counted
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
@@ -47,6 +48,7 @@ class Trainer:
         started: `time.perf_counter()` when the program began.
         watchdog: is told of every bit of progress.
         signals: that this rank has had, or None where they are not listened for.
+        listeners: as for `Reporter`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Trainer:
         started: float,
         watchdog: Watchdog,
         signals: Signals | None = None,
+        listeners: Listeners = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self.folder = folder
@@ -82,8 +85,13 @@ class Trainer:
         # TensorBoard gets 200 points of a short run too.
         self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
         if plan.parallel.process.rank == 0:
-            total_steps = plan.optimizer.total_steps
-            self.reporter = Reporter(folder, total_steps=total_steps, console=make_console(), stamp=self._stamp)
+            self.reporter = Reporter(
+                folder,
+                total_steps=plan.optimizer.total_steps,
+                console=make_console(),
+                stamp=self._stamp,
+                listeners=listeners,
+            )
 
     def run(self) -> dict[str, Any]:
         """Build, train, evaluate, save.

@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
-from ds_vit.data import Share
+from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -124,7 +124,13 @@ class Plan:
 
 
 def prepare(
-    config: RunConfig, explicit: frozenset[str], process: Process, *, on_cpu: bool, stop_at: float | None = None
+    config: RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    *,
+    on_cpu: bool,
+    stop_at: float | None = None,
+    sources: tuple[Source, Source | None] | None = None,
 ) -> Plan:
     """Resolve a run.
 
@@ -134,6 +140,7 @@ def prepare(
         process: this rank.
         on_cpu: there is no accelerator.
         stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
+        sources: the images of training and evaluation, where the flags do not name them.
 
     Raises:
         UserError: one message for people, with the numbers and the way out.
@@ -147,7 +154,7 @@ def prepare(
     told = read(config, on_cpu=on_cpu)
     parallel = resolve_parallel(config, process, told)
     resume = find_resume(config)
-    data = resolve_data(config, told, parallel.layout, resume)
+    data = resolve_data(config, told, parallel.layout, resume, sources)
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
     told = write_out(told, data, optimizer, model.whole)

@@ -9,6 +9,7 @@ from functools import partial
 from ds_vit.config import RunConfig, spelling
 from ds_vit.config.deepspeed_json import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
+from ds_vit.config.flags import OF_THE_PROGRAM
 from ds_vit.data import SampleOrder, Source, open_source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
@@ -37,7 +38,13 @@ class DataPlan:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
-def resolve_data(config: RunConfig, told: DeepSpeedPlan, layout: Layout, resume: Resume | None) -> DataPlan:
+def resolve_data(
+    config: RunConfig,
+    told: DeepSpeedPlan,
+    layout: Layout,
+    resume: Resume | None,
+    sources: tuple[Source, Source | None] | None = None,
+) -> DataPlan:
     """Open the splits and resolve the batch, which is the checkpoint's in a run that goes on.
 
     Raises:
@@ -64,7 +71,7 @@ def resolve_data(config: RunConfig, told: DeepSpeedPlan, layout: Layout, resume:
         raise UserError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
-    train, val = _open_sources(config)
+    train, val = sources or _open_sources(config)
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out:
             files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
@@ -110,6 +117,11 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
     Evaluation alone can do without a training split (--train-split ''): the evaluation split stands for both, and
     then it must have an example folder of every class, because nothing else says which class has which number.
     """
+    if config.dataset == OF_THE_PROGRAM:
+        raise UserError(
+            "this run's images were given by a Python program (train_data): let it go on there, or name the images by "
+            "--dataset or --data-dir"
+        )
     opened = partial(open_source, config.dataset, config.data_dir or None, download=config.dataset_download)
     if config.eval_only and not config.val_split:
         raise UserError("there is nothing to evaluate without a --val-split")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,9 +63,12 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
         UserError: keys or values that cannot be, or flags that contradict them.
     """
     path = config.deepspeed_config
-    given = parse_set(config.set)
-    file = data = overlay(deepspeed_json.load_json(path), given, path)
-    of_a_run = deepspeed_json.derived_path(path).is_file()
+    given, of_a_run = parse_set(config.set), False
+    if isinstance(path, Mapping):  # from a program
+        path, stored = "deepspeed_config", copy.deepcopy(dict(path))
+    else:
+        stored, of_a_run = deepspeed_json.load_json(path), deepspeed_json.derived_path(path).is_file()
+    file = data = overlay(stored, given, path)
     if given:
         path += f" with --set {' '.join(config.set)}"
     deepspeed_keys.check_keys(data, path)
