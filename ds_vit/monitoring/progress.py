@@ -67,6 +67,11 @@ class Line:
             else:
                 self.close()
 
+    @property
+    def moves(self) -> bool:
+        """Whether `step` shows anything."""
+        return self._training is not None
+
     def train(self, total_steps: int, done: int) -> None:
         """Training begins, `done` steps of which have been done before."""
         if self._console is not None:

@@ -255,7 +255,7 @@ class Trainer:
             self._log(step, lr, scale, result)
         elif step % self.draw_interval == 0:
             self._draw(step, lr, scale, result)
-        if self.reporter:
+        if self.reporter and self.reporter.line.moves:
             # This rank's own loss: the mean over all ranks would have to wait for them.
             late = self.loss_of_late.exchange(result.loss)
             self.reporter.line.step(step, loss=late, images=plan.data.batch.global_batch)

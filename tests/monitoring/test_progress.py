@@ -91,6 +91,7 @@ def test_a_file_gets_no_line():
     line.step(1, loss=1.0, images=1)
     line.close()
     assert file.getvalue() == ""
+    assert not line.moves
 
 
 def test_a_lagging_figure_is_the_one_before():
