@@ -60,6 +60,7 @@ def test_left_and_speed_are_those_of_the_last_steps(ticking):
         line.step(step, images=8)
         with line.doing("evaluation", 3) as counted:
             assert list(counted(range(3))) == [0, 1, 2]
+            progress.time.perf_counter()  # it takes its time
     line.close()
     assert "10/100" in lines(file)[-1]
     assert "16 img/s  0m45s left" in lines(file)[-1]
@@ -73,6 +74,7 @@ def test_what_is_over_leaves_nothing():
         pass
     assert any("reading the checkpoint" in drawn for drawn in lines(file))
     assert "\x1b[2K" in file.getvalue().rpartition("0:00:00")[2], "it is erased"
+    assert "\n" not in file.getvalue(), "and no empty line is left"
     line.train(2, 0)
     with line.doing("evaluation", 2):
         pass
