@@ -97,7 +97,9 @@ def file_rows(plan: Plan, folder: Path) -> Rows:
         ("weights", f"{in_words(weights + average)} at the end"),
     ]
     interval = plan.config.checkpoint_interval
-    often = "when it is interrupted" if interval == "0" else f"every {interval}{' steps' * interval.isdigit()}"
+    often = {"0": "when it is interrupted", "epoch": "at each epoch's end"}.get(
+        interval, f"every {interval}{' steps' * interval.isdigit()}"
+    )
     keep = plan.config.keep_checkpoints
     kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
     rows.append((f"{at.checkpoints.name}/", f"{in_words(weights + states + average)} each, {often}{kept}"))

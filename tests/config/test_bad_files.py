@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 JSON_FILES = {
     "folder.json": "Is a directory",
     "binary.json": "not UTF-8",
-    "empty.json": 'has no "optimizer"',
+    "empty.json": "malformed JSON",
     "list.json": "one JSON object, not a list",
     "endless.json": "malformed JSON: maximum recursion depth",
     "digits.json": "malformed JSON: Exceeds the limit",

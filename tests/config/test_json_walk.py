@@ -125,7 +125,7 @@ def test_the_walk_sees_what_is_wrong(ranks, tmp_path):
     """A traceback on the ranks, a curve that moves, a key that is passed over: the walk must say so, and go on."""
     [base] = [case for case in CASES if str(case).startswith("steps_per_print=1-0")]
     file = base.reference
-    crash = {**file, "steps_per_print": "a number"}
+    crash = {**file, "flops_profiler": {"enabled": True, "profile_step": "a step"}}
     other = {**file, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
     ended = run_on_ranks(ranks, [(file, 0), (crash, 0), (other, 0), (file, 0)], tmp_path)
     assert [verdict.kind for verdict in ended] == ["works", "traceback", "works", "works"]

@@ -49,7 +49,7 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
     said = capsys.readouterr().out
     for word in ("dry run: nothing is started", "lr 0.001 (JSON; cosine)", "step 3 ", "█" * 40, "optimizer state"):
         assert word in said
-    for name in ("config.yaml", "metrics.jsonl", "when it is interrupted; room for 4 at most", str(output)):
+    for name in ("config.yaml", "metrics.jsonl", "at each epoch's end; room for 4 at most", str(output)):
         assert name in said
     assert main([*words, "--set", "train_batch_size=6"]) == 2
     assert "train_batch_size 6 is not micro-batch 4" in capsys.readouterr().err
