@@ -303,7 +303,7 @@ def show_end(
         process = plan.parallel.process
         sentence = f"interrupted {place}; go on with: {command_to_go_on(folder.path, process.world_size)}"
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-        say_last(sentence)
+        say_last(sentence, stopped=True)
     else:
         print_table(console, "done", rows)
     try:
