@@ -59,7 +59,7 @@ def _show_memory(plan: Plan, console: Console) -> None:
     named = {
         "weights": ("weights", in_host["param"]),
         "gradients": ("gradients", False),
-        "masters": ("fp32 masters", in_host["optimizer"]),
+        "masters": ("masters", in_host["optimizer"]),
         "optimizer": ("optimizer state", in_host["optimizer"]),
         "average": ("average", False),
         "activations": ("activations (estimated)", False),

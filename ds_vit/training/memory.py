@@ -1,8 +1,8 @@
 """How much memory a rank will need: an estimate from shapes alone, before anything is built.
 
-What DeepSpeed keeps at each ZeRO stage is counted exactly; activations are estimated from what autograd keeps of one
-image in fp32. Not counted: ZeRO's buckets, copies for the time of a step, the loader, and what a GPU's context, its
-libraries and its allocator take (2 to 3 GB).
+What DeepSpeed keeps at each ZeRO stage is counted from shapes and types; activations are estimated from what autograd
+keeps of one image in fp32. Not counted: ZeRO's buckets, copies for the time of a step, the loader, and what a GPU's
+context, its libraries and its allocator take (2 to 3 GB).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankMemory:
         parameters: how many it works with, its tensor slice of each (ZeRO-3 keeps a share of them).
         weights: in the type of the forward pass.
         gradients: of a step, as they wait for the update.
-        masters: fp32 copies of the weights that ZeRO updates.
+        masters: copies of the weights that ZeRO updates, in fp32 unless the JSON says bf16.
         optimizer: the optimizer's state.
         average: of the weights, with --model-ema.
         activations: that wait for the backward pass at the fullest moment; estimated.
@@ -70,6 +70,9 @@ def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemo
     optimizer, stage, dp = plan.optimizer, plan.deepspeed.zero_stage, plan.parallel.layout.dp
     sizes = {name: parameter.numel() for layer in layers for name, parameter in layer.named_parameters()}
     of_type = 4 if plan.deepspeed.precision.compute == "float32" else 2
+    types, bf16 = plan.deepspeed.json.get("data_types") or {}, plan.deepspeed.json.get("bf16") or {}
+    of_gradient = 4 if types.get("grad_accum_dtype") in ("fp32", "float32", "float") else of_type
+    of_master = 2 if bf16.get("bf16_master_weights_and_grads") else 4  # and of the optimizer's states
     weights = of_type * sum(sizes.values()) // (dp if stage == 3 else 1)
     if optimizer is None:
         return RankMemory(sum(sizes.values()), weights, 0, 0, 0, 0, 0)
@@ -82,9 +85,9 @@ def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemo
     return RankMemory(
         parameters=sum(sizes.values()),
         weights=weights,
-        gradients=of_type * elements // (dp if stage >= 2 else 1),
-        masters=4 * elements // dp if stage else 0,
-        optimizer=4 * states // share,
+        gradients=of_gradient * elements // (dp if stage >= 2 else 1),
+        masters=of_master * elements // dp if stage else 0,
+        optimizer=of_master * states // share,
         average=4 * elements // share if plan.config.model_ema else 0,
         activations=activations,
     )

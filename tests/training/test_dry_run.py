@@ -74,6 +74,19 @@ def test_bytes_a_parameter_by_zero_stage(stage, expected):
         assert value == pytest.approx(bytes_each * number, abs=8)
 
 
+def test_bytes_a_parameter_in_bf16():
+    # Catches: gradients and masters in the wrong type. Two data-parallel ranks, ZeRO-1.
+    for words, expected in (
+        ((), (2, 2, 2, 4)),
+        (("--set", "data_types.grad_accum_dtype=fp32"), (2, 4, 2, 4)),
+        (("--set", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true"), (2, 2, 1, 2)),
+    ):
+        plan = plan_of(2, 1, "--set", "bf16.enabled=true", *words)
+        [rank] = estimate(plan)
+        found = (rank.weights, rank.gradients, rank.masters, rank.optimizer)
+        assert found == pytest.approx([n * num_parameters(plan.model.whole) for n in expected], abs=8), words
+
+
 def test_activations_follow_the_layout():
     # Catches: a stage that counts the whole model, and recomputation that changes nothing.
     [one] = estimate(plan_of(1, 1))
