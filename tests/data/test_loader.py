@@ -439,6 +439,7 @@ def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     assert (tmp_path / "ended in").read_text() == f"{os.getpid()}\n"
 
 
+@pytest.mark.parametrize("load_images", [True, False])
 def test_skipped_evaluation_images_do_not_count(damaged, load_images):
     """Would catch a bad image counted as a wrong answer, or as another image's right one; and by one stage alone."""
     source = open_source("", str(damaged), "val")
