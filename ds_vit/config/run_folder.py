@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "samples"
 
     @property
+    def skipped(self) -> Path:
+        """Images that could not be decoded under --on-bad-image skip, each once."""
+        return self.path / "skipped_images.jsonl"
+
+    @property
     def evaluation(self) -> Path:
         """Written by `ds-vit eval`."""
         return self.path / "eval.json"

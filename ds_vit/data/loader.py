@@ -52,7 +52,8 @@ class MicroBatch(NamedTuple):
         erase: boxes to erase (top, left, bottom, right), int32 [R, N, 4], or None.
         mix: how the own rows are mixed, or None when mixing is not configured.
         num_rows: B.
-        num_skipped: own rows whose image could not be decoded. Every rank that reads a row counts it.
+        skipped: (number in the source, reason) of each own row whose image could not be decoded. Every rank that reads
+            a row counts it.
     """
 
     keys: torch.Tensor
@@ -63,7 +64,12 @@ class MicroBatch(NamedTuple):
     erase: torch.Tensor | None
     mix: PairMix | None
     num_rows: int
-    num_skipped: int
+    skipped: Sequence[tuple[int, str]] = ()
+
+    @property
+    def num_skipped(self) -> int:
+        """Own rows whose image could not be decoded."""
+        return len(self.skipped)
 
 
 class _Reader:
@@ -89,7 +95,7 @@ class _Reader:
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool], replace: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, np.ndarray]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[int, str]]:
         """Read the valid rows.
 
         Args:
@@ -97,18 +103,19 @@ class _Reader:
             replace: take another sample for an image that cannot be decoded (when such ones are skipped at all).
 
         Returns:
-            images uint8 [R, 3, H, W] or None, targets or None, and whether each row's own image was bad, bool [R].
+            images uint8 [R, 3, H, W] or None, targets or None, and, of rows whose own image was bad, the reason.
         """
         images = torch.zeros((len(indices), 3, *self.img_size), dtype=torch.uint8) if self.load_images else None
         targets = self._no_targets(len(indices)) if self._load_targets else None
-        bad = np.zeros(len(indices), dtype=bool)
+        bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
             if not is_valid:
                 continue
             # Which sample stands in for a bad image decides the target too, so that skipping has to decode always.
             if self.load_images or self._skip:
-                pixels, read_index = self._image(index, key, replace)
-                bad[row] = read_index != index
+                pixels, read_index, reason = self._image(index, key, replace)
+                if read_index != index:
+                    bad[row] = reason
                 if self.load_images and pixels is not None:
                     images[row] = pixels
                 index = read_index
@@ -122,19 +129,21 @@ class _Reader:
             return torch.zeros((num_rows, self.source.num_classes), dtype=torch.float32)
         return torch.zeros(num_rows, dtype=torch.int64)
 
-    def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | None, int | None]:
-        """The pixels of a sample, or of the first of its keyed replacements that can be decoded, and its number."""
+    def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | None, int | None, str]:
+        """The pixels of a sample, or of the first of its keyed replacements that can be decoded; its number; why."""
         tried = 0
+        reason = ""
         candidate = index
         while True:
             try:
                 image = self.source.image(candidate)
-                return (self._transform(image, key) if self.load_images else None), candidate
+                return (self._transform(image, key) if self.load_images else None), candidate, reason
             except ImageDecodeError as error:
                 if not self._skip:
                     raise
+                reason = reason or error.reason
                 if not replace:
-                    return None, None
+                    return None, None, reason
                 if tried == _REPLACEMENTS_TRIED:
                     raise ImageDecodeError(
                         f"{error}; nor can the {tried} others that were tried in its place"
@@ -198,7 +207,7 @@ class _TrainBatches(_Batches):
             erase=erase,
             mix=self._draw_mix(rows, len(own), keys.tolist(), mixes) if self._mix.active else None,
             num_rows=len(own),
-            num_skipped=int(bad[: len(own)].sum()),
+            skipped=[(int(indices[row]), reason) for row, reason in bad.items() if row < len(own)],
         )
 
     def _draw_mix(self, rows: list[int], num_rows: int, keys: list[int], mixes: bool) -> PairMix:
@@ -237,11 +246,11 @@ class _EvalBatches(_Batches):
             indices=torch.from_numpy(indices),
             images=images,
             targets=targets,
-            valid=torch.from_numpy(valid & ~bad),
+            valid=torch.from_numpy(valid & ~np.isin(np.arange(len(valid)), list(bad))),
             erase=None,
             mix=None,
             num_rows=self._batch,
-            num_skipped=int(bad.sum()),
+            skipped=[(int(indices[row]), reason) for row, reason in bad.items()],
         )
 
 

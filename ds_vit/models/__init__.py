@@ -1,7 +1,7 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
-from ds_vit.models.flops import LayerCost, forward_flops, layer_costs
+from ds_vit.models.flops import LayerCost, forward_flops, layer_costs, training_flops
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, HeadLayer, Layer, block_stacks, take_apart
@@ -72,5 +72,6 @@ __all__ = [
     "supported_names",
     "take_apart",
     "timm_names",
+    "training_flops",
     "unpatchify",
 ]

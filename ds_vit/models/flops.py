@@ -26,6 +26,26 @@ def forward_flops(model: TimmViT) -> int:
     return sum(cost.flops for cost in layer_costs(model))
 
 
+def training_flops(model: TimmViT, frozen: frozenset[str]) -> int:
+    """Floating-point operations of one image in a training step: of a model trained whole, three times `forward_flops`.
+
+    Backward costs each layer as much as forward for its input's gradient, from the first layer that is trained on, and
+    as much for its weights', by the share of them that is trained. Nothing goes back through what lies before.
+
+    Args:
+        model: as for `forward_flops`.
+        frozen: names of the parameters that are not trained.
+    """
+    total, goes_back = 0.0, False
+    layers = take_apart(model)
+    for layer, cost in zip(layers, layer_costs(model, layers), strict=True):
+        sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.ndim > 1}
+        trained = sum(size for name, size in sizes.items() if name not in frozen)
+        goes_back = goes_back or any(name not in frozen for name, _ in layer.named_parameters())
+        total += cost.flops * (1 + goes_back + (trained / sum(sizes.values()) if sizes else goes_back))
+    return round(total)
+
+
 class LayerCost(NamedTuple):
     """What one layer costs for one image: forward FLOPs, and fp32 bytes of what its backward pass keeps."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def evaluate_plan(
     device: torch.device,
     groups: Groups,
     watch: Watch,
+    skipped: Path | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """Build the model of a plan and evaluate it (a collective).
 
@@ -37,13 +39,17 @@ def evaluate_plan(
         device: where this rank computes.
         groups: of the run.
         watch: hears of it.
+        skipped: file that images are named in that could not be decoded, or None.
 
     Returns:
         The engine; the figures of the task's metrics, the same on every rank.
     """
     with watch.doing("building the model", None):
         engine = build_engine(plan, device, groups)
-    return engine, evaluate(engine, InputPipeline(plan, engine, Throughput()), watch)
+    inputs = InputPipeline(plan, engine, Throughput(), skipped=skipped)
+    figures = evaluate(engine, inputs, watch)
+    inputs.skipped.gather()
+    return engine, figures
 
 
 def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog) -> dict[str, Any]:
@@ -76,15 +82,15 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
     watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, Line(console).doing)
-    engine, figures = evaluate_plan(plan, device, groups, watch)
+    engine, figures = evaluate_plan(plan, device, groups, watch, folder.skipped)
     if reporter:
         reporter.start(events=engine.write_events)
         reporter.eval({"step": 0, **figures}, plan.model.task.figures)
         reporter.pictures(0, pictures)
         reporter.close()
     seconds = time.perf_counter() - started
-    num_skipped = len(plan.data.val_source) - int(figures["images"])
-    summary = summarise(plan, [figures], [], Throughput(), num_skipped, seconds, steps=0, exit_word="completed")
+    skipped = {"skipped_images": len(plan.data.val_source) - int(figures["images"])}
+    summary = summarise(plan, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
     show_end(plan, folder, summary, console)
     engine.close()
     return summary

@@ -22,6 +22,7 @@ from ds_vit.engine.base import Engine
 from ds_vit.monitoring.metrics import Throughput
 from ds_vit.tasks import Batch, Field
 from ds_vit.training.plan import Plan
+from ds_vit.training.skipped_images import SkippedImages
 
 
 @dataclass
@@ -49,16 +50,23 @@ class InputPipeline:
         engine: its device, type and process groups.
         throughput: is told how long the loop waited for data.
         samples: folder for files of the samples that each step used (--log-samples), or None.
+        skipped: file that images are named in that could not be decoded, or None.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, throughput: Throughput, samples: Path | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        throughput: Throughput,
+        samples: Path | None = None,
+        skipped: Path | None = None,
+    ) -> None:
         self.plan = plan
         self.engine = engine
         self.throughput = throughput
         self.loads = plan.parallel.layout.tp_rank(plan.parallel.process.rank) == 0
         self.samples = samples
-        self.skipped_images = 0
-        """Images of this rank that could not be decoded and were replaced; a row is counted by one rank alone."""
+        self.skipped = SkippedImages(skipped, active=plan.config.on_bad_image == "skip")
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Batch]:
         """The micro-batches of the run from a step on; the time they are waited for is counted.
@@ -92,7 +100,9 @@ class InputPipeline:
             if batch is None:
                 return
             if plan.parallel.has_images:
-                self.skipped_images += batch.num_skipped
+                # Noted here alone: a row is read on several ranks.
+                step = number // plan.data.batch.accumulation
+                self.skipped.found(plan.data.train_source, batch.skipped, step // plan.data.order.steps_per_epoch)
                 self._log_samples(number, batch)
             yield self._share(self._finish(fields, batch, training=True))
 
@@ -134,6 +144,7 @@ class InputPipeline:
         for batch in loader:
             if self.plan.parallel.has_targets:  # once a row: where it is counted
                 inputs.num_skipped += batch.num_skipped
+                self.skipped.found(self.plan.data.val_source, batch.skipped, None)
             valid = finish_valid(batch, device=self.engine.device)
             yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 

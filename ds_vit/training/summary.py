@@ -23,7 +23,7 @@ from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.launching.last_word import say_last
-from ds_vit.models import no_weight_decay_names, num_parameters
+from ds_vit.models import no_weight_decay_names, num_parameters, training_flops
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
 from ds_vit.optim.build import rules_of
@@ -58,14 +58,13 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
     if interval := told.checkpointing.interval:
         blocks = "each block" if interval == 1 else f"every {interval} blocks"
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if told.checkpointing.cpu else "")
-    frozen = f", {len(model.frozen)} tensors frozen" if model.frozen else ""
     images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
     return [
         ("model", plan.config.model),
-        ("parameters", f"{num_parameters(model.whole):,}{frozen}"),
-        ("FLOPs an image", f"{flops / 1e9:.3f} G forward, {3 * flops / 1e9:.3f} G in training"),
+        ("parameters", _parameters(plan)),
+        ("FLOPs an image", f"{flops / 1e9:.3f} G forward" + _in_training(plan)),
         ("layout", layout),
         ("precision", _precision(plan, device)),
         ("data", images),
@@ -81,6 +80,21 @@ def _batch_origins(told: DeepSpeedPlan) -> str:
     words = {"train_micro_batch_size_per_gpu": "micro-batch", "gradient_accumulation_steps": "accumulation"}
     given = [f"{word}: {told.origins[key]}" for key, word in words.items() if key in told.origins]
     return f" ({', '.join(given)})" if given else ""
+
+
+def _parameters(plan: Plan) -> str:
+    """How many, and how many of them are trained."""
+    whole, frozen = plan.model.whole, plan.model.frozen
+    if not frozen:
+        return f"{num_parameters(whole):,}"
+    trained = sum(parameter.numel() for name, parameter in whole.named_parameters() if name not in frozen)
+    return f"{num_parameters(whole):,}, {trained:,} of them trained ({len(frozen)} tensors frozen)"
+
+
+def _in_training(plan: Plan) -> str:
+    if plan.optimizer is None:
+        return ""
+    return f", {training_flops(plan.model.whole, plan.model.frozen) / 1e9:.3f} G in training"
 
 
 def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
@@ -145,7 +159,7 @@ def summarise(
     evaluations: Sequence[Mapping[str, float]],
     ema_evaluations: Sequence[Mapping[str, float]],
     throughput: Throughput,
-    skipped_images: int,
+    skipped: Mapping[str, Any],
     wall_seconds: float,
     *,
     steps: int,
@@ -158,7 +172,8 @@ def summarise(
         evaluations: the figures of all evaluations, in order.
         ema_evaluations: those of the average.
         throughput: of the training steps.
-        skipped_images: images that could not be decoded and were replaced.
+        skipped: images that could not be decoded: skipped_images, and where there are any, skipped_by_file and
+            skipped_by_epoch.
         wall_seconds: of all the processes that this run has had.
         steps: that are done.
         exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint, the
@@ -191,7 +206,7 @@ def summarise(
         "images_per_second": throughput.total_images / seconds if seconds else None,
         "wall_seconds": wall_seconds,
         **average,
-        "skipped_images": skipped_images,
+        **skipped,
         "exit": exit_word,
     }
 
@@ -212,7 +227,10 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
         instead = "do not count" if plan.config.eval_only else "were replaced"
-        rows.append(("skipped images", f"{summary['skipped_images']} could not be decoded and {instead}"))
+        said = f"{summary['skipped_images']} could not be decoded and {instead}"
+        if files := len(summary.get("skipped_by_file", ())):
+            said += f" ({files} file{'s' if files > 1 else ''}: {RunFolder(folder).skipped.name})"
+        rows.append(("skipped images", said))
     apart = plan.model.task.weight_files()
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))

@@ -16,7 +16,7 @@ from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.models import forward_flops
+from ds_vit.models import forward_flops, training_flops
 from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
 from ds_vit.monitoring.progress import Counted
@@ -69,14 +69,16 @@ class Trainer:
         self.signals = signals
         self.device = device_of(plan.parallel.process.local_rank)
         # Of rank 0, which tells them.
-        self.flops = forward_flops(plan.model.whole) if plan.parallel.process.rank == 0 else 0
+        is_first = plan.parallel.process.rank == 0
+        self.flops = forward_flops(plan.model.whole) if is_first else 0
+        self.training_flops = training_flops(plan.model.whole, plan.model.frozen) if is_first else 0
         self.peak = peak_tflops(self.device, plan.deepspeed.precision.name)
         self.throughput = Throughput()
         self.evaluations: list[dict[str, float]] = []
         self.ema_evaluations: list[dict[str, float]] = []
         self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.deepspeed.precision.name)
         self.evaluated_step = 0
-        self.before = {"wall_seconds": 0.0, "skipped_images": 0}  # this run, up to the checkpoint it goes on from
+        self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
         self.epoch_loss = EpochMean(self.device)
         self.ema: Ema | None = None
@@ -136,7 +138,7 @@ class Trainer:
             self.engine.guard.watch_spikes(config.spike_factor)
         self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
         samples = self.folder.samples if config.log_samples else None
-        self.inputs = InputPipeline(plan, self.engine, self.throughput, samples)
+        self.inputs = InputPipeline(plan, self.engine, self.throughput, samples, self.folder.skipped)
         self.checkpoint_manager = CheckpointManager(
             plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
         )
@@ -159,7 +161,7 @@ class Trainer:
             self.evaluations,
             self.ema_evaluations,
             self.throughput,
-            state["skipped_images"],
+            self.inputs.skipped.state_dict(),
             state["wall_seconds"],
             steps=self.step,
             exit_word=exit_word,
@@ -292,9 +294,10 @@ class Trainer:
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(result)
         rate, waiting = self.throughput.window(count=step > 1)
+        counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
-        tflops = 3 * self.flops * rate / plan.parallel.layout.world_size / 1e12
+        tflops = self.training_flops * rate / plan.parallel.layout.world_size / 1e12
         self.reporter.train(
             {
                 "step": step,
@@ -308,6 +311,7 @@ class Trainer:
                 "mfu": tflops / self.peak if self.peak else None,
                 "data_wait_fraction": waiting,
                 "images_seen": step * plan.data.batch.global_batch,
+                **counted,
             }
         )
 
@@ -378,14 +382,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What the trainer knows beside the engine, as plain data (a collective)."""
-        skipped = int(self.engine.sum(torch.tensor(self.inputs.skipped_images, device=self.device)))
         return {
             "evaluations": self.evaluations,
             "ema_evaluations": self.ema_evaluations,
             "evaluated_step": self.evaluated_step,
             **self.bad_steps.state_dict(),
             "spikes": self.engine.guard.recent(),
-            "skipped_images": self.before["skipped_images"] + skipped,
+            **self.inputs.skipped.state_dict(),
             "wall_seconds": self._wall_seconds(),
             "epoch_loss": self.epoch_loss.state_dict(self.engine),
             "trained_images": self.throughput.total_images,
@@ -401,6 +404,7 @@ class Trainer:
         self.engine.guard.remember(state["spikes"])
         self.epoch_loss.load_state_dict(state.get("epoch_loss"))
         self.before = {name: state[name] for name in self.before}
+        self.inputs.skipped.load_state_dict(state)
         self.throughput.total_images = state["trained_images"]
         self.throughput.total_seconds = state["trained_seconds"]
 

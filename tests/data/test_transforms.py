@@ -320,7 +320,7 @@ def test_blur_needs_room():
 
 def _finished(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
     keys = torch.zeros(1, dtype=torch.int64)
-    batch = MicroBatch(keys, keys, pixels[None], None, torch.ones(1, dtype=torch.bool), None, None, 1, 0)
+    batch = MicroBatch(keys, keys, pixels[None], None, torch.ones(1, dtype=torch.bool), None, None, 1)
     return finish_images(batch, image, device="cpu")[0]
 
 
