@@ -23,6 +23,7 @@ SECTIONS = _R, _M, _D, _A, _L, _O, _S = "run", "model", "data", "augmentation", 
 """The groups of --help and of config.yaml, in their order."""
 _ABOVE_1 = Rule("must be above 1", lambda x: x > 1)
 _KEEP = Rule("must be at least 0 (0 keeps all)", lambda x: x >= 0)
+_SHARE = Rule("must be above 0 and below 1", lambda x: 0 < x < 1)
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
@@ -75,10 +76,14 @@ class RunConfig(MixConfig, AugmentConfig):
     data_dir: str = flag("", _D, "folder that holds train/ and val/ or validation/ (or .tar files)", metavar="DIR")
     train_split: str = flag("train", _D, "name of the training split")
     val_split: str = flag("validation", _D, "name of the evaluation split; '': no evaluation", neutral=("",))
+    val_fraction: float | None = flag(
+        None, _D, "share of the training split that is held out for evaluation, in place of --val-split", rule=_SHARE
+    )
     dataset_download: bool = flag(False, _D, "let torchvision download the data set")
     workers: int = flag(
         4, _D, "loader processes a rank (0: load in the training process)", short=("-j",), rule=AT_LEAST_0
     )
+    allow_empty_classes: bool = flag(False, _D, "let class folders stand that hold no image, or none that is readable")
     on_bad_image: str = flag("error", _D, "an image that cannot be decoded", choices=("error", "skip"))
 
     mean: Sequence[float] | None = flag(

@@ -11,7 +11,12 @@ from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
 from ds_vit.fault_tolerance.errors import UserError
 
-EITHER = (("warmup_steps", "warmup_epochs"), ("freeze", "linear_probe"), ("pretrained", "initial_checkpoint"))
+EITHER = (
+    ("warmup_steps", "warmup_epochs"),
+    ("freeze", "linear_probe"),
+    ("pretrained", "initial_checkpoint"),
+    ("val_fraction", "val_split"),
+)
 """Flags of which one excludes the other."""
 
 # What evaluation alone looks at; every other flag is about training.
@@ -19,7 +24,8 @@ _EVALUATION_NAMES = """
     deepspeed_config set pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
     decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
     img_size pretrained initial_checkpoint resample_patch_embed
-    dataset data_dir train_split val_split dataset_download workers on_bad_image mean std
+    dataset data_dir train_split val_split val_fraction dataset_download workers on_bad_image
+    allow_empty_classes mean std
     interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
     eval_knn eval_linear_probe stall_seconds dry_run verbose
 """
@@ -103,9 +109,12 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         names = [name for name in FIELDS if name not in _EVALUATION]
         idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
     elif not config.val_split:
-        names = ["eval_interval", "validation_batch_size", "crop_pct", "crop_mode", "eval_knn", "eval_linear_probe"]
+        names = ["val_fraction", "eval_interval", "validation_batch_size", "crop_pct", "crop_mode"]
+        names += ["eval_knn", "eval_linear_probe"]
         names += [] if config.no_aug else ["interpolation"]  # which training without augmentation resizes by
         idle += [(name, "with --val-split '': nothing is evaluated") for name in names]
+    if config.val_fraction is not None:
+        idle += [("val_split", "with --val-fraction, which takes the images of evaluation from --train-split")]
     if config.tp == 1:
         names = ("sequence_parallel", "class_parallel", "tp_across_hosts")
         idle += [(name, "without --tp") for name in names]

@@ -16,8 +16,11 @@ from ds_vit.data.device import finish_images, finish_keys, finish_targets, finis
 from ds_vit.data.loader import Loader, MicroBatch, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.class_checks import unreadable_classes
 from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.folders import NoSuchSplit
 from ds_vit.data.sources.source import ImageDecodeError, Source
+from ds_vit.data.sources.subset import hold_out
 
 __all__ = [
     "AugmentConfig",
@@ -26,6 +29,7 @@ __all__ = [
     "Loader",
     "MicroBatch",
     "MixConfig",
+    "NoSuchSplit",
     "SampleOrder",
     "Share",
     "Source",
@@ -36,7 +40,9 @@ __all__ = [
     "finish_keys",
     "finish_targets",
     "finish_valid",
+    "hold_out",
     "num_evaluation_batches",
     "open_source",
     "train_loader",
+    "unreadable_classes",
 ]

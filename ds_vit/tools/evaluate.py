@@ -33,7 +33,16 @@ from ds_vit.training.program import guarded, process_group
 _FROM_RUN = (
     *("deepspeed_config", "task", "model", "model_kwargs", "num_classes", "img_size", "bce_loss"),
     *("mask_ratio", "decoder_dim", "decoder_depth", "decoder_heads", "norm_pix_loss"),
-    *("dataset", "data_dir", "train_split", "val_split", "workers", "on_bad_image"),
+    *(
+        "dataset",
+        "data_dir",
+        "train_split",
+        "val_split",
+        "val_fraction",
+        "workers",
+        "on_bad_image",
+        "allow_empty_classes",
+    ),
     *("mean", "std", "interpolation", "crop_pct", "crop_mode"),
 )
 _FLAGS = (

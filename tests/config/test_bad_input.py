@@ -4,38 +4,20 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
-from project import ROOT
+from picture_folders import CPU, TINY, make_folder
 from safetensors.torch import load_file, save_file
 
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.train import main
 
-CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
-TINY = [
-    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"),
-    *("--img-size", "16", "--workers", "0", "--max-steps", "2", "-b", "4", "--warmup-steps", "0"),
-]
-
-
-def picture(path, seed=0):
-    """A small random PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(path)
-
 
 @pytest.fixture
 def folder(tmp_path):
     """An ImageFolder with two classes, 6 images for training and 4 for evaluation."""
-    for split, count in (("train", 3), ("val", 2)):
-        for label in ("cat", "dog"):
-            for i in range(count):
-                picture(tmp_path / "data" / split / label / f"{i}.png", seed=i)
-    return tmp_path / "data"
+    return make_folder(tmp_path / "data")
 
 
 def refused(capsys, tmp_path, *words, config=CPU):

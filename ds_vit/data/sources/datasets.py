@@ -11,7 +11,7 @@ from timm.data import create_dataset
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
 from ds_vit.data.sources.source import Source, undecodable
-from ds_vit.data.sources.subset import Subset, part_of
+from ds_vit.data.sources.subset import first_part, part_of
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
@@ -104,6 +104,7 @@ def open_source(
     *,
     classes: Sequence[str] | None = None,
     download: bool = False,
+    allow_empty: bool = False,
 ) -> Source:
     """Open one split of a data set.
 
@@ -116,6 +117,7 @@ def open_source(
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
             multi-label split takes its numbering from them and need not have an example of each.
         download: let torchvision fetch a `torch/` data set that is not there.
+        allow_empty: a class folder without images is a class all the same.
 
     Raises:
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
@@ -132,7 +134,7 @@ def open_source(
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
-        source = open_folder(data_dir, split, classes)
+        source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
     else:
         known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES)]
         nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
@@ -142,7 +144,7 @@ def open_source(
         )
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
-    return source if percent == 100 else Subset(source, percent)
+    return source if percent == 100 else first_part(source, percent)
 
 
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
+from ds_vit.data.sources.class_checks import empty_classes, without_images
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode, undecodable
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -30,7 +31,13 @@ VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
 LABELS_FILE = "labels.csv"
 
 
-def open_folder(data_dir: str, split: str, classes: Sequence[str] | None = None) -> Source:
+class NoSuchSplit(UserError):
+    """A folder of data without a split of that name."""
+
+
+def open_folder(
+    data_dir: str, split: str, classes: Sequence[str] | None = None, *, allow_empty: bool = False
+) -> Source:
     """Open `data_dir/<split>` or `data_dir/<split>.tar`; see `open_source`."""
     location = find_split(data_dir, split)
     if os.path.isfile(location):
@@ -45,7 +52,7 @@ def open_folder(data_dir: str, split: str, classes: Sequence[str] | None = None)
             f"{location} holds class folders and {len(tars)} tar files, so that it is unclear which are the data; "
             "move one kind elsewhere"
         )
-    return TarSource(location, tars) if tars else FolderSource(location)
+    return TarSource(location, tars) if tars else FolderSource(location, allow_empty=allow_empty)
 
 
 def find_split(data_dir: str, split: str) -> str:
@@ -68,7 +75,7 @@ def find_split(data_dir: str, split: str) -> str:
         if os.path.isfile(tar := os.path.join(data_dir, f"{name}.tar")):
             return tar
     found = sorted(name for name in os.listdir(data_dir) if not name.startswith("."))
-    raise UserError(
+    raise NoSuchSplit(
         f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
     )
@@ -193,17 +200,28 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 class FolderSource(_FileSource):
     """An ImageFolder: `root/<class>/**/<image>`.
 
+    Args:
+        root: the folder.
+        allow_empty: a class folder without images is a class all the same.
+
     Raises:
-        UserError: no images, or none in a class folder.
+        UserError: no images, none in a class folder, or (unless allowed) a class folder without any.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, allow_empty: bool = False) -> None:
         paths = _walk(root)
         labels = [posixpath.basename(posixpath.dirname(path)) for path in paths]
         listing = _list_images(paths, labels, root)
-        super().__init__(root, [paths[number] for number in listing.files])
+        images = [paths[number] for number in listing.files]
+        empty = empty_classes(root, images)
+        if empty and not allow_empty:
+            raise UserError(without_images(root, empty, paths))
+        super().__init__(root, images)
         self.left_out = dict(listing.left_out)
-        self.class_names, self._targets = _number_classes(listing.labels)
+        # The empty ones stand in the list for their names alone.
+        of_empty = [posixpath.basename(folder) for folder in empty]
+        self.class_names, numbers = _number_classes([*listing.labels, *of_empty])
+        self._targets = numbers[: len(images)]
 
     def target(self, index: int) -> int:
         return int(self._targets[index])

@@ -26,7 +26,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models import names_and_shapes
 from ds_vit.optim.build import rules_of
 from ds_vit.tasks import find_task, idle_flags
-from ds_vit.training.plan.data import DataPlan, resolve_data
+from ds_vit.training.plan.data import DataPlan, check_readable, resolve_data
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan, read, write_out
 from ds_vit.training.plan.learning_rate import DEFAULT_EPOCHS
 from ds_vit.training.plan.model import ModelPlan, resolve_model
@@ -68,7 +68,10 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """What was found out, as lines for people."""
         of_optimizer = self.optimizer.notes if self.optimizer else ()
-        return (*self.deepspeed.notes, *self.data.notes, *self.model.notes, *of_optimizer, *self.changes)
+        begins = ()
+        if self.config.resume == "auto" and self.resume is None:
+            begins = (f"--resume auto: there is no checkpoint in {self.config.output} yet; the run begins at step 0",)
+        return (*self.deepspeed.notes, *begins, *self.data.notes, *self.model.notes, *of_optimizer, *self.changes)
 
     @property
     def in_words(self) -> str:
@@ -155,6 +158,8 @@ def prepare(
     parallel = resolve_parallel(config, process, told)
     resume = find_resume(config)
     data = resolve_data(config, told, parallel.layout, resume, sources)
+    if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
+        data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
     told = write_out(told, data, optimizer, model.whole)

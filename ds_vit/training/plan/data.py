@@ -10,7 +10,7 @@ from ds_vit.config import RunConfig, spelling
 from ds_vit.config.deepspeed_json import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
-from ds_vit.data import SampleOrder, Source, open_source
+from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, open_source, unreadable_classes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
@@ -71,11 +71,14 @@ def resolve_data(
         raise UserError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
-    train, val = sources or _open_sources(config)
+    train, val, held_out = (*sources, []) if sources else _open_sources(config)
+    notes += held_out
     for split, source in ((config.train_split, train), (config.val_split, val)):
-        if source is not None and source.left_out:
-            files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(source.left_out.items()))
-            notes.append(f"{split}: files that are not images are left out: {files}")
+        if source is not None and source.left_out and not (source is val and held_out):
+            files = ", ".join(
+                f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(source.left_out.items())
+            )
+            notes.append(f"{split}: files of kinds that are not read are left out: {files}")
     if config.pp > 1 and not config.eval_only:
         bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
         line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
@@ -111,8 +114,8 @@ def _batch_origins(config: RunConfig, told: DeepSpeedPlan, batch: BatchSizes) ->
     return origins
 
 
-def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
-    """The training split, and the evaluation split with the same classes; None for --val-split ''.
+def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
+    """The training split, the evaluation split with the same classes (None for --val-split ''), and lines for people.
 
     Evaluation alone can do without a training split (--train-split ''): the evaluation split stands for both, and
     then it must have an example folder of every class, because nothing else says which class has which number.
@@ -122,9 +125,17 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
             "this run's images were given by a Python program (train_data): let it go on there, or name the images by "
             "--dataset or --data-dir"
         )
-    opened = partial(open_source, config.dataset, config.data_dir or None, download=config.dataset_download)
+    opened = partial(
+        open_source,
+        config.dataset,
+        config.data_dir or None,
+        download=config.dataset_download,
+        allow_empty=config.allow_empty_classes,
+    )
     if config.eval_only and not config.val_split:
         raise UserError("there is nothing to evaluate without a --val-split")
+    if config.eval_only and config.val_fraction is not None and not config.train_split:
+        raise UserError(f"--val-fraction {config.val_fraction:g} holds out a part of the --train-split, which is ''")
     if config.eval_only and not config.train_split:
         source = opened(config.val_split)
         if config.num_classes not in (None, source.num_classes):
@@ -132,8 +143,60 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None]:
                 f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
                 "without a training split nothing says which is which; name the --train-split that has them all"
             )
-        return source, source
+        return source, source, []
     if not config.train_split:
         raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
     train = opened(config.train_split)
-    return train, opened(config.val_split, classes=train.class_names) if config.val_split else None
+    if config.val_fraction is not None:
+        rest, val = hold_out(train, config.val_fraction)
+        return rest, val, [_held_out(config, train, val)]
+    if not config.val_split:
+        return train, None, []
+    try:
+        return train, opened(config.val_split, classes=train.class_names), []
+    except NoSuchSplit as error:
+        if config.eval_only:
+            raise
+        raise UserError(
+            f"{error}; hold out a tenth of the {len(train):,} training images by --val-fraction 0.1, or train without "
+            "evaluation by --val-split ''"
+        ) from None
+
+
+def check_readable(config: RunConfig, data: DataPlan) -> list[str]:
+    """See that under --on-bad-image skip each class keeps an image; one is decoded of each, more only where it is bad.
+
+    Returns:
+        Lines for people about classes that have none, where that is allowed.
+
+    Raises:
+        UserError: names the classes and the first bad file.
+    """
+    notes = []
+    for split, source in ((config.train_split, data.train_source), (config.val_split, data.val_source)):
+        if source is None or source.multi_label or not (bad := unreadable_classes(source)):
+            continue
+        names = ", ".join([*bad][:5]) + (", ..." if len(bad) > 5 else "")
+        message = (
+            f"{split}: of {len(bad)} of {source.num_classes} classes ({names}) no image can be decoded; the first is "
+            f"{next(iter(bad.values()))}"
+        )
+        if not config.allow_empty_classes:
+            raise UserError(f"{message}; repair the files, remove the folders, or pass --allow-empty-classes")
+        notes.append(message)
+    return notes
+
+
+def _held_out(config: RunConfig, train: Source, val: Source) -> str:
+    """A line about what --val-fraction took."""
+    line = (
+        f"--val-fraction {config.val_fraction:g}: {len(val):,} of the {len(train):,} images of {config.train_split} "
+        "are held out for evaluation, the same ones in every run"
+    )
+    if train.multi_label:
+        return line
+    num_classes = len({val.target(number) for number in range(len(val))})
+    without = train.num_classes - num_classes
+    return f"{line}, from {num_classes:,} classes" + (
+        f" ({without:,} have one image only and keep it)" if without else ""
+    )

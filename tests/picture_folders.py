@@ -1,0 +1,30 @@
+"""A tiny run on a tiny folder of pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from project import ROOT
+
+CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
+TINY = [
+    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"),
+    *("--img-size", "16", "--workers", "0", "--max-steps", "2", "-b", "4", "--warmup-steps", "0"),
+]
+
+
+def picture(path: Path, seed: int = 0) -> None:
+    """A small random PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(path)
+
+
+def make_folder(folder: Path) -> Path:
+    """Two classes, 6 images for training and 4 for evaluation."""
+    for split, count in (("train", 3), ("val", 2)):
+        for label in ("cat", "dog"):
+            for number in range(count):
+                picture(folder / split / label / f"{number}.png", seed=number)
+    return folder

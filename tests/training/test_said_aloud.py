@@ -1,0 +1,157 @@
+"""What a run says of its data and of itself, with numbers: nothing is left out or held out in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from curves import read_rows
+from picture_folders import CPU, TINY, make_folder, picture
+from runs import run_quietly
+
+from ds_vit.config import parse
+from ds_vit.launching.process import Process
+from ds_vit.train import main
+from ds_vit.training.plan import Plan, prepare
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "data")
+
+
+def words(*more: object) -> list[str]:
+    return [str(word) for word in (*TINY, "--deepspeed_config", CPU, *more)]
+
+
+def planned(argv: list[str]) -> Plan:
+    process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
+    return prepare(*parse(argv), process, on_cpu=True)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    assert main(argv) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
+    return line
+
+
+def test_skipped_images(ranks, tmp_path, folder):
+    # Catches: a file that is logged at each epoch or by each rank, a count that a resumed run loses or doubles,
+    # a bad image of evaluation that nobody is told of.
+    for name in ("train/cat/1.png", "val/dog/0.png"):
+        (folder / name).write_bytes(b"not a picture")
+    run = tmp_path / "run"
+    argv = words("--data-dir", folder, "--on-bad-image", "skip", "--log-interval", 1, "-b", 3, "--output", run)
+    argv += ["--epochs", "3", "--checkpoint-interval", "1", "--resume", "auto", "--max-steps"]
+    code, out, err = ranks.run(2, run_quietly, [*argv, "1"])[0]
+    assert code == 0, err
+    assert f"--resume auto: there is no checkpoint in {run} yet; the run begins at step 0" in out
+    code, out, err = ranks.run(2, run_quietly, [*argv, "3"])[0]
+    assert code == 0, err
+    assert "there is no checkpoint" not in out
+    bad = str(folder / "train" / "cat" / "1.png")
+    log = [json.loads(line) for line in (run / "skipped_images.jsonl").read_text().splitlines()]
+    assert sorted((line["split"], line["file"]) for line in log) == [
+        ("evaluation", str(folder / "val" / "dog" / "0.png")),
+        ("training", bad),
+    ]
+    assert {line["reason"] for line in log} == {"13 bytes; not an image that Pillow knows"}
+    assert [row["skipped_images"] for row in read_rows(run) if row["kind"] == "train"] == [1, 2, 3]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["skipped_images"] == 3
+    assert summary["skipped_by_file"] == {bad: 3}
+    assert summary["skipped_by_epoch"] == {"0": 1, "1": 1, "2": 1}
+    assert "3 could not be decoded and were replaced (1 file: skipped_images.jsonl)" in out
+
+
+def test_a_class_of_which_nothing_is_readable(tmp_path, folder, capsys):
+    # Catches: a class that is replaced by others without a word, all of its images read though the first is sound.
+    argv = words("--data-dir", folder, "--on-bad-image", "skip")
+    (folder / "train" / "cat" / "0.png").write_bytes(b"x")
+    assert planned(argv)
+    for path in (folder / "train" / "cat").iterdir():
+        path.write_bytes(b"not a picture")
+    line = refusal(capsys, argv)
+    assert "train: of 1 of 2 classes (cat) no image can be decoded; the first is" in line
+    assert f"{folder / 'train' / 'cat' / '0.png'}: 13 bytes" in line
+    assert "of 1 of 2 classes (cat)" in "".join(planned([*argv, "--allow-empty-classes"]).notes)
+
+
+def test_class_folders_without_images(folder, capsys):
+    # Catches: a class that vanishes and shifts the numbers of the others; a folder of notes taken for a class.
+    argv = words("--data-dir", folder)
+    (folder / "train" / "cat" / "notes").mkdir()
+    (folder / "train" / ".cache").mkdir()
+    assert planned(argv).data.train_source.class_names == ("cat", "dog")
+    for split in ("train", "val"):
+        (folder / split / "cow").mkdir()
+        (folder / split / "cow" / "1.heic").touch()
+    line = refusal(capsys, argv)
+    assert "1 class folder without images: cow (files in there: 1 .heic)" in line
+    data = planned([*argv, "--allow-empty-classes"]).data
+    assert data.train_source.class_names == data.val_source.class_names == ("cat", "cow", "dog")
+    assert [data.train_source.target(number) for number in (0, 5)] == [0, 2]
+    for split in ("train", "val"):
+        shutil.move(folder / split, folder / "deeper" / "animals" / "x")
+        shutil.move(folder / "deeper", folder / split)
+    assert "without images: animals/x/cow" in refusal(capsys, argv)
+
+
+def test_held_out_images(folder, capsys):
+    # Catches: images that are trained on and evaluated, a class that loses its only image, another part at each run.
+    shutil.rmtree(folder / "val")
+    line = refusal(capsys, words("--data-dir", folder))
+    assert "has no validation/" in line
+    assert "hold out a tenth of the 6 training images by --val-fraction 0.1, or train without evaluation by" in line
+    picture(folder / "train" / "rare" / "0.png")
+    for number in range(17):
+        picture(folder / "train" / "dog" / f"more{number}.png", seed=number)
+    argv = words("--data-dir", folder, "--val-fraction", 0.1)
+    plan = planned(argv)
+    train, val = ({s.describe(n) for n in range(len(s))} for s in (plan.data.train_source, plan.data.val_source))
+    assert (len(train), len(val)) == (21, 3)
+    assert not train & val
+    assert train | val == {str(path) for path in (folder / "train").rglob("*.png")}
+    targets = [plan.data.val_source.target(number) for number in range(3)]
+    assert np.bincount(targets).tolist() == [1, 2]
+    assert (
+        "--val-fraction 0.1: 3 of the 24 images of train are held out for evaluation, the same ones in every run, from "
+        "2 classes (1 have one image only and keep it)"
+    ) in plan.notes
+    again = planned([*argv, "--seed", "7"]).data.val_source
+    assert {again.describe(number) for number in range(3)} == val
+    tenth = planned(words("--data-dir", folder, "--train-split", "train[:10%]", "--val-split", "", "-b", 1)).data
+    assert not {tenth.train_source.describe(n) for n in range(len(tenth.train_source))} & val
+    evaluation = [*argv, "--eval-only"]
+    for flag in ("--max-steps", "--warmup-steps"):
+        place = evaluation.index(flag)
+        del evaluation[place : place + 2]
+    assert planned(evaluation).data.val_source.fingerprint == plan.data.val_source.fingerprint
+
+
+def test_what_cannot_stand_beside_a_held_out_part(folder, capsys):
+    argv = words("--data-dir", folder, "--val-fraction", 0.5)
+    assert "--val-split has no effect with --val-fraction" in refusal(capsys, [*argv, "--val-split", "test"])
+    assert "--val-fraction has no effect with --val-split ''" in refusal(capsys, [*argv, "--val-split", ""])
+    assert "--val-fraction must be above 0 and below 1, not 1.0" in refusal(capsys, [*argv, "--val-fraction", "1"])
+
+
+def test_what_is_trained(ranks, tmp_path):
+    # Catches: a linear probe that is told to cost as much as training all.
+    argv = words("--dataset", "digits", "--linear-probe", "--eval-interval", 0, "--output", tmp_path / "run")
+    code, out, err = ranks.run(1, run_quietly, argv)[0]
+    assert code == 0, err
+    assert "250 of them trained" in out
+    [figures] = [line for line in out.splitlines() if "FLOPs an image" in line]
+    forward, training = (float(word) for word in figures.replace("│", " ").split() if word[0].isdigit())
+    assert forward <= training < 1.1 * forward + 1e-3
+
+
+def test_files_that_are_left_out(folder):
+    (folder / "train" / "cat" / "README").touch()
+    (folder / "train" / "cat" / "0.heic").touch()
+    said = "train: files of kinds that are not read are left out: 1 without suffix, 1 .heic"
+    assert said in planned(words("--data-dir", folder)).notes
