@@ -14,6 +14,7 @@ from runs import run_quietly
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
+from ds_vit.models import forward_flops, training_flops
 from ds_vit.train import main
 from ds_vit.training.plan import Plan, prepare
 
@@ -145,9 +146,10 @@ def test_what_is_trained(ranks, tmp_path):
     code, out, err = ranks.run(1, run_quietly, argv)[0]
     assert code == 0, err
     assert "250 of them trained" in out
-    [figures] = [line for line in out.splitlines() if "FLOPs an image" in line]
-    forward, training = (float(word) for word in figures.replace("│", " ").split() if word[0].isdigit())
-    assert forward <= training < 1.1 * forward + 1e-3
+    model = planned(argv[: argv.index("--output")]).model
+    forward = forward_flops(model.whole)
+    assert forward < training_flops(model.whole, model.frozen) < 1.1 * forward
+    assert training_flops(model.whole, frozenset()) == 3 * forward
 
 
 def test_files_that_are_left_out(folder):
