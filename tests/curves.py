@@ -66,8 +66,8 @@ def train_main(argv: list[str]) -> int:
 def train_in(ranks: RankPool, world_size: int, argv: Sequence[str], *, timeout: float = 300.0) -> list[dict[str, Any]]:
     """Train with the command line `argv` on `world_size` ranks, and give all rows of its `metrics.jsonl`.
 
-    The run is written where `--output` in `argv` says, else to a folder that is removed afterwards, without checkpoints
-    unless `argv` asks for them.
+    The run is written where `--output` in `argv` says, else to a folder that is removed afterwards; without checkpoints
+    unless `argv`, or its recipe, asks for them.
 
     Raises:
         RankFailure: a rank raised, died or hung.
@@ -79,7 +79,9 @@ def train_in(ranks: RankPool, world_size: int, argv: Sequence[str], *, timeout: 
     with tempfile.TemporaryDirectory(prefix="train-") as own:
         output = given[-1] if given else own
         if not given:
-            argv += ["--output", own, *([] if "--checkpoint-interval" in argv else ["--checkpoint-interval", "0"])]
+            argv += ["--output", own]
+        if not {"--checkpoint-interval", "--recipe"} & set(argv):
+            argv += ["--checkpoint-interval", "0"]
         codes = ranks.run(world_size, train_main, argv, timeout=timeout)
         assert codes == [0] * world_size, f"exit codes of the ranks: {codes}; {' '.join(argv)}"
         return read_rows(output)
