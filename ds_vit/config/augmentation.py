@@ -22,6 +22,11 @@ _AA_SECTIONS = {
     "augmix": rf"m\d+|w[1-9]\d*|d[1-9]\d*|a{_NUMBER}|b[01]|mstd{_NUMBER}",
     **dict.fromkeys(("v0", "v0r", "original", "originalr", "3a"), f"mstd{_NUMBER}"),
 }
+_AA_WORDS = {
+    "rand": "m9 (magnitude), n2 (operations, 1 to 14), p0.5 (probability), mstd0.5, mmax10, inc1, tweights, t3a, t3aw",
+    "augmix": "m5 (magnitude), w3 (width), d2 (depth), a1.0 (alpha), b1 (blended), mstd0.5",
+    **dict.fromkeys(("v0", "v0r", "original", "originalr", "3a"), "mstd0.5"),
+}
 _A = "augmentation"
 _ALPHA = Rule("must be 0 or positive", lambda alpha: alpha >= 0)
 _SMOOTHING = Rule("must lie in [0, 1)", lambda share: 0 <= share < 1)
@@ -67,7 +72,7 @@ def _check_auto_augment(text: str) -> None:
     for section in sections:
         if re.fullmatch(_AA_SECTIONS[family], section) is None:
             raise UserError(
-                f"--aa {text}: {family} does not know the section {section!r}; known are {_AA_SECTIONS[family]}"
+                f"--aa {text}: {family} does not know the section {section!r}; it knows such as {_AA_WORDS[family]}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 
+from ds_vit.config import augmentation
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
 
 
@@ -31,7 +32,7 @@ from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
         (AugmentConfig, {"remode": "noise"}, "--remode noise is none of const, rand, pixel"),
         (AugmentConfig, {"recount": 0}, "--recount must be at least 1, not 0"),
         (AugmentConfig, {"aa": "randaugment"}, "'randaugment' is none of rand, augmix, v0"),
-        (AugmentConfig, {"aa": "rand-m9-foo"}, "rand does not know the section 'foo'"),
+        (AugmentConfig, {"aa": "rand-m9-foo"}, "rand does not know the section 'foo'; it knows such as m9"),
         (AugmentConfig, {"aa": "rand-m9-tweight"}, "does not know the section 'tweight'"),
         (AugmentConfig, {"aa": "rand-mstdinf"}, "does not know the section 'mstdinf'"),  # timm passes over it
         (AugmentConfig, {"aa": "rand-p1.5"}, "does not know the section 'p1.5'"),
@@ -79,3 +80,13 @@ def test_mixing_is_on_by_any_of_its_three_flags_until_it_is_turned_off():
     assert [forever.mixes_in(epoch) for epoch in range(4)] == [True] * 4
     assert [until_two.mixes_in(epoch) for epoch in range(4)] == [True, True, False, False]
     assert until_two.active
+
+
+@pytest.mark.parametrize("family", augmentation._AA_WORDS)
+def test_the_sections_that_a_refusal_names_are_taken(family):
+    """An example in the message that is refused as well."""
+    named = augmentation._AA_WORDS[family].replace(", 1 to 14", "").split(", ")
+    words = [piece.split()[0] for piece in named]
+    assert words
+    for word in words:
+        AugmentConfig(aa=f"{family}-{word}")

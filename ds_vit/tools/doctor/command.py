@@ -224,7 +224,9 @@ def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
         table("findings", ("grade", "check", "host", "what is wrong", "what to do"), rows)
     errors = sum(finding.severity == "error" for finding in diagnosis.findings)
     warnings = len(diagnosis.findings) - errors
-    last = f"{len(diagnosis.answers)} hosts: {errors} errors, {warnings} warnings"
+    counts = (len(diagnosis.answers), "host"), (errors, "error"), (warnings, "warning")
+    hosts, *found = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts)
+    last = f"{hosts}: {', '.join(found)}"
     console.print(last if diagnosis.findings else f"{last}: healthy", markup=False, highlight=False)
     return diagnosis.exit_code
 
