@@ -279,6 +279,7 @@ def _free_port() -> int:
 def _rank_main(rank: int, world_size: int, folder: Path, port: int, job: bytes) -> None:
     """A rank's life: join the group, run the job, leave the result or the failure in a file."""
     threading.Thread(target=_end_with_session, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a session begun in the background has it ignored
     # For a loader's workers, as in a process of one's own; the pool's way would import everything anew in each.
     multiprocessing.set_start_method("fork", force=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a rank that is made to show its stacks leaves no core file

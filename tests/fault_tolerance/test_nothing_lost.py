@@ -123,7 +123,14 @@ def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     file = tmp_path / "said"
     with file.open("w") as output_file:
-        launcher = subprocess.Popen(argv, env=env, stdout=output_file, stderr=output_file, start_new_session=True)
+        launcher = subprocess.Popen(
+            argv,
+            env=env,
+            stdout=output_file,
+            stderr=output_file,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a terminal starts it
+        )
     try:
         _wait_for(file, lambda lines: any(line.startswith("step 2/") for line in lines))
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
