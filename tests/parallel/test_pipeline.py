@@ -146,7 +146,7 @@ def outputs_alive(argv):
 
     plain, alive = PipeEngine.forward_batches, []
 
-    def forward_batches(self, batches, num_batches):
+    def forward_batches(self, batches, num_batches, **kwargs):
         refs = []
         eval_batch = self.engine.eval_batch
 
@@ -156,7 +156,7 @@ def outputs_alive(argv):
             return outputs
 
         self.engine.eval_batch = watched
-        for item in plain(self, batches, num_batches):
+        for item in plain(self, batches, num_batches, **kwargs):
             yield item
             del item
             gc.collect()
