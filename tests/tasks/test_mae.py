@@ -378,7 +378,7 @@ def test_pretraining_beats_none(ranks, tmp_path):
     """An encoder that learns nothing, or whose weights fine-tuning does not get. launch/mae_digits.sh, shortened."""
     recipes = ROOT / "launch" / "recipes"
     small = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=4", "num_heads=4", "--workers", 0]
-    small += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    small += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "--checkpoint-interval", 0]
     words = ["--recipe", recipes / "mae_digits.yaml", *small, "-b", 64, "--epochs", 16, "--warmup-epochs", 2]
     train_in(ranks, 1, [*words, "--val-split", "", "--output", tmp_path / "pretrained"])
     words = ["--recipe", recipes / "digits.yaml", *small, "-b", 32, "--epochs", 40, "--eval-interval", 0]
