@@ -51,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.
 _LONGEST = (
-    *("parity", "per_parameter", "cluster_faults", "resume", "precision", "oracle", "promise", "parity_tool", "launch"),
-    *("kill", "tp_every_name", "cluster_slurm", "cluster_doctor", "fuzz", "every_name"),
+    *("parity", "per_parameter", "launch", "fuzz", "cluster_faults", "json_walk", "resume", "precision", "oracle"),
+    *("promise", "parity_tool", "kill", "tp_every_name", "cluster_slurm", "cluster_doctor", "every_name"),
 )
 
 
