@@ -585,12 +585,13 @@ def train_on_rank(
     """
     from runs import pretend_fp16
 
+    from ds_vit.models import Flops
     from ds_vit.train import main
 
     said = io.StringIO()
     with contextlib.ExitStack() as stack:
         if not first:
-            stack.enter_context(mock.patch("ds_vit.training.trainer.forward_flops", return_value=1.0))
+            stack.enter_context(mock.patch("ds_vit.training.trainer.count_flops", return_value=Flops(1, 1)))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(said))
         if fp16:

@@ -1,7 +1,7 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
-from ds_vit.models.flops import LayerCost, forward_flops, layer_costs, training_flops
+from ds_vit.models.flops import Flops, LayerCost, count_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, HeadLayer, Layer, block_stacks, take_apart
@@ -37,6 +37,7 @@ __all__ = [
     "BridgeLayer",
     "DecoderBlockLayer",
     "EmbedLayer",
+    "Flops",
     "HeadLayer",
     "InitialCheckpoint",
     "Layer",
@@ -51,11 +52,11 @@ __all__ = [
     "cast_block_buffers",
     "check_bounds",
     "classifier_names",
+    "count_flops",
     "create_autoencoder",
     "create_model",
     "decoder_names",
     "find_pretrained",
-    "forward_flops",
     "freeze",
     "frozen_names",
     "giving_features",
@@ -72,6 +73,5 @@ __all__ = [
     "supported_names",
     "take_apart",
     "timm_names",
-    "training_flops",
     "unpatchify",
 ]

@@ -14,36 +14,35 @@ from ds_vit.models.layers import BlockLayer, Layer, take_apart
 from ds_vit.models.zoo import TimmViT, image_size
 
 
-def forward_flops(model: TimmViT) -> int:
-    """Floating-point operations of the forward pass of one image: 2 for each multiply-add.
+class Flops(NamedTuple):
+    """Floating-point operations of one image: of the forward pass, and of a training step."""
+
+    forward: int
+    training: int
+
+
+def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
+    """Floating-point operations of one image, 2 for each multiply-add.
 
     Matrix products, convolutions and attention are counted; normalisation, activations and sums, a fraction of a per
-    cent, are not. Half of it is what timm publishes as MACs; a training step costs three times as much.
+    cent, are not. Half of the forward pass is what timm publishes as MACs; a training step of a model that is trained
+    whole costs three times as much. Backward costs each layer as much as forward for its input's gradient, from the
+    first layer that is trained on, and as much for its weights', by the share of them that is trained. Nothing goes
+    back through what lies before.
 
     Args:
         model: from `create_model`, on the meta device; nothing is computed and no memory is used.
-    """
-    return sum(cost.flops for cost in layer_costs(model))
-
-
-def training_flops(model: TimmViT, frozen: frozenset[str]) -> int:
-    """Floating-point operations of one image in a training step: of a model trained whole, three times `forward_flops`.
-
-    Backward costs each layer as much as forward for its input's gradient, from the first layer that is trained on, and
-    as much for its weights', by the share of them that is trained. Nothing goes back through what lies before.
-
-    Args:
-        model: as for `forward_flops`.
         frozen: names of the parameters that are not trained.
     """
-    total, goes_back = 0.0, False
+    forward, training, goes_back = 0, 0.0, False
     layers = take_apart(model)
     for layer, cost in zip(layers, layer_costs(model, layers), strict=True):
         sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.ndim > 1}
         trained = sum(size for name, size in sizes.items() if name not in frozen)
         goes_back = goes_back or any(name not in frozen for name, _ in layer.named_parameters())
-        total += cost.flops * (1 + goes_back + (trained / sum(sizes.values()) if sizes else goes_back))
-    return round(total)
+        forward += cost.flops
+        training += cost.flops * (1 + goes_back + (trained / sum(sizes.values()) if sizes else goes_back))
+    return Flops(forward, round(training))
 
 
 class LayerCost(NamedTuple):

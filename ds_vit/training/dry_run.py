@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.models import forward_flops, num_parameters
+from ds_vit.models import count_flops, num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.training.memory import estimate
@@ -30,7 +30,8 @@ def show_dry_run(plan: Plan, device_type: str, folder: Path) -> None:
     console = make_console()
     for note in plan.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    rows = start_rows(plan, forward_flops(plan.model.whole), torch.device(device_type), folder)
+    flops = count_flops(plan.model.whole, plan.model.frozen)
+    rows = start_rows(plan, flops, torch.device(device_type), folder)
     print_table(console, "dry run: nothing is started", rows)
     if plan.optimizer is not None:
         print_table(console, "learning rate", schedule_rows(plan))

@@ -13,7 +13,7 @@ from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import Engine
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.models import forward_flops
+from ds_vit.models import Flops, count_flops
 from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
 from ds_vit.monitoring.progress import Line
 from ds_vit.parallel.groups import Groups
@@ -73,7 +73,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     is_first = plan.parallel.process.rank == 0
     reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp) if is_first else None
     console = reporter.console if reporter else None
-    show_start(plan, folder, forward_flops(plan.model.whole) if console else 0, device, console)
+    show_start(plan, folder, count_flops(plan.model.whole) if console else Flops(0, 0), device, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         watchdog.beat(0, "evaluation")

@@ -23,7 +23,7 @@ from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.launching.last_word import say_last
-from ds_vit.models import no_weight_decay_names, num_parameters, training_flops
+from ds_vit.models import Flops, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
 from ds_vit.optim.build import rules_of
@@ -37,12 +37,12 @@ Rows = list[tuple[str, str]]
 Quality = dict[str, float | None]
 
 
-def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Rows:
+def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> Rows:
     """The table of the start: model, layout, precision, batch arithmetic, steps.
 
     Args:
         plan: the run.
-        flops: forward FLOPs of an image.
+        flops: of an image.
         device: where this rank computes.
         folder: the output folder.
     """
@@ -61,10 +61,11 @@ def start_rows(plan: Plan, flops: int, device: torch.device, folder: Path) -> Ro
     images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
+    in_training = "" if plan.optimizer is None else f", {flops.training / 1e9:.3f} G in training"
     return [
         ("model", plan.config.model),
         ("parameters", _parameters(plan)),
-        ("FLOPs an image", f"{flops / 1e9:.3f} G forward" + _in_training(plan)),
+        ("FLOPs an image", f"{flops.forward / 1e9:.3f} G forward" + in_training),
         ("layout", layout),
         ("precision", _precision(plan, device)),
         ("data", images),
@@ -89,12 +90,6 @@ def _parameters(plan: Plan) -> str:
         return f"{num_parameters(whole):,}"
     trained = sum(parameter.numel() for name, parameter in whole.named_parameters() if name not in frozen)
     return f"{num_parameters(whole):,}, {trained:,} of them trained ({len(frozen)} tensors frozen)"
-
-
-def _in_training(plan: Plan) -> str:
-    if plan.optimizer is None:
-        return ""
-    return f", {training_flops(plan.model.whole, plan.model.frozen) / 1e9:.3f} G in training"
 
 
 def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
@@ -267,13 +262,13 @@ def command_to_go_on(folder: Path, num_ranks: int) -> str:
     return f"{program} {shlex.join(words)}"
 
 
-def show_start(plan: Plan, folder: RunFolder, flops: int, device: torch.device, console: Console | None) -> None:
+def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None) -> None:
     """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
 
     Args:
         plan: the run.
         folder: its output folder.
-        flops: forward FLOPs of an image.
+        flops: of an image.
         device: where this rank computes.
         console: of rank 0; None on the others.
     """

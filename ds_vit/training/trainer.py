@@ -16,7 +16,7 @@ from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.models import forward_flops, training_flops
+from ds_vit.models import Flops, count_flops
 from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
 from ds_vit.monitoring.progress import Counted
@@ -68,10 +68,9 @@ class Trainer:
         self.watchdog = watchdog
         self.signals = signals
         self.device = device_of(plan.parallel.process.local_rank)
-        # Of rank 0, which tells them.
         is_first = plan.parallel.process.rank == 0
-        self.flops = forward_flops(plan.model.whole) if is_first else 0
-        self.training_flops = training_flops(plan.model.whole, plan.model.frozen) if is_first else 0
+        # Of rank 0, which tells them.
+        self.flops = count_flops(plan.model.whole, plan.model.frozen) if is_first else Flops(0, 0)
         self.peak = peak_tflops(self.device, plan.deepspeed.precision.name)
         self.throughput = Throughput()
         self.evaluations: list[dict[str, float]] = []
@@ -86,7 +85,7 @@ class Trainer:
         self.loss_of_late = Lagging(self.device)
         # TensorBoard gets 200 points of a short run too.
         self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
-        if plan.parallel.process.rank == 0:
+        if is_first:
             self.reporter = Reporter(
                 folder,
                 total_steps=plan.optimizer.total_steps,
@@ -155,14 +154,13 @@ class Trainer:
 
     def _sum_up(self, exit_word: str) -> dict[str, Any]:
         """The contents of summary.json (a collective)."""
-        state = self.state_dict()
         return summarise(
             self.plan,
             self.evaluations,
             self.ema_evaluations,
             self.throughput,
             self.inputs.skipped.state_dict(),
-            state["wall_seconds"],
+            self._wall_seconds(),
             steps=self.step,
             exit_word=exit_word,
         )
@@ -297,7 +295,7 @@ class Trainer:
         counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
-        tflops = self.training_flops * rate / plan.parallel.layout.world_size / 1e12
+        tflops = self.flops.training * rate / plan.parallel.layout.world_size / 1e12
         self.reporter.train(
             {
                 "step": step,

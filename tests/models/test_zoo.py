@@ -11,8 +11,8 @@ from vits import KINDS, our_model, small_spec, timm_model
 from ds_vit.models import (
     ModelSpec,
     classifier_names,
+    count_flops,
     create_model,
-    forward_flops,
     freeze,
     frozen_names,
     image_size,
@@ -118,7 +118,7 @@ def test_neutral_rope_settings_draw_nothing():
 def test_flops_and_parameters_are_timms(name, gmacs, millions):
     """A factor of two, a forgotten attention, a block counted once."""
     model = create_model(ModelSpec(name))
-    assert forward_flops(model) / 2e9 == pytest.approx(gmacs, rel=0.01)
+    assert count_flops(model).forward / 2e9 == pytest.approx(gmacs, rel=0.01)
     assert num_parameters(model) / 1e6 == pytest.approx(millions, rel=0.005)
     assert model.training, "counting must not change the mode"
 
@@ -128,12 +128,12 @@ def test_flops_follow_the_cost_model():
     model = create_model(ModelSpec("vit_tiny_patch16_224", num_classes=10, img_size=64, model_kwargs={"depth": 5}))
     d, s, patches, blocks = 192, 17, 16, 5
     macs = blocks * (s * (4 * d * d + 2 * d * 4 * d) + 2 * s * s * d) + patches * 16 * 16 * 3 * d + d * 10
-    assert forward_flops(model) == 2 * macs
+    assert count_flops(model).forward == 2 * macs
 
 
 def test_flops_of_the_largest_take_no_memory():
     """A count that runs the model: 26 GB of weights would not fit here."""
-    assert forward_flops(create_model(ModelSpec("vit_7b_patch16_dinov3"))) > 3e12
+    assert count_flops(create_model(ModelSpec("vit_7b_patch16_dinov3"))).forward > 3e12
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from project import ROOT
 from runs import KINDS, count_decodes, drift
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.models import ModelSpec, balance, check_bounds, create_model, flops, forward_flops, layer_costs
+from ds_vit.models import ModelSpec, balance, check_bounds, count_flops, create_model, flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
@@ -70,7 +70,7 @@ def test_layer_costs_add_up():
     """Costs that miss a layer would unbalance the stages."""
     model = create_model(ModelSpec("vit_base_patch16_siglip_224"))
     costs = layer_costs(model)
-    assert sum(cost.flops for cost in costs) == forward_flops(model)
+    assert sum(cost.flops for cost in costs) == count_flops(model).forward
     assert len(costs) == len(model.blocks) + 2
     # sbd(20 + 4r) bytes in fp32 with r = 4 and no fused layers below, within a factor: attention's tables aside.
     tokens, width = 196, 768

@@ -14,7 +14,7 @@ from runs import run_quietly
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
-from ds_vit.models import forward_flops, training_flops
+from ds_vit.models import count_flops
 from ds_vit.train import main
 from ds_vit.training.plan import Plan, prepare
 
@@ -147,9 +147,9 @@ def test_what_is_trained(ranks, tmp_path):
     assert code == 0, err
     assert "250 of them trained" in out
     model = planned(argv[: argv.index("--output")]).model
-    forward = forward_flops(model.whole)
-    assert forward < training_flops(model.whole, model.frozen) < 1.1 * forward
-    assert training_flops(model.whole, frozenset()) == 3 * forward
+    forward = count_flops(model.whole).forward
+    assert forward < count_flops(model.whole, model.frozen).training < 1.1 * forward
+    assert count_flops(model.whole).training == 3 * forward
 
 
 def test_files_that_are_left_out(folder):
