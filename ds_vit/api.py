@@ -148,9 +148,8 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
 
         given = as_source(data)
         settings |= {"dataset": OF_THE_PROGRAM, "sources": (given, given)}
-    output = tool.file_of(
-        source, **{name: settings[name] for name in ("weights", "checkpoint", "output") if name in settings}
-    )
+    which = {name: settings[name] for name in ("weights", "checkpoint") if name in settings}
+    output = tool.file_of(tool.find_weights(source, **which), settings.get("output"))
     return EvaluationResult(tool.evaluate_weights(source, again=True, **settings), output)
 
 

@@ -99,10 +99,10 @@ def run(
     if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     if config.dry_run:
-        folder = Path(config.output or default_folder(config.model))
+        would_be = Path(config.output or default_folder(config.model))
         if is_main:
-            show_dry_run(plan, get_accelerator().device_name(), folder)
-        return {"exit": "dry run"}, RunFolder(folder)
+            show_dry_run(plan, get_accelerator().device_name(), would_be)
+        return {"exit": "dry run"}, RunFolder(would_be)
     check_shared(config.output or DEFAULT_PARENT, process)
 
     with process_group(process, on_cpu=on_cpu, again=again):

@@ -354,9 +354,7 @@ def _other_way(total: int, dp: int) -> str:
             f"{m} x {share // m}" for m in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True)
         ]
         return f"choose micro-batch x accumulation as one of {', '.join(options[:4])}"
-    divisors = [d for d in range(1, total + 1) if total % d == 0 and d <= 2 * dp]
-    nearest = min(divisors, key=lambda d: abs(d - dp))
-    return f"start a number of ranks that divides {total}, such as {nearest}"
+    return f"start a number of ranks that divides {total}, such as {nearest_dp(total, dp)}"
 
 
 # What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.

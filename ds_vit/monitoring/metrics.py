@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -242,8 +243,12 @@ class Reporter:
             kind: as for `eval`.
         """
         for name, pixels in pictures.items():
-            save_picture(pixels, self._folder.picture(name if kind == "eval" else f"ema-{name}"))
-            self._board.add_image(f"{kind}/{name}", pixels, step)
+            path = self._folder.picture(name if kind == "eval" else f"ema-{name}")
+            try:
+                save_picture(pixels, path)
+            except OSError as error:
+                self._refuse(path, error, "without this picture")
+            self._on_board(methodcaller("add_image", f"{kind}/{name}", pixels, step))
 
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
         """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""
@@ -289,7 +294,7 @@ class Reporter:
             "bucket_limits": [power + 1 for power in powers],
             "bucket_counts": list(counts),
         }
-        self._draw(lambda board: board.add_histogram_raw(name, **histogram, global_step=step))
+        self._on_board(lambda board: board.add_histogram_raw(name, **histogram, global_step=step))
 
     def checkpoint(self, row: Mapping[str, Any]) -> None:
         """A row of kind "checkpoint": step, pause_seconds, write_seconds, bytes, and error where it failed."""
@@ -308,7 +313,7 @@ class Reporter:
     def close(self) -> None:
         """Finish the bar and the files."""
         self.line.close()
-        self._draw(lambda board: board.close())
+        self._on_board(lambda board: board.close())
         self._write_rows()
         self._file.close()
         if self.num_lost:
@@ -332,7 +337,7 @@ class Reporter:
         except OSError as error:
             self._refuse(self._folder.metrics, error, "its rows are kept until there is room")
 
-    def _draw(self, action: Callable[[SummaryWriter], None]) -> None:
+    def _on_board(self, action: Callable[[SummaryWriter], None]) -> None:
         """Give TensorBoard something; a disk that refuses ends its pictures alone."""
         if self._board is None:
             return
@@ -349,7 +354,7 @@ class Reporter:
 
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):
-            self._draw(lambda board: board.add_scalar(name, value, step))
+            self._on_board(lambda board: board.add_scalar(name, value, step))
 
     def _monitor(self, at: int, group: str, row: Mapping[str, Any], keys: Sequence[str]) -> None:
         if self._events:

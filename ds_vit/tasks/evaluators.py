@@ -7,6 +7,7 @@ neighbours, R data-parallel ranks.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -84,9 +85,9 @@ class _Top1(Metrics):
         self.bank = bank
         self.groups = groups
 
+    @abstractmethod
     def predict(self, features: torch.Tensor) -> torch.Tensor:
         """Features float32 [Q, D] → classes int64 [Q]; the data-parallel ranks call it together."""
-        raise NotImplementedError
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """As `Metrics.update`, of features [Q, D] and class numbers."""

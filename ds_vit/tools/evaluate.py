@@ -137,7 +137,7 @@ def evaluate_weights(
     if not values.get("deepspeed_config"):
         raise UserError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
-    file = file_of(source, weights, checkpoint, output)
+    file = file_of(found, output)
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):
         raise UserError(f"{file.parent} is not a folder that can be written to; name a file with --output")
     if process.rank == 0:
@@ -145,9 +145,9 @@ def evaluate_weights(
     return _run(config, explicit, process, found, file, str(source), sources, again=again)
 
 
-def file_of(source: str | Path, weights: str = "raw", checkpoint: str = "", output: str | Path | None = None) -> Path:
-    """Where `evaluate_weights` writes."""
-    return Path(output) if output else RunFolder(find_weights(source, weights, checkpoint).folder).evaluation
+def file_of(found: StoredWeights, output: str | Path | None = None) -> Path:
+    """Where `evaluate_weights` writes what it finds of these weights."""
+    return Path(output) if output else RunFolder(found.folder).evaluation
 
 
 def _check_classes(found: StoredWeights, of_data: tuple[str, ...]) -> None:
@@ -184,6 +184,7 @@ def _run(
 
         from ds_vit.engine.start import device_of
         from ds_vit.models import num_parameters
+        from ds_vit.models.initial_checkpoint import enumerate_some
         from ds_vit.monitoring.metrics import make_console, print_table, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.evaluate import Watch
@@ -196,7 +197,7 @@ def _run(
     task = plan.model.task
     if lacking := plan.model.initial_checkpoint.newly_initialised:
         what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
-        names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        names = enumerate_some(lacking)
         if not task.evaluators:
             way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
             raise UserError(

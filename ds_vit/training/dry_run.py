@@ -10,8 +10,7 @@ from rich.console import Console
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.models import count_flops, num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
-from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
-from ds_vit.training.memory import estimate
+from ds_vit.training.memory import estimate, num_states
 from ds_vit.training.plan import Plan
 from ds_vit.training.summary import Rows, start_rows
 
@@ -89,8 +88,7 @@ def file_rows(plan: Plan, folder: Path) -> Rows:
         return [*rows, ("settings", f"{at.config.name}, {at.deepspeed.name}"), ("figures", at.metrics.name)]
     weights = 4 * num_parameters(plan.model.whole)
     sizes = {name: p.numel() for name, p in plan.model.whole.named_parameters() if name not in plan.model.frozen}
-    num_states, fallback = states_per_element(optimizer.cls, optimizer.arguments), optimizer.fallback or frozenset()
-    states = sum(4 * size * (STATES_OF_FALLBACK if n in fallback else num_states) for n, size in sizes.items())
+    states = 4 * num_states(optimizer, sizes)
     average = weights if plan.config.model_ema else 0
     rows += [
         ("settings", f"{at.config.name}, {at.deepspeed.name}, deepspeed.derived.json"),

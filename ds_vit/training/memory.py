@@ -7,9 +7,8 @@ context, its libraries and its allocator take (2 to 3 GB).
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_vit.models import Layer, layer_costs, take_apart
@@ -17,7 +16,7 @@ from ds_vit.models.flops import LayerCost
 from ds_vit.models.layers import BlockLayer
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
-from ds_vit.training.plan import Plan
+from ds_vit.training.plan import OptimizerPlan, Plan
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4. Under autocast the residual stream stays in fp32.
 _OF_FP32 = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "autocast-bf16": 36 / 64, "autocast-fp16": 36 / 64}
@@ -50,8 +49,7 @@ def estimate(plan: Plan) -> list[RankMemory]:
     """What a rank of each pipeline stage needs."""
     model, layout = plan.model, plan.parallel.layout
     costs = layer_costs(model.whole)
-    # Cutting changes modules, which the plan's model shares with its layers.
-    layers = take_apart(copy.deepcopy(model.whole))
+    layers = take_apart(model.whole)
     tp = TensorParallel(0, layout.tp, None, plan.config.sequence_parallel)
     found = []
     for stage, (start, stop) in enumerate(itertools.pairwise(model.bounds)):
@@ -63,6 +61,17 @@ def estimate(plan: Plan) -> list[RankMemory]:
         under_way = min(layout.pp - stage, plan.data.batch.accumulation)
         found.append(_of_stage(plan, of_stage, waiting * under_way + live))
     return found
+
+
+def num_states(optimizer: OptimizerPlan, sizes: Mapping[str, int]) -> int:
+    """How many numbers the optimizer keeps of parameters.
+
+    Args:
+        optimizer: which one.
+        sizes: elements by timm name, of those that are trained.
+    """
+    each, fallback = states_per_element(optimizer.cls, optimizer.arguments), optimizer.fallback or frozenset()
+    return sum(size * (STATES_OF_FALLBACK if name in fallback else each) for name, size in sizes.items())
 
 
 def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemory:
@@ -77,9 +86,7 @@ def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemo
     if optimizer is None:
         return RankMemory(sum(sizes.values()), weights, 0, 0, 0, 0, 0)
     trained = {name: size for name, size in sizes.items() if name not in plan.model.frozen}
-    num_states = states_per_element(optimizer.cls, optimizer.arguments)
-    fallback = optimizer.fallback or frozenset()
-    states = sum(size * (STATES_OF_FALLBACK if name in fallback else num_states) for name, size in trained.items())
+    states = num_states(optimizer, trained)
     elements = sum(trained.values())
     share = dp if stage else 1
     return RankMemory(
