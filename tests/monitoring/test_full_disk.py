@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 
+import torch
 from interrupting import TINY
 from project import ROOT
 from rich.console import Console
@@ -111,3 +112,13 @@ def test_a_run_ends_with_its_weights_and_a_code(ranks, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == "not all saved"
     RunFolder(tmp_path / "run").rows()
+
+
+def test_a_picture_that_is_refused(tmp_path):
+    """A run that ends because a picture of its evaluation finds no room, or because TensorBoard was given up before."""
+    reporter, said = reporter_on(tmp_path, 10**6)
+    folder, pictures = RunFolder(tmp_path), {"reconstruction": torch.zeros(3, 4, 4, dtype=torch.uint8)}
+    folder.picture("reconstruction").mkdir()
+    reporter._board = None
+    reporter.pictures(1, pictures)
+    assert "reconstruction.png could not be written (Is a directory); training goes on, without" in said.getvalue()
