@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import MONITORS, switched_on
 from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
 
@@ -38,39 +39,6 @@ class Checkpointing:
 
     interval: int = 0
     cpu: bool = False
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The batch arithmetic: `global_batch = micro_batch * accumulation * dp`."""
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    dp: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.global_batch} = {self.micro_batch} a micro-batch x {self.accumulation} accumulated "
-            f"x {self.dp} data-parallel"
-        )
-
-
-def nearest_batch(total: int, dp: int, micro_batch: int) -> BatchSizes | None:
-    """A global batch with the largest micro-batch that divides a rank's share and is not above `micro_batch`.
-
-    None where it cannot be shared by `dp` ranks.
-    """
-    if total % dp:
-        return None
-    share = total // dp
-    micro = max(m for m in range(1, min(share, micro_batch) + 1) if share % m == 0)
-    return BatchSizes(total, micro, share // micro, dp)
-
-
-def nearest_dp(total: int, dp: int) -> int:
-    """The number of data-parallel ranks nearest to `dp` that can share a global batch."""
-    return min((d for d in range(1, 2 * dp + 1) if total % d == 0), key=lambda d: abs(d - dp))
 
 
 def derived_path(path: str | Path) -> Path:
@@ -272,89 +240,6 @@ def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) 
         )
     wanted = bool(interval) or flag or block is not None
     return Checkpointing(interval or int(wanted), bool((block or {}).get("cpu_checkpointing", False)))
-
-
-def batch_sizes(
-    data: Mapping[str, Any],
-    path: str,
-    *,
-    dp: int,
-    batch_size: int | None,
-    grad_accum_steps: int | None,
-    follow: bool = False,
-) -> BatchSizes:
-    """Resolve `train_batch_size = micro-batch x accumulation x dp`, before anything is divided.
-
-    Args:
-        data: the JSON; each of the three keys may be a number, "auto" or absent.
-        path: named in messages.
-        dp: data-parallel degree.
-        batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
-        grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
-        follow: train_batch_size alone is fixed, and the two others are made to fit it on this number of ranks: the
-            micro-batch is the largest legal one that is not above the one asked for.
-
-    Raises:
-        UserError: with the three numbers and two ways out.
-    """
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    numbers: list[int | None] = []
-    for key in keys:
-        value = data.get(key, "auto")
-        if value is None or value == "auto":
-            numbers.append(None)
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
-        else:
-            numbers.append(value)
-    total, micro, accumulation = numbers
-    for key, flag, value, given in (
-        (keys[1], "--batch-size", micro, batch_size),
-        (keys[2], "--grad-accum-steps", accumulation, grad_accum_steps),
-    ):
-        if value is not None and given is not None and value != given and not (follow and total):
-            raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
-        if given is not None and given < 1:
-            raise UserError(f"{flag} must be at least 1, not {given}")
-    if follow and total is not None:
-        share = max(1, total // dp)
-        wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)
-        wanted = wanted or micro or share // (accumulation or 1)
-        followed = nearest_batch(total, dp, max(1, wanted))
-        if followed is None:
-            raise UserError(
-                f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
-                f"{nearest_dp(total, dp)} data-parallel ranks, give another layout by --pp and --tp, or another batch "
-                f"by --set train_batch_size={round(total / dp) * dp or dp}"
-            )
-        return followed
-    micro = micro if micro is not None else batch_size
-    accumulation = accumulation if accumulation is not None else grad_accum_steps
-    if total is None:
-        micro, accumulation = micro or 128, accumulation or 1
-        return BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
-    if micro is not None and accumulation is None:
-        accumulation = max(1, total // (micro * dp))
-    elif micro is None:
-        accumulation = accumulation or 1
-        micro = max(1, total // (accumulation * dp))
-    product = micro * accumulation * dp
-    if product != total:
-        raise UserError(
-            f"{path}: train_batch_size {total} is not micro-batch {micro} x accumulation {accumulation} x "
-            f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
-        )
-    return BatchSizes(total, micro, accumulation, dp)
-
-
-def _other_way(total: int, dp: int) -> str:
-    if total % dp == 0:
-        share = total // dp
-        options = [
-            f"{m} x {share // m}" for m in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True)
-        ]
-        return f"choose micro-batch x accumulation as one of {', '.join(options[:4])}"
-    return f"start a number of ranks that divides {total}, such as {nearest_dp(total, dp)}"
 
 
 # What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
 from ds_vit.config import FIELDS, RunConfig, spelling
-from ds_vit.config.deepspeed_json import BatchSizes, nearest_batch, nearest_dp
+from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError

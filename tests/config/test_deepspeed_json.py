@@ -8,6 +8,7 @@ import pytest
 from project import ROOT
 
 from ds_vit.config import deepspeed_auto, deepspeed_json, deepspeed_keys, deepspeed_rules
+from ds_vit.config.batch import BatchSizes, batch_sizes
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
@@ -26,7 +27,7 @@ def test_shipped_files_are_legal_for_any_number_of_ranks(path, dp):
     deepspeed_keys.check_keys(data, path.name)
     assert deepspeed_keys.idle_keys(data) == []
     deepspeed_json.precision(data, path.name, on_cpu=False)
-    sizes = deepspeed_json.batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+    sizes = batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
     assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
     assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
 
@@ -37,7 +38,7 @@ def test_resolved_files_are_accepted_by_deepspeed_itself(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     data = deepspeed_json.load_json(path)
-    sizes = deepspeed_json.batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
+    sizes = batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
     auto = {"optimizer.params.lr": 1e-3, "optimizer.params.weight_decay": 0.05}
     parsed = DeepSpeedConfig(
         deepspeed_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name)
@@ -299,7 +300,7 @@ def _sizes(total, micro, accumulation, dp, b=None, a=None):
         "gradient_accumulation_steps": accumulation,
     }
     data = {key: value for key, value in data.items() if value is not None}
-    sizes = deepspeed_json.batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
+    sizes = batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
     assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
     return sizes.global_batch, sizes.micro_batch, sizes.accumulation
 
@@ -391,7 +392,7 @@ def test_resolve_replaces_every_auto_and_nothing_else():
     """An "auto" that reaches DeepSpeed crashes it or means "off"; what is not auto must not change."""
     data = {"optimizer": {"params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
     before = copy.deepcopy(data)
-    sizes = deepspeed_json.BatchSizes(8, 4, 1, 2)
+    sizes = BatchSizes(8, 4, 1, 2)
     out = deepspeed_json.resolve(
         data,
         batch=sizes,

@@ -7,7 +7,8 @@ import json
 import pytest
 from project import ROOT
 
-from ds_vit.config import deepspeed_json, parse
+from ds_vit.config import parse
+from ds_vit.config.batch import batch_sizes
 from ds_vit.config.deepspeed_set import overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -84,7 +85,7 @@ def test_the_command_lines_set_is_over_a_recipes_flag(tmp_path):
 def batch(total, micro, accumulation, dp, b=None, a=None):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {key: number for key, number in zip(keys, (total, micro, accumulation), strict=True) if number is not None}
-    found = deepspeed_json.batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=True)
+    found = batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=True)
     assert found.micro_batch * found.accumulation * found.dp == found.global_batch == total
     return found.micro_batch, found.accumulation
 

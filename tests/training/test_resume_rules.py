@@ -20,7 +20,7 @@ from project import ROOT
 
 from ds_vit.checkpoint import newest
 from ds_vit.checkpoint.folder import Checkpoint
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.batch import BatchSizes
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.data import SampleOrder
 from ds_vit.optim.schedules import Schedule

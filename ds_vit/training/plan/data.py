@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ds_vit.config import RunConfig, spelling
-from ds_vit.config.deepspeed_json import BatchSizes, batch_sizes
+from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
 from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, open_source, unreadable_classes
