@@ -6,6 +6,7 @@ CPU time of the thread that computes, the fastest of its steps, so that communic
 not count; one thread a rank.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def seconds_a_step(argv: list[str]) -> float:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from ranks import RankPool
 
     from ds_vit.models import ModelSpec, create_model, layer_costs

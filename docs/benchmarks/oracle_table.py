@@ -4,13 +4,13 @@
 
 These are the runs of `test_cifar10_equals_plain_timm` (tests/training/test_oracle.py): for each ZeRO stage and number
 of ranks the whole batch at once and in four micro-batches, with and without activation checkpointing. A cell holds the
-largest relative deviation of these four runs over all their steps. Needs the test extras (`bash launch/setup.sh test`)
-and CIFAR-10's train.tar, looked for as the tests do: in `$DS_VIT_TEST_DATA`, else in ../shared/data seen from the
-project.
+largest relative deviation of these four runs over all their steps. Needs CIFAR-10's train.tar, looked for as the tests
+do: in `$DS_VIT_TEST_DATA`, else in ../shared/data seen from the project.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -68,6 +68,7 @@ def markdown(found: Deviations) -> str:
 
 def main() -> int:
     """Measure, and print the table with date and versions."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     archive = Path(os.environ.get("DS_VIT_TEST_DATA", ROOT.parent / "shared" / "data")) / "cifar10" / "train.tar"
     if not archive.is_file():
         print(f"{archive} does not exist; set DS_VIT_TEST_DATA to the folder that holds cifar10/", file=sys.stderr)

@@ -5,11 +5,12 @@
 The quickstart's model on the digits, for 100 steps, at its own learning rate and at a tenth of it. "ds_vit" compares
 ZeRO-1 on one rank with ZeRO-3 on two, with the recipe's augmentation; "plain timm" compares one process that takes a
 batch whole with the same process taking it in two halves, without augmentation. Both comparisons start from a
-deviation of one rounding error. Printed is the relative deviation of the loss. Needs the test extras.
+deviation of one rounding error. Printed is the relative deviation of the loss.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def plain(lr: float, pieces: int) -> list[float]:
 
 def main() -> int:
     """Print one table: rows are comparisons, columns are steps."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     pool = RankPool()
     print("| | " + " | ".join(f"step {step}" for step in SHOWN) + " |\n|" + "---|" * (len(SHOWN) + 1))

@@ -1,0 +1,52 @@
+"""The scripts of docs/benchmarks run with what the quickstart installs, and say how they are called."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from project import ROOT
+
+FOLDER = ROOT / "docs" / "benchmarks"
+# What only the extras install.
+WITHOUT = ("pytest", "hypothesis", "transformers", "onnx", "onnxruntime", "matplotlib")
+RUNNER = """
+import runpy, sys
+sys.modules.update(dict.fromkeys({without}))
+del sys.argv[0]
+sys.path[0] = {folder!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(script, *words):
+    """A script in a process that has no test extras."""
+    runner = RUNNER.format(without=WITHOUT, folder=str(script.parent))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    words = [sys.executable, "-c", runner, str(script), *words]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_help(script):
+    # Catches: minutes of measuring for somebody who asked what it does, and a package that only tests need.
+    asked = run(script, "--help")
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.startswith(f"usage: {script.name}")
+    assert f"python docs/benchmarks/{script.name}" in asked.stdout
+
+
+@pytest.mark.slow
+def test_a_script_measures():
+    # Catches: a call into the package that has another name by now.
+    done = run(FOLDER / "optimizer_step.py", "--rounds", "2", "--model", "test_vit")
+    assert done.returncode == 0, done.stderr
+    assert "| timm's Lamb |" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_script_measures_on_ranks():
+    # Catches: the same, and ranks that cannot start without pytest.
+    done = run(FOLDER / "checkpoint_cost.py", "--rounds", "2", "--model", "test_vit", "--dp", "2")
+    assert done.returncode == 0, done.stderr
+    assert "| 2 | 1 |" in done.stdout
