@@ -140,6 +140,30 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
     return kept, [f"the checkpoint's global batch is kept: {kept}"]
 
 
+def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> None:
+    """Refuse another --batch-size than the run had before, where the global batch has no room for it.
+
+    The same one as before follows the number of ranks instead: one command must do on however many there are.
+
+    Args:
+        batch: with the checkpoint's global batch.
+        resume: the checkpoint.
+        asked: --batch-size.
+
+    Raises:
+        UserError: with the micro-batches that can be had.
+    """
+    before = resume.checkpoint.state.get("config", {}).get("batch_size")
+    if asked in (None, before, batch.micro_batch) or batch.global_batch != resume.global_batch:
+        return
+    share = batch.global_batch // batch.dp
+    legal = ", ".join(str(m) for m in range(share, 0, -1) if share % m == 0)
+    raise UserError(
+        f"--resume: --batch-size {asked} does not go with the checkpoint's global batch of {batch.global_batch} on "
+        f"{batch.dp} data-parallel ranks; give one of {legal}, or --allow-batch-change to go on with another batch"
+    )
+
+
 def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Refuse to go on with another model, other data, another seed or optimizer; name what else has changed.
 

@@ -27,6 +27,7 @@ from ds_vit.optim.schedules import Schedule
 from ds_vit.training.resume import (
     _IDENTITY,
     Resume,
+    check_micro_batch,
     check_same_run,
     check_same_schedule,
     first_step,
@@ -60,6 +61,23 @@ def test_the_global_batch_is_kept_by_accumulation(asked, wanted, kept):
     assert (got.micro_batch, got.accumulation, got.global_batch) == (*kept, wanted)
     assert got.micro_batch * got.accumulation * dp == wanted
     assert bool(notes) == (batch != got)
+
+
+def test_another_micro_batch_is_honoured_or_refused():
+    # Catches: `-b 32` on resume that is taken for 16, with a line that nobody reads; one command that fails on
+    # another number of ranks.
+    before = Resume(Checkpoint(Path("x"), {}, {"global_batch": 32, "step": 7, "config": {"batch_size": 8}}), True)
+
+    def kept(asked, dp):
+        batch, _ = keep_global_batch(BatchSizes(asked * dp, asked, 1, dp), before, fixed=False, allow=False)
+        check_micro_batch(batch, before, asked)
+        return batch.micro_batch
+
+    assert (kept(16, 1), kept(32, 1), kept(4, 2)) == (16, 32, 4)
+    for asked, dp, legal in ((32, 2, "16, 8, 4, 2, 1"), (12, 1, "32, 16, 8, 4, 2, 1"), (64, 1, "32, 16")):
+        with pytest.raises(ValueError, match=rf"--batch-size {asked} .* of 32 on {dp} data.*one of {legal}"):
+            kept(asked, dp)
+    assert kept(8, 8) == 4  # the run's own, on more ranks than it has room for
 
 
 def test_a_batch_that_cannot_be_kept_is_refused_with_the_numbers():

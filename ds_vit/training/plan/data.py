@@ -14,7 +14,7 @@ from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, open_source,
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
-from ds_vit.training.resume import Resume, keep_global_batch
+from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def resolve_data(
     if resume is not None:
         fixed = isinstance(of_json, int)
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
+        check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
     if config.mix.active and batch.global_batch % 2:
         raise UserError(
