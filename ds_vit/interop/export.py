@@ -95,4 +95,4 @@ def require(packages: tuple[str, ...], why: str) -> None:
         except ImportError:
             missing.append(package)
     if missing:
-        raise UserError(f"{why} needs {', '.join(missing)}: pip install 'ds-vit[export]'")
+        raise UserError(f"{why} needs {', '.join(missing)}: bash launch/setup.sh export")

@@ -70,7 +70,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise UserError("a picture needs matplotlib: pip install 'ds-vit[plot]'") from None
+        raise UserError("a picture needs matplotlib: bash launch/setup.sh plot") from None
     import numpy as np
 
     lowest = row["histogram"]["lowest"]

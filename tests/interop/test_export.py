@@ -232,7 +232,7 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
     for to, package in (("hf", "transformers"), ("onnx", "onnxruntime")):
         assert cli.main(["export", str(tmp_path / "run"), "--to", to]) == 2
         err = capsys.readouterr().err
-        assert f"--to {to} needs {package}: pip install 'ds-vit[export]'" in err
+        assert f"--to {to} needs {package}: bash launch/setup.sh export" in err
         assert err.count("\n") == 1
 
 

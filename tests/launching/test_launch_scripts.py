@@ -31,7 +31,7 @@ class Clone:
         self.log = folder / "log"
         shutil.copytree(ROOT / "launch", self.root / "launch")
         shutil.copytree(ROOT / ".ci", self.root / ".ci")
-        (self.root / "pyproject.toml").write_text("[project]\n")
+        shutil.copy(ROOT / "pyproject.toml", self.root)
         self.bin.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
@@ -95,9 +95,19 @@ def test_setup_installs_again_when_something_changed(uv_clone):
     for extras in ([], ["test"], ["lint"]):
         clone.setup(*extras)
     assert clone.calls() == []
-    (clone.root / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    with (clone.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
     clone.setup("test")
     assert [line.split("my clone")[-1] for line in clone.calls()] == ["[test]"]
+
+
+def test_an_extra_that_does_not_exist_is_refused(uv_clone):
+    # Catches: pip's way, which warns and installs without it; and a list of extras that is not pyproject.toml's.
+    done = uv_clone.setup("exports")
+    assert (done.returncode, uv_clone.calls()) == (1, [])
+    listed = done.stderr.strip().partition("there is no extra 'exports'; there are ")[2].split(", ")
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert sorted(listed) == sorted(re.findall(r"^(\w+) = ", extras, re.MULTILINE))
 
 
 def test_setup_repairs_an_environment_whose_python_is_gone(uv_clone):
