@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_vit.fault_tolerance import exit_codes
@@ -78,12 +78,14 @@ class Signals:
         received: number of the first signal, 0 before one has come.
         ranks_have_met: until this is set, a signal ends the process at once; a run that only evaluates leaves it so.
         moment: when a signal came that ends the process at once, for people.
+        on_first: called with the first signal's name, from another thread, once the ranks have met.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.ranks_have_met = False
         self.moment = "before the ranks have met"
+        self.on_first: Callable[[str], None] | None = None
 
     @contextlib.contextmanager
     def installed(self, *, is_local_main: bool = True) -> Iterator[Signals]:
@@ -133,6 +135,9 @@ class Signals:
                 if not self.ranks_have_met:
                     say(f"{_name(number)} {self.moment}: nothing to save")
                     os._exit(_code(number))
+                if self.on_first is not None:
+                    self.on_first(_name(number))
+                    self.on_first = None
                 if number != signal.SIGINT:
                     continue
                 if first is None:

@@ -2,8 +2,8 @@
 
 torchrun ends with twenty lines and DeepSpeed's launcher with a dump of the command; what was wrong stands above them.
 torchrun shows the message of a failed rank's error file in its last lines, unless it was itself told to stop. There,
-and under DeepSpeed's launcher, which has no such door, a small process waits for the launcher to end. (mpirun takes its
-ranks' output only while they live: `mpirun --quiet` says less.)
+and under DeepSpeed's launcher and mpirun, which have no such door, a small process waits for the launcher to end.
+mpirun passes on what its ranks say only while they live, so that process writes where mpirun itself does.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ while grep -qs '^State:.[^ZX]' "/proc/$1/status" && [ "$n" -lt "$2" ]; do sleep 
 printf '%s\\n' "$3" >&2
 """
 
+_waiting: subprocess.Popen | None = None
+
 
 def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped: bool = False) -> None:
-    """Let the launcher's output end with a sentence; nothing where no launcher of the two is seen.
+    """Let the launcher's output end with a sentence, the newest one; nothing where no launcher is seen.
 
     Args:
         sentence: what went wrong and what to do, as it was said already.
@@ -42,14 +44,30 @@ def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped:
         info = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):  # it was said once
             Path(error_file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": info}}))
-    if stopped if error_file else _is_deepspeeds_launcher(os.getppid()):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        if is_mpirun():
+            place = opened.enter_context(open(f"/proc/{os.getppid()}/fd/2", "a"))
+            sentence = f"\n{sentence}"  # it ends in the middle of a rank's line
+        elif stopped if error_file else b"deepspeed.launcher.launch" in _command_of_parent():
+            place = sys.stderr
+        else:
+            return
+        global _waiting
+        if _waiting is not None:
+            _waiting.kill()
+            _waiting.wait()
         words = ["sh", "-c", _WAIT_AND_SAY, "sh", str(os.getppid()), str(10 * _PATIENCE_SECONDS), sentence]
-        # A session of its own: DeepSpeed's launcher ends its ranks with all that they have started.
-        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+        # A session of its own: a launcher ends its ranks with all that they have started.
+        _waiting = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=place, stderr=place, start_new_session=True)
 
 
-def _is_deepspeeds_launcher(pid: int) -> bool:
+def is_mpirun() -> bool:
+    """Whether Open MPI's mpirun (prterun by its own name) started this process on its own machine."""
+    return Path(os.fsdecode(_command_of_parent().partition(b"\0")[0])).name in ("mpirun", "mpiexec", "prterun")
+
+
+def _command_of_parent() -> bytes:
     try:
-        return b"deepspeed.launcher.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""

@@ -22,7 +22,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.launching.last_word import say_last
+from ds_vit.launching.last_word import is_mpirun, say_last
 from ds_vit.models import Flops, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
@@ -260,6 +260,18 @@ def command_to_go_on(folder: Path, num_ranks: int) -> str:
         program = f"the same launcher and {shlex.quote(program)}"
     words = ("--recipe", str(RunFolder(folder).config), "--output", str(folder), "--resume", "auto")
     return f"{program} {shlex.join(words)}"
+
+
+def warn_under_mpirun(folder: Path, num_ranks: int, signal_name: str) -> None:
+    """Let mpirun's output end with how to go on, at a signal: its ranks may not live until they have saved.
+
+    Open MPI 5 kills its ranks 0.2 s after it was told to stop, whatever its own options say.
+    """
+    if is_mpirun():
+        say_last(
+            f"mpirun ended its ranks at {signal_name} and did not wait for them to save (bash launch/mpi.sh does); "
+            f"go on from the newest checkpoint with: {command_to_go_on(folder, num_ranks)}"
+        )
 
 
 def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None) -> None:

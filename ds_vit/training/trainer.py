@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +32,7 @@ from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
-from ds_vit.training.summary import show_end, show_start, summarise
+from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
 
 
 class _Stop(Exception):
@@ -113,6 +114,8 @@ class Trainer:
             self.step = self.checkpoint_manager.restore()
         if self.reporter:
             self.reporter.start(self.step, self.engine.write_events)
+            if self.signals is not None:
+                self.signals.on_first = partial(warn_under_mpirun, self.folder.path, plan.parallel.process.world_size)
         try:
             exit_word = self._carry_out()
         finally:

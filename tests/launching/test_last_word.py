@@ -27,6 +27,23 @@ def test_after_deepspeeds_launcher():
     assert done.stdout.splitlines() == ["[ERROR] a dump of the command", SENTENCE]
 
 
+# Like mpirun: known by its name, it takes its ranks' output while they live, and says something long itself.
+MPIRUN = """
+import subprocess, sys, time
+rank = f"from ds_vit.launching.last_word import say_last; say_last('too early'); say_last({sys.argv[1]!r})"
+subprocess.run([sys.argv[2], "-c", rank], check=True, stderr=subprocess.DEVNULL)
+time.sleep(0.3)
+sys.stderr.write("prterun has exited due to; a rank's unfinished line")
+"""
+
+
+def test_after_mpirun():
+    """The same where the ranks' own stderr leads nowhere any more; and an earlier sentence that is not true by now."""
+    command = ["prterun", "-c", MPIRUN, SENTENCE, sys.executable]
+    done = subprocess.run(command, executable=sys.executable, stderr=subprocess.PIPE, text=True, check=True, timeout=60)
+    assert done.stderr.splitlines() == ["prterun has exited due to; a rank's unfinished line", SENTENCE]
+
+
 def test_in_torchruns_last_lines(tmp_path):
     """torchrun's report of the failed rank with a pointer to documentation in place of a reason."""
     file = tmp_path / "error.json"
