@@ -64,7 +64,9 @@ TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-5, exact=True),
     "bf16": Tolerance(3e-3, 3e-2),
     "autocast": Tolerance(3e-3, 3e-2),
-    "fp16": Tolerance(4e-4, 4e-3),
+    # Where a weight's gradient cancels over the samples, Adam's first step takes the sign of what rounding left: one of
+    # a head's (seed 504, 47) makes 5e-4 in six steps at a rate of 4e-3; the same run in fp32 2e-7.
+    "fp16": Tolerance(1e-3, 1e-2),
     # Weights in bf16 too: an update below 1/256 of a weight is lost or not by the last bit of a gradient.
     "pure bf16": Tolerance(6e-3, 6e-2),
 }
