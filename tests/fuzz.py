@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -713,15 +714,42 @@ class Runner:
     def _check_layouts(self, combination: Combination, reference: list[Row]) -> dict[str, float]:
         tolerance, stopping = TOLERANCES[combination.precision], combination.interruption
         worst = {"loss": 0.0, "grad_norm": 0.0}
+
+        def compare(rows: list[Row], what: str, since: int = 0) -> None:
+            nonlocal tolerance
+            try:
+                _compare(reference, rows, tolerance, what, worst, since)
+            except AssertionError:
+                if combination.precision == "fp32":
+                    raise
+                tolerance = self.of_rounding(combination, reference, tolerance)
+                _compare(reference, rows, tolerance, what, worst, since)
+
         for number in (1, 2, 3):
             killed = number == stopping.layout and stopping.kind == "killed"
             words = ["--checkpoint-interval", stopping.step, "--keep-checkpoints", 0] if killed else []
             rows = self.run(combination, number, f"layout{number}", *words)
-            _compare(reference, rows, tolerance, f"layout {number}", worst)
+            compare(rows, f"layout {number}")
         evaluates_there = any(row["kind"] == "eval" and row["step"] == stopping.step for row in reference)
         rows, since = self._interrupted(combination, evaluates_there)
-        _compare(reference, rows, tolerance, f"gone on after step {since} in layout 4", worst, since)
+        compare(rows, f"gone on after step {since} in layout 4", since)
         return worst
+
+    def of_rounding(self, combination: Combination, reference: list[Row], least: Tolerance) -> Tolerance:
+        """Three times what one process parts from itself by when its batch is cut into single images, or `least`.
+
+        16 bits at a rate that makes the loss jump are such a combination (seed 504, 77: 5e-3 so, and 7e-3 by layouts).
+        """
+        one = combination.layouts[0]
+        size = one.json["train_micro_batch_size_per_gpu"]
+        batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": size}
+        cut = dataclasses.replace(one, json={**one.json, **batch})
+        rows = self.run(dataclasses.replace(combination, layouts=(cut,)), 0, "cut")
+        loss, grad_norm = (largest_deviation(reference, rows, key) for key in ("loss", "grad_norm"))
+        for kind in ("eval", "eval_ema"):
+            a, b = (_by_step(run, kind) for run in (reference, rows))
+            loss = max([loss, *(abs(a[step]["loss"] - b[step]["loss"]) / abs(a[step]["loss"]) for step in a)])
+        return Tolerance(max(3 * loss, least.loss), max(3 * grad_norm, least.grad_norm))
 
     def _interrupted(self, combination: Combination, evaluates_there: bool) -> tuple[list[Row], int]:
         """What a run that was interrupted gives after it went on, and the step it went on after.

@@ -252,6 +252,23 @@ def test_what_is_broken_is_seen(ranks, data, tmp_path, breakage):
     assert "again: pytest tests/test_fuzz.py -k combination --fuzz-seed 0 --fuzz-first -1" in str(seen.value)
 
 
+def test_what_is_broken_is_seen_in_16_bits(ranks, data, tmp_path):
+    """A tolerance that is taken from rounding, and so large that it excuses the wrong samples."""
+    blocks = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    layouts = tuple(dataclasses.replace(at, json={**at.json, **blocks}) for at in ORDINARY.layouts)
+    autocast = dataclasses.replace(ORDINARY, precision="autocast", layouts=layouts)
+    broken, runner = (
+        fuzz.Runner(ranks, data, tmp_path / name, how) for name, how in (("a", rows_by_rank), ("b", None))
+    )
+    with pytest.raises(AssertionError, match="layout 1: the curves part"):
+        broken.check(autocast)
+    runner.folder.mkdir()
+    reference = runner.run(autocast, 0, "reference")
+    found = runner.of_rounding(autocast, reference, fuzz.Tolerance(0.0, 0.0))
+    assert 0 < found.loss < fuzz.TOLERANCES["autocast"].loss
+    assert 0 < found.grad_norm < fuzz.TOLERANCES["autocast"].grad_norm
+
+
 def test_a_refusal_in_one_layout_alone_is_seen(ranks, data, tmp_path):
     """A layout that the trainer refuses, though no documented rule excludes it, must not pass in silence."""
     layouts = list(ORDINARY.layouts)
