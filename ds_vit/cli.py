@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -122,7 +124,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return evaluate.main(argv[1:], "ds-vit eval")
     alone = Process("none", 0, 1, 0, 1)
-    return guarded("ds-vit", lambda process: _run(argv), "nothing was written", alone)
+    return guarded("ds-vit", lambda process: _run_into_pipe(argv), "nothing was written", alone)
+
+
+def _run_into_pipe(argv: Sequence[str]) -> int:
+    """Run a command whose reader may have had enough (`| head`), which is no error."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout, select.POLLOUT)
+        if not poll.poll(0)[0][1] & select.POLLERR:
+            raise  # another pipe than stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries once more when it ends
+        return 128 + signal.SIGPIPE
 
 
 def _run(argv: Sequence[str]) -> int:

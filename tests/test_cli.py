@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
+from project import ROOT
 
 from ds_vit import cli
 
@@ -50,6 +55,19 @@ def test_every_command_shows_examples(capsys, command):
     known = out.partition("\nexamples:\n")[0] + (help_of(capsys, "bench step") if command == "bench" else "")
     flags = {word for line in examples for word in shlex.split(line) if word.startswith("-")}
     assert not [flag for flag in flags if not re.search(rf"{re.escape(flag)}\b", known)]
+
+
+def test_a_reader_that_has_had_enough(tmp_path):
+    """A traceback below `ds-vit … | head`."""
+    (tmp_path / "names").write_text("".join(f"node{number}\n" for number in range(5000)))
+    command = [sys.executable, "-m", "ds_vit.cli", "hosts", "--from", "names", "--slots", "8"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_train_is_the_trainer(capsys):
