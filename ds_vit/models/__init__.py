@@ -1,5 +1,7 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
+from ds_vit.models.activations import Kept, kept_by_layers, saved_bytes
+from ds_vit.models.alike import looks
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.flops import Flops, LayerCost, count_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
@@ -40,6 +42,7 @@ __all__ = [
     "Flops",
     "HeadLayer",
     "InitialCheckpoint",
+    "Kept",
     "Layer",
     "LayerCost",
     "MaskedAutoencoder",
@@ -62,7 +65,9 @@ __all__ = [
     "giving_features",
     "image_size",
     "initialise",
+    "kept_by_layers",
     "layer_costs",
+    "looks",
     "masked_patches",
     "names_and_shapes",
     "no_weight_decay_names",
@@ -70,6 +75,7 @@ __all__ = [
     "num_parameters",
     "patchify",
     "run_layers",
+    "saved_bytes",
     "supported_names",
     "take_apart",
     "timm_names",

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.activations import kept_by_layers
+from ds_vit.models.alike import looks
 from ds_vit.models.layers import BlockLayer, Layer, take_apart
 from ds_vit.models.zoo import TimmViT, image_size
 
@@ -36,12 +36,12 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
     """
     forward, training, goes_back = 0, 0.0, False
     layers = take_apart(model)
-    for layer, cost in zip(layers, layer_costs(model, layers), strict=True):
+    for layer, flops in zip(layers, _layer_flops(model, layers), strict=True):
         sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.ndim > 1}
         trained = sum(size for name, size in sizes.items() if name not in frozen)
         goes_back = goes_back or any(name not in frozen for name, _ in layer.named_parameters())
-        forward += cost.flops
-        training += cost.flops * (1 + goes_back + (trained / sum(sizes.values()) if sizes else goes_back))
+        forward += flops
+        training += flops * (1 + goes_back + (trained / sum(sizes.values()) if sizes else goes_back))
     return Flops(forward, round(training))
 
 
@@ -59,48 +59,33 @@ def layer_costs(model: TimmViT, layers: Sequence[Layer] | None = None) -> list[L
         model: from `create_model`, on the meta device.
         layers: of `take_apart(model)`, where the caller has them; they are put into evaluation mode.
     """
+    layers = layers or take_apart(model)
+    kept = [kept.bytes for kept in kept_by_layers(model, layers)]
+    return [LayerCost(*cost) for cost in zip(_layer_flops(model, layers), kept, strict=True)]
+
+
+def _layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
     height, width = image_size(model)
     keys = torch.zeros(1, dtype=torch.int64, device="meta")
     value: Any = (torch.empty(1, model.in_chans, height, width, device="meta"), keys)
-    costs: list[LayerCost] = []
+    found: list[int] = []
     counted: tuple[Any, ...] | None = None
-    for layer in layers or take_apart(model):
+    for layer in layers:
         layer.eval()
-        looks = _looks(layer.block) if isinstance(layer, BlockLayer) else None
+        as_it_is = looks(layer.block) if isinstance(layer, BlockLayer) else None
         # A block hands on what it was given, in the same shapes.
-        if looks is not None and looks == counted:
-            costs.append(costs[-1])
+        if as_it_is is not None and as_it_is == counted:
+            found.append(found[-1])
             continue
-        cost, value = _count(layer, value)
-        costs.append(cost)
-        counted = looks
-    return costs
+        flops, value = _count(layer, value)
+        found.append(flops)
+        counted = as_it_is
+    return found
 
 
-def _looks(module: nn.Module) -> tuple[Any, ...]:
-    """What decides on a module's cost in evaluation: its classes, settings and shapes, and not its weights' values."""
-    if isinstance(module, (KeyedDrop, nn.Identity)):  # a first block without drop-path has none of it
-        return ()
-    settings = {name: repr(value) for name, value in vars(module).items() if not name.startswith("_")}
-    shapes = [
-        (name, tensor.shape)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    ]
-    inner = [(name, child and _looks(child)) for name, child in module._modules.items()]
-    return type(module), settings, shapes, inner
-
-
-def _count(layer: Layer, value: Any) -> tuple[LayerCost, Any]:
-    """A layer's cost, and what it makes of `value`."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[id(tensor.untyped_storage())] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    weights = sum(p.numel() * p.element_size() for p in layer.parameters())
+def _count(layer: Layer, value: Any) -> tuple[int, Any]:
+    """A layer's FLOPs, and what it makes of `value`."""
     # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with FlopCounterMode(display=False) as counter:
         value = layer(value)
-    return LayerCost(counter.get_total_flops(), max(0, sum(kept.values()) - weights)), value
+    return counter.get_total_flops(), value

@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 
 from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.sizes import in_words
 from ds_vit.models import count_flops, num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
-from ds_vit.training.memory import estimate, num_states
+from ds_vit.training.memory import estimate, in_host_memory, num_states, on_device
 from ds_vit.training.plan import Plan
 from ds_vit.training.summary import Rows, start_rows
 
@@ -54,25 +55,20 @@ def schedule_rows(plan: Plan) -> Rows:
 def _show_memory(plan: Plan, console: Console) -> None:
     """What a rank of each stage needs, and what that leaves out."""
     stages = estimate(plan)
-    zero = plan.deepspeed.json.get("zero_optimization", {})
-    in_host = {key: (zero.get(f"offload_{key}") or {}).get("device") == "cpu" for key in ("optimizer", "param")}
+    in_host = in_host_memory(plan)
     named = {
-        "weights": ("weights", in_host["param"]),
-        "gradients": ("gradients", False),
-        "masters": ("masters", in_host["optimizer"]),
-        "optimizer": ("optimizer state", in_host["optimizer"]),
-        "average": ("average", False),
-        "activations": ("activations (estimated)", False),
+        **{field: field for field in ("weights", "gradients", "masters")},
+        "optimizer": "optimizer state",
+        "average": "average",
+        "activations": "activations (estimated)",
     }
     header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
     lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
-    together = [0] * len(stages)
-    for field, (name, is_in_host) in named.items():
+    for field, name in named.items():
         sizes = [getattr(stage, field) for stage in stages]
         if any(sizes):
-            lines.append([f"{name} (in host memory)" if is_in_host else name, *map(in_words, sizes)])
-        together = together if is_in_host else [a + b for a, b in zip(together, sizes, strict=True)]
-    lines.append(["together", *map(in_words, together)])
+            lines.append([f"{name} (in host memory)" if field in in_host else name, *map(in_words, sizes)])
+    lines.append(["together", *(in_words(on_device(stage, in_host).together) for stage in stages)])
     print_columns(console, "memory", lines)
     without = "ZeRO's buckets, copies for the time of a step, the loader, and 2 to 3 GB of a GPU's own"
     if plan.deepspeed.zero_stage == 3:
@@ -103,12 +99,3 @@ def file_rows(plan: Plan, folder: Path) -> Rows:
     kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
     rows.append((f"{at.checkpoints.name}/", f"{in_words(weights + states + average)} each, {often}{kept}"))
     return rows
-
-
-def in_words(num_bytes: float) -> str:
-    """1234567 → "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

@@ -1,25 +1,28 @@
 """How much memory a rank will need: an estimate from shapes alone, before anything is built.
 
-What DeepSpeed keeps at each ZeRO stage is counted from shapes and types; activations are estimated from what autograd
-keeps of one image in fp32. Not counted: ZeRO's buckets, copies for the time of a step, the loader, and what a GPU's
-context, its libraries and its allocator take (2 to 3 GB).
+What DeepSpeed keeps at each ZeRO stage is counted from shapes and types. Activations are counted on the meta device:
+what autograd saves of an image in the layers as the rank has them, cut, cast and frozen (models/activations.py). Under
+autocast, which the meta device does not know, they are estimated from fp32. Not counted: ZeRO's buckets, copies for the
+time of a step, what the backward pass makes, the loader, and what a GPU's context, its libraries and its allocator take
+(2 to 3 GB).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ds_vit.models import Layer, layer_costs, take_apart
-from ds_vit.models.flops import LayerCost
-from ds_vit.models.layers import BlockLayer
+import torch
+
+from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.models import Layer, cast_block_buffers, freeze, kept_by_layers, norms_in_fp32
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.plan import OptimizerPlan, Plan
 
-# Bytes of activations over those of fp32, at an MLP ratio of 4. Under autocast the residual stream stays in fp32.
-_OF_FP32 = {"fp32": 1.0, "bf16": 0.5, "fp16": 0.5, "autocast-bf16": 36 / 64, "autocast-fp16": 36 / 64}
+# Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
+_AUTOCAST_OF_FP32 = 36 / 64
 
 
 @dataclass(frozen=True)
@@ -44,23 +47,94 @@ class RankMemory:
     average: int
     activations: int
 
+    @property
+    def together(self) -> int:
+        """All bytes."""
+        return self.states + self.activations
+
+    @property
+    def states(self) -> int:
+        """All bytes but those of activations: what no micro-batch changes."""
+        return self.weights + self.gradients + self.masters + self.optimizer + self.average
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a rank of one pipeline stage needs, by the micro-batch.
+
+    Attributes:
+        states: without activations.
+        waiting: bytes of an image that wait for the backward pass.
+        live: bytes of an image more, of what is recomputed at a time.
+        ahead: micro-batches under way at most: stage i of p has p - i (1F1B).
+    """
+
+    states: RankMemory
+    waiting: float
+    live: float
+    ahead: int
+
+    def of(self, batch: BatchSizes) -> RankMemory:
+        """With the activations of this micro-batch."""
+        under_way = min(self.ahead, batch.accumulation)
+        return replace(self.states, activations=round((self.waiting * under_way + self.live) * batch.micro_batch))
+
 
 def estimate(plan: Plan) -> list[RankMemory]:
     """What a rank of each pipeline stage needs."""
-    model, layout = plan.model, plan.parallel.layout
-    costs = layer_costs(model.whole)
-    layers = take_apart(model.whole)
-    tp = TensorParallel(0, layout.tp, None, plan.config.sequence_parallel)
+    return [stage.of(plan.data.batch) for stage in by_stage(plan)]
+
+
+def by_stage(plan: Plan) -> list[StageMemory]:
+    """What a rank of each pipeline stage needs, as far as it does not hang on the batch arithmetic."""
+    model, pp = plan.model, plan.parallel.layout.pp
+    layers = layers_of_rank(plan)
+    dtype = getattr(torch, plan.deepspeed.precision.compute)
+    kept = [kept.bytes for kept in kept_by_layers(model.whole, layers, dtype)] if plan.optimizer else [0] * len(layers)
     found = []
     for stage, (start, stop) in enumerate(itertools.pairwise(model.bounds)):
         of_stage = layers[start:stop]
-        waiting, live = _activations(plan, of_stage, costs[start:stop]) if plan.optimizer else (0, 0)
-        for layer in of_stage:
-            cut_layer(layer, tp, class_parallel=model.class_parallel)
-        # 1F1B: stage i of p has up to p - i micro-batches under way.
-        under_way = min(layout.pp - stage, plan.data.batch.accumulation)
-        found.append(_of_stage(plan, of_stage, waiting * under_way + live))
+        waiting, live = _activations(plan, of_stage, kept[start:stop]) if plan.optimizer else (0.0, 0.0)
+        found.append(StageMemory(_of_stage(plan, of_stage), waiting, live, pp - stage))
     return found
+
+
+def layers_of_rank(plan: Plan) -> list[Layer]:
+    """The layers of all stages on the meta device, each as the first rank of a tensor-parallel group has it."""
+    tp = TensorParallel(0, plan.parallel.layout.tp, None, plan.config.sequence_parallel)
+    layers = plan.model.task.layers(plan.model.whole)
+    for layer in layers:
+        freeze(layer, plan.model.frozen)
+        if tp.size > 1:
+            cut_layer(layer, tp, class_parallel=plan.model.class_parallel)
+        as_computed(plan, layer)
+    return layers
+
+
+def as_computed(plan: Plan, layer: Layer) -> None:
+    """Give a layer the types that it has in the run, in place."""
+    compute = plan.deepspeed.precision.compute
+    if compute == "float32":
+        return
+    dtype = getattr(torch, compute)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    cast_block_buffers(layer, dtype)
+    if plan.config.norm_dtype == "float32":
+        norms_in_fp32(layer)
+
+
+def in_host_memory(plan: Plan) -> frozenset[str]:
+    """The fields of `RankMemory` that the JSON's offload keeps beside the accelerator."""
+    zero = plan.deepspeed.json.get("zero_optimization", {})
+    fields = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
+    offloaded = [key for key in fields if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
+    return frozenset(field for key in offloaded for field in fields[key])
+
+
+def on_device(memory: RankMemory, in_host: frozenset[str]) -> RankMemory:
+    """What of it lies in the accelerator's memory."""
+    return replace(memory, **dict.fromkeys(in_host, 0))
 
 
 def num_states(optimizer: OptimizerPlan, sizes: Mapping[str, int]) -> int:
@@ -74,7 +148,7 @@ def num_states(optimizer: OptimizerPlan, sizes: Mapping[str, int]) -> int:
     return sum(size * (STATES_OF_FALLBACK if name in fallback else each) for name, size in sizes.items())
 
 
-def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemory:
+def _of_stage(plan: Plan, layers: Sequence[Layer]) -> RankMemory:
     """The states of these layers, whose parameters are cut already."""
     optimizer, stage, dp = plan.optimizer, plan.deepspeed.zero_stage, plan.parallel.layout.dp
     sizes = {name: parameter.numel() for layer in layers for name, parameter in layer.named_parameters()}
@@ -96,25 +170,26 @@ def _of_stage(plan: Plan, layers: Sequence[Layer], activations: int) -> RankMemo
         masters=of_master * elements // dp if stage else 0,
         optimizer=of_master * states // share,
         average=4 * elements // share if plan.config.model_ema else 0,
-        activations=activations,
+        activations=0,
     )
 
 
-def _activations(plan: Plan, layers: Sequence[Layer], costs: Sequence[LayerCost]) -> tuple[int, int]:
-    """(bytes that a micro-batch leaves for its backward pass, bytes more of what is recomputed at a time)."""
-    told, tp = plan.deepspeed, plan.parallel.layout.tp
-    kept = []
-    for layer, cost in zip(layers, costs, strict=True):
-        # Of a block's 32 values a token and channel, at an MLP ratio of 4, tp cuts 24 (Korthikanti et al. 2022).
-        share = (
-            (1 / tp if plan.config.sequence_parallel else (8 + 24 / tp) / 32) if isinstance(layer, BlockLayer) else 1
-        )
-        kept.append(cost.activation_bytes * _OF_FP32[told.precision.name] * share * plan.data.batch.micro_batch)
+def _activations(plan: Plan, layers: Sequence[Layer], kept: Sequence[int]) -> tuple[float, float]:
+    """Bytes of an image: (what waits for the backward pass, what is recomputed at a time besides).
+
+    Args:
+        plan: the run.
+        layers: of a stage.
+        kept: bytes that each keeps of an image.
+    """
+    told = plan.deepspeed
+    kept = [num * (_AUTOCAST_OF_FP32 if "autocast" in told.precision.name else 1.0) for num in kept]
     interval = told.checkpointing.interval
     if not interval:
-        return round(sum(kept)), 0
+        return sum(kept), 0.0
+    tp = plan.parallel.layout.tp
     of_type = 2 if told.precision.compute != "float32" else 4
     tokens = layers[0].num_tokens.training / (tp if plan.config.sequence_parallel else 1)
-    inputs = of_type * tokens * plan.model.whole.embed_dim * plan.data.batch.micro_batch
+    inputs = of_type * tokens * plan.model.whole.embed_dim
     parts = [sum(kept[i : i + interval]) for i in range(0, len(kept), interval)]
-    return round(0 if told.checkpointing.cpu else inputs * len(parts)), round(max(parts))
+    return 0.0 if told.checkpointing.cpu else inputs * len(parts), max(parts)

@@ -12,7 +12,7 @@ from project import ROOT
 from runs import KINDS, count_decodes, drift
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.models import ModelSpec, balance, check_bounds, count_flops, create_model, flops, layer_costs
+from ds_vit.models import ModelSpec, activations, balance, check_bounds, count_flops, create_model, flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
@@ -88,10 +88,14 @@ def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
     wide = model.blocks[5].mlp
     wide.fc1 = torch.nn.Linear(wide.fc1.in_features, 7, device="meta")
     wide.fc2 = torch.nn.Linear(7, wide.fc2.out_features, device="meta")
-    once = layer_costs(model)
-    monkeypatch.setattr(flops, "_looks", lambda block: None)
-    assert once == layer_costs(model)
-    assert once[6] != once[5] == once[7]
+    once, numbers = layer_costs(model), itertools.count()
+    for module in (flops, activations):
+        monkeypatch.setattr(module, "looks", lambda block: next(numbers))
+    each = layer_costs(model)
+    assert [cost.flops for cost in once] == [cost.flops for cost in each]
+    # A first block without drop-path lacks its mask of four bytes an image.
+    assert [c.activation_bytes for c in once] == pytest.approx([c.activation_bytes for c in each], abs=8)
+    assert once[6].flops != once[5].flops == once[7].flops
 
 
 def test_check_bounds():

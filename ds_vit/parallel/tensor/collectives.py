@@ -28,13 +28,14 @@ class TensorParallel:
     Attributes:
         rank: 0 to size - 1 within the group.
         size: ranks of the group.
-        group: the process group; its rank order is the order of the shards.
+        group: the process group; its rank order is the order of the shards. None exchanges nothing: for shapes and
+            memory, where what comes out is not looked at.
         sequence_parallel: between the regions each rank holds a share of the tokens.
     """
 
     rank: int
     size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     sequence_parallel: bool = False
 
     def share_of(self, count: int) -> int:
@@ -45,14 +46,16 @@ class TensorParallel:
 def sum_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """The sum of the ranks' tensors, a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=tp.group)
+    if tp.group is not None:
+        dist.all_reduce(out, group=tp.group)
     return out
 
 
 def stack_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """The ranks' tensors [...], stacked by rank: [t, ...]."""
     out = x.new_empty(tp.size * x.numel())
-    dist.all_gather_into_tensor(out, x.reshape(-1), group=tp.group)
+    if tp.group is not None:
+        dist.all_gather_into_tensor(out, x.reshape(-1), group=tp.group)
     return out.view(tp.size, *x.shape)
 
 
@@ -79,7 +82,8 @@ def _sum_of_own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """[B, S, D] on each rank -> [B, ceil(S / t), D]: the sum over the ranks, this rank's tokens of it."""
     by_rank = _padded(x, tp).unflatten(1, (tp.size, -1)).movedim(1, 0)
     out = x.new_empty(by_rank[0].shape)
-    dist.reduce_scatter_tensor(out.view(-1), by_rank.reshape(-1), group=tp.group)
+    if tp.group is not None:
+        dist.reduce_scatter_tensor(out.view(-1), by_rank.reshape(-1), group=tp.group)
     return out
 
 

@@ -1,0 +1,87 @@
+"""What a layer keeps for its backward pass, counted on the meta device: every tensor that autograd saves, each once.
+
+The layers run as a rank has them: cut, cast and frozen. Nothing is computed and no memory is used. What is not seen is
+what lives within one operation alone, and what the backward pass itself makes.
+
+Shapes: B images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ds_vit.models.alike import looks
+from ds_vit.models.layers import BlockLayer, Layer
+from ds_vit.models.zoo import TimmViT, image_size
+
+_IMAGES = 2  # of one alone some copies are views
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of one image in bytes, and what it was given: tensors on the meta device."""
+
+    bytes: int
+    inputs: Any
+
+
+def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
+    """What each layer keeps of an image in training; of blocks that are alike one is counted.
+
+    Args:
+        model: from `create_model`, for its images.
+        layers: all of them, on the meta device; they are put into training mode.
+        dtype: of the images.
+    """
+    height, width = image_size(model)
+    keys = torch.zeros(_IMAGES, dtype=torch.int64, device="meta")
+    value: Any = (torch.empty(_IMAGES, model.in_chans, height, width, device="meta", dtype=dtype), keys)
+    found: list[Kept] = []
+    counted: tuple[Any, ...] | None = None
+    for layer in layers:
+        layer.train()
+        as_it_is = (looks(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
+        # A block hands on what it was given, in the same shapes.
+        if as_it_is is not None and as_it_is == counted:
+            found.append(Kept(found[-1].bytes, value))
+            continue
+        inputs = value
+        with _FusedAttention():
+            num_bytes, value = saved_bytes(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))  # noqa: B023
+        found.append(Kept(num_bytes // _IMAGES, inputs))
+        counted = as_it_is
+    return found
+
+
+def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
+    """The bytes that autograd saves while `function` runs, and what it gives.
+
+    Args:
+        function: a forward pass.
+        held_anyway: tensors that are not counted: the weights.
+    """
+    not_counted = {tensor.untyped_storage()._cdata for tensor in held_anyway}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()  # all of it stays, however small the view
+        if storage._cdata not in not_counted:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = function()
+    return sum(storage.nbytes() for storage in kept.values()), out
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention by a fused kernel, as on every real device; on the meta device torch would write the scores out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and len(args) >= 3:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
+        return func(*args, **(kwargs or {}))
