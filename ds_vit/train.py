@@ -85,6 +85,7 @@ def run(
         from ds_vit.config.run_folder import RunFolder
         from ds_vit.fault_tolerance.watchdog import Watchdog
         from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.auto_batch import settle_alone, settle_together
         from ds_vit.training.dry_run import show_dry_run
         from ds_vit.training.evaluation_run import run_evaluation
         from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
@@ -96,6 +97,7 @@ def run(
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
     with doing("listing the images, building the model", shown=is_main):
         plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
+        plan = settle_alone(plan, on_cpu=on_cpu)
     if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     if config.dry_run:
@@ -120,6 +122,9 @@ def run(
             folder=Path(folder[0]),
         )
         with watchdog:
+            if config.auto_batch:
+                watchdog.beat(0, "looking for the micro-batch", patience=4)
+                plan = settle_together(plan, on_cpu=on_cpu)
             groups = build_groups(plan.parallel.layout, saves=not config.eval_only)
             run_folder = RunFolder(Path(folder[0]))
             if config.eval_only:

@@ -130,6 +130,15 @@ class RunConfig(MixConfig, AugmentConfig):
     grad_stats_interval: int = flag(0, _O, "steps between gradient statistics by layer (0: none)", rule=AT_LEAST_0)
     batch_size: int | None = flag(None, _O, 'micro-batch a rank where the JSON says "auto" (128)', short=("-b",))
     grad_accum_steps: int | None = flag(None, _O, 'accumulation where the JSON says "auto" (1)')
+    auto_batch: bool = flag(
+        False,
+        _O,
+        "take the largest micro-batch that fits, and keep the global batch by accumulation: found on a GPU by trying, "
+        "on a CPU and with --dry-run by the estimate of --dry-run",
+    )
+    memory: str = flag(
+        "", _O, "--auto-batch: what a rank may take, such as 8GiB (default: what is free)", metavar="BYTES"
+    )
 
     epochs: int | None = flag(None, _S, "length of training and of the schedule (300)", rule=AT_LEAST_1)
     max_steps: int | None = flag(None, _S, "stop after this many optimizer steps", rule=AT_LEAST_1)

@@ -9,6 +9,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
+from ds_vit.config.sizes import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 
 EITHER = (
@@ -16,6 +17,7 @@ EITHER = (
     ("freeze", "linear_probe"),
     ("pretrained", "initial_checkpoint"),
     ("val_fraction", "val_split"),
+    *((name, by_hand) for name in ("auto_batch", "memory") for by_hand in ("batch_size", "grad_accum_steps")),
 )
 """Flags of which one excludes the other."""
 
@@ -57,6 +59,11 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
         raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
+    for name in ("batch_size", "grad_accum_steps"):
+        if config.auto_batch and getattr(config, name) is not None:
+            raise UserError(f"--auto-batch finds what {spelling(name)} {getattr(config, name)} says; keep one")
+    if config.memory:
+        parse_bytes(config.memory, "--memory")
     values = parse_set(config.set)
     for name, key in KEY_OF_FLAG.items():
         if key in values and getattr(config, name) is not None:
@@ -134,6 +141,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("lr_base_size", "without --lr-scale-by-batch")]
     if not config.model_ema:
         idle += [(name, "without --model-ema") for name in ("model_ema_decay", "model_ema_warmup")]
+    if not config.auto_batch:
+        idle += [("memory", "without --auto-batch")]
     if config.sched != "wsd":
         idle += [("wsd_decay_fraction", "unless --sched wsd")]
     return idle

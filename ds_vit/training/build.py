@@ -42,7 +42,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     if cut_over_classes is not None:
         shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
     config, interval = dict(plan.deepspeed.json), plan.deepspeed.checkpointing.interval
-    recompute = _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
+    recompute = recompute_function(plan)
     engine: Engine
     if plan.parallel.layout.pp == 1:
         model = SequentialViT(layers, checkpoint_interval=interval, checkpoint_function=recompute if interval else None)
@@ -105,6 +105,11 @@ def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torc
     zero = plan.deepspeed.json.get("zero_optimization", {})
     offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
     return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
+
+
+def recompute_function(plan: Plan) -> Callable:
+    """What runs a group of blocks whose activations are recomputed: `function(run, *tensors)`."""
+    return _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
 
 
 _checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)

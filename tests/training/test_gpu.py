@@ -102,6 +102,44 @@ def test_everything_random_is_the_cpus(cifar, tmp_path):
     assert_same_curve(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), rtol=1e-4)
 
 
+def test_auto_batch_keeps_the_curve(cifar, tmp_path):
+    """A trial that leaves the device, a random state or the batch otherwise than it was."""
+    folder, plain = cifar
+    argv = [*TRAIN, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors"]
+    argv += ["--set", "train_batch_size=64", "--auto-batch", "--output", tmp_path / "run"]
+    train_alone([*argv, "--deepspeed_config", config_file(tmp_path, "cpu_zero1_fp32.json")])
+    assert json.loads((tmp_path / "run" / "deepspeed.json").read_text())["train_micro_batch_size_per_gpu"] == 64
+    assert_same_curve(plain, read_rows(tmp_path / "run"), rtol=1e-4)
+
+
+def test_auto_batch_finds_the_edge_by_trying():
+    """A trial that takes another memory than training, an error not caught, and memory that is not given back."""
+    from ds_vit.config import parse
+    from ds_vit.launching.process import Process
+    from ds_vit.training.auto_batch import by_trying, legal, memory_of_rank
+    from ds_vit.training.plan import prepare
+    from ds_vit.training.trial_step import TrialStep
+
+    argv = ["--dataset", "digits", "--model", "vit_small_patch16_224", "--set", "train_batch_size=128", "--auto-batch"]
+    argv += ["--warmup-steps", "2", "--max-steps", "8", "--deepspeed_config"]
+    config, explicit = parse([*argv, str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")])
+    plan = prepare(config, explicit, Process("none", 0, 1, 0, 1), on_cpu=False)
+    batches = {batch.micro_batch: batch for batch in legal(plan)}
+    with TrialStep(plan, torch.device("cuda", 0)) as trial:
+        few, many = trial(batches[1]), trial(batches[8])
+        assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
+        torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
+        try:
+            found = by_trying(plan, memory_of_rank(plan, on_cpu=False), trial)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert found.how == "measured"
+        assert 0 < found.micro_batch < 128
+        assert found.larger_needs > found.needs
+    del trial
+    assert torch.cuda.memory_allocated() < 100e6
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, real_images):
     """32 images and random weights, as tests/optim/test_per_parameter.py has them."""

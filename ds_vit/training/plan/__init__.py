@@ -19,6 +19,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
+from ds_vit.config.deepspeed_json import BatchSizes
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
@@ -27,7 +28,9 @@ from ds_vit.models import names_and_shapes
 from ds_vit.optim.build import rules_of
 from ds_vit.tasks import find_task, idle_flags
 from ds_vit.training.plan.data import DataPlan, check_readable, resolve_data
+from ds_vit.training.plan.data import with_batch as data_with_batch
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan, read, write_out
+from ds_vit.training.plan.deepspeed import with_batch as json_with_batch
 from ds_vit.training.plan.learning_rate import DEFAULT_EPOCHS
 from ds_vit.training.plan.model import ModelPlan, resolve_model
 from ds_vit.training.plan.optimizer import OptimizerPlan, resolve_optimizer
@@ -71,7 +74,23 @@ class Plan:
         begins = ()
         if self.config.resume == "auto" and self.resume is None:
             begins = (f"--resume auto: there is no checkpoint in {self.config.output} yet; the run begins at step 0",)
-        return (*self.deepspeed.notes, *begins, *self.data.notes, *self.model.notes, *of_optimizer, *self.changes)
+        of_parts = (*self.data.notes, *self._bubble, *self.model.notes, *of_optimizer)
+        return (*self.deepspeed.notes, *begins, *of_parts, *self.changes)
+
+    @property
+    def _bubble(self) -> tuple[str, ...]:
+        pp, number = self.parallel.layout.pp, self.data.batch.accumulation
+        if pp == 1 or self.optimizer is None:
+            return ()
+        line = (
+            f"pipeline: {number} micro-batches through {pp} stages, bubble {(pp - 1) / (number + pp - 1):.0%} of a step"
+        )
+        return (line + (" (more accumulation makes it smaller)" if number < pp else ""),)
+
+    def with_batch(self, batch: BatchSizes, origin: str, note: str) -> Plan:
+        """The same run in micro-batches of another size; the arguments are those of `data.with_batch`."""
+        data = data_with_batch(self.data, batch, origin, note)
+        return dataclasses.replace(self, data=data, deepspeed=json_with_batch(self.deepspeed, data))
 
     @property
     def in_words(self) -> str:

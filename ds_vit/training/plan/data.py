@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ds_vit.config import RunConfig, spelling
@@ -50,6 +50,8 @@ def resolve_data(
     Raises:
         UserError: a batch that cannot be had, or data that is not there or has no such split.
     """
+    if config.auto_batch:
+        _check_nothing_fixed(told)
     of_json = told.json.get("train_batch_size")
     goes_on = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
     batch = batch_sizes(
@@ -80,14 +82,37 @@ def resolve_data(
                 f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(source.left_out.items())
             )
             notes.append(f"{split}: files of kinds that are not read are left out: {files}")
-    if config.pp > 1 and not config.eval_only:
-        bubble = (config.pp - 1) / (batch.accumulation + config.pp - 1)
-        line = f"pipeline: {batch.accumulation} micro-batches through {config.pp} stages, bubble {bubble:.0%} of a step"
-        notes.append(line + (" (more accumulation makes it smaller)" if batch.accumulation < config.pp else ""))
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats)
     return DataPlan(train, val, batch, order, _batch_origins(config, told, batch), tuple(notes))
+
+
+def with_batch(data: DataPlan, batch: BatchSizes, origin: str, note: str) -> DataPlan:
+    """The same data in micro-batches of another size.
+
+    Args:
+        data: of a plan.
+        batch: of the same global batch.
+        origin: who says so, in a word.
+        note: a line for people; those that name the batch arithmetic name the new one.
+    """
+    assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"
+    numbers = _numbers(batch)
+    origins = {**data.origins, **{key: origin for key in numbers if key != "train_batch_size"}}
+    notes = (*(line.replace(str(data.batch), str(batch)) for line in data.notes), note)
+    return replace(data, batch=batch, origins=origins, notes=notes)
+
+
+def _check_nothing_fixed(told: DeepSpeedPlan) -> None:
+    """Refuse a JSON that says what --auto-batch is to find; in a run's own the two numbers follow."""
+    for key in _numbers(BatchSizes(0, 0, 0, 0)):
+        is_followed = key == "train_batch_size" or (told.of_a_run and key not in told.origins)
+        if isinstance(told.json.get(key), int) and not is_followed:
+            raise UserError(
+                f'{told.path} fixes {key} to {told.json[key]}, which --auto-batch is to find; write "auto" there or '
+                f"say --set {key}=auto, or drop --auto-batch"
+            )
 
 
 def _numbers(batch: BatchSizes) -> dict[str, int]:

@@ -152,6 +152,16 @@ def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | No
     return dataclasses.replace(told, json=json, origins=_origins(told, json, data, optimizer))
 
 
+def with_batch(told: DeepSpeedPlan, data: DataPlan) -> DeepSpeedPlan:
+    """A JSON that is written out, with the batch arithmetic of `data`."""
+    json = {
+        **told.json,
+        "train_micro_batch_size_per_gpu": data.batch.micro_batch,
+        "gradient_accumulation_steps": data.batch.accumulation,
+    }
+    return dataclasses.replace(told, json=json, origins={**told.origins, **data.origins})
+
+
 def _origins(
     told: DeepSpeedPlan, json: Mapping[str, Any], data: DataPlan, optimizer: OptimizerPlan | None
 ) -> dict[str, str]:

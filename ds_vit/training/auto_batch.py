@@ -1,0 +1,210 @@
+"""`--auto-batch`: the largest micro-batch that fits on every rank; accumulation keeps the global batch.
+
+A micro-batch is legal where micro-batch x accumulation x data-parallel ranks is the global batch. In a pipeline
+accumulation is also the number m of micro-batches that go through its p stages, and (p - 1) / (m + p - 1) of a step is
+bubble. A larger micro-batch makes that worse, so that only those are looked at that leave at least as many of them as
+there are stages; where the batch is too small for it, one image at a time.
+
+The way of the setting: `config/rules.py` refuses -b and --grad-accum-steps beside it, `plan/data.py` a JSON that fixes
+what is to be found. The plan is then made with the micro-batch that it would have without the flag, and changed here:
+before the ranks meet where all of them will come to the same (--memory on a CPU), or for --dry-run; else when they have
+met, because what is free differs from rank to rank. They take what fits on the fullest one. Everything after reads the
+plan. `config.yaml` keeps the flag, so that a run that goes on elsewhere looks again, with the same global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # DeepSpeed brings it
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.sizes import in_words, parse_bytes
+from ds_vit.engine.start import device_of
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.training.memory import by_stage, in_host_memory, on_device
+from ds_vit.training.plan import Plan
+from ds_vit.training.trial_step import TrialStep
+
+Try = Callable[[BatchSizes], int]
+"""Takes a training step's memory for a moment and says how many bytes a rank had; an error where there are too few."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank may take: bytes, and who says so."""
+
+    bytes: int
+    whose: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What fits on a rank.
+
+    Attributes:
+        micro_batch: the largest; 0 where not one image fits.
+        needs: bytes of a rank with it, or with one image.
+        larger: the next one, or None where there is none that is legal.
+        larger_needs: bytes of a rank with that.
+        memory: what there is.
+        how: the bytes were found, in a word: "estimated" or "measured".
+    """
+
+    micro_batch: int
+    needs: int
+    larger: int | None
+    larger_needs: int
+    memory: Memory
+    how: str
+
+
+def settle_alone(plan: Plan, *, on_cpu: bool) -> Plan:
+    """The plan with the micro-batch that fits, where that can be known before the ranks meet.
+
+    Raises:
+        UserError: not one image fits.
+    """
+    config = plan.config
+    if not config.auto_batch or not (config.dry_run or (on_cpu and config.memory)):
+        return plan
+    return _settled(plan, by_estimate(plan, memory_of_rank(plan, on_cpu=on_cpu)))
+
+
+def settle_together(plan: Plan, *, on_cpu: bool) -> Plan:
+    """The plan with the micro-batch that fits on every rank (a collective), where `settle_alone` has left that open.
+
+    Raises:
+        UserError: not one image fits on some rank; on all ranks alike.
+    """
+    if not plan.config.auto_batch or (on_cpu and plan.config.memory):
+        return plan
+    memory = memory_of_rank(plan, on_cpu=on_cpu)
+    if on_cpu:
+        found = by_estimate(plan, memory)
+    else:
+        with TrialStep(plan, device_of(plan.parallel.process.local_rank)) as trial:
+            found = by_trying(plan, memory, trial)
+    of_ranks: list[Found] = [found] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    return _settled(plan, min(of_ranks, key=lambda found: (found.micro_batch, -found.needs)))
+
+
+def legal(plan: Plan) -> tuple[BatchSizes, ...]:
+    """The batch arithmetics to choose from, by rising micro-batch; see the head of this file."""
+    total, dp, pp = plan.data.batch.global_batch, plan.data.batch.dp, plan.parallel.layout.pp
+    share = total // dp
+    if not plan.model.task.loss_is_mean_of_samples:
+        return (plan.data.batch,)  # which is whole
+    sizes = [size for size in range(1, share + 1) if share % size == 0 and (share // size >= pp or size == 1)]
+    return tuple(BatchSizes(total, size, share // size, dp) for size in sizes)
+
+
+def by_estimate(plan: Plan, memory: Memory) -> Found:
+    """The largest micro-batch whose estimate is within `memory` in every pipeline stage."""
+    stages, in_host = by_stage(plan), in_host_memory(plan)
+
+    def needs(batch: BatchSizes) -> int:
+        return max(on_device(stage.of(batch), in_host).together for stage in stages)
+
+    batches = legal(plan)
+    fitting = [batch for batch in batches if needs(batch) <= memory.bytes]
+    larger = batches[len(fitting)] if len(fitting) < len(batches) else None
+    return Found(
+        micro_batch=fitting[-1].micro_batch if fitting else 0,
+        needs=needs(fitting[-1] if fitting else batches[0]),
+        larger=larger and larger.micro_batch,
+        larger_needs=needs(larger) if larger else 0,
+        memory=memory,
+        how="estimated",
+    )
+
+
+def by_trying(plan: Plan, memory: Memory, try_one: Try) -> Found:
+    """The largest micro-batch with which `try_one` runs and stays within `memory`; smaller ones are tried first.
+
+    Args:
+        plan: the run.
+        memory: what this rank may take.
+        try_one: raises torch.OutOfMemoryError where the device has too little.
+    """
+    batches, in_host = legal(plan), in_host_memory(plan)
+    stage = by_stage(plan)[plan.parallel.stage]
+
+    def estimated(batch: BatchSizes) -> int:
+        return on_device(stage.of(batch), in_host).together
+
+    fits, needs, larger = 0, 0, None
+    for batch in batches:
+        taken = _taken(try_one, batch)
+        if taken is None or taken > memory.bytes:
+            larger = batch.micro_batch
+            before = estimated(BatchSizes(batch.global_batch, fits, batch.accumulation, batch.dp)) if fits else 0
+            # The device has not said how much more it would have taken: what was measured, and the estimate's step.
+            larger_needs = taken or needs + estimated(batch) - before
+            return Found(fits, needs or larger_needs, larger, larger_needs, memory, "measured" if fits else "estimated")
+        fits, needs = batch.micro_batch, taken
+    return Found(fits, needs, None, 0, memory, "measured")
+
+
+def _taken(try_one: Try, batch: BatchSizes) -> int | None:
+    """The bytes of a try; None where there were too few."""
+    try:
+        return try_one(batch)
+    except RuntimeError as error:
+        # cuBLAS and cuDNN have their own words for it, and not torch's class.
+        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error) or "out of memory" in str(error):
+            return None
+        raise
+
+
+def memory_of_rank(plan: Plan, *, on_cpu: bool) -> Memory:
+    """What this rank may take: --memory, else what is free: of its device, or its share of this machine's."""
+    if plan.config.memory:
+        return Memory(parse_bytes(plan.config.memory, "--memory"), f"--memory {plan.config.memory}")
+    process = plan.parallel.process
+    if not on_cpu:
+        return Memory(get_accelerator().available_memory(process.local_rank), "free on the device")
+    ranks = process.local_world_size or process.world_size
+    among = f", among {ranks} ranks" if ranks > 1 else ""
+    return Memory(_free_memory() // ranks, f"free on this machine{among}")
+
+
+def _free_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Bytes that this machine has free, or the container if it is allowed less."""
+    free = psutil.virtual_memory().available
+    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
+    return min(free, int(limit)) if limit.isdigit() else free
+
+
+def _settled(plan: Plan, found: Found) -> Plan:
+    """The plan with what was found, and a line that says so.
+
+    Raises:
+        UserError: not one image fits.
+    """
+    there = f"{in_words(found.memory.bytes)} a rank ({found.memory.whose})"
+    batches = {batch.micro_batch: batch for batch in legal(plan)}
+    if not found.micro_batch:
+        smallest = min(batches)
+        states = max(on_device(stage.states, in_host_memory(plan)).states for stage in by_stage(plan))
+        raise UserError(
+            f"--auto-batch: not even a micro-batch of {smallest} fits: it needs {in_words(found.needs)}, "
+            f"{in_words(states)} of them for weights, gradients and the optimizer, and there are {there}; use a higher "
+            "ZeRO stage, --grad-checkpointing, offload, more --pp or --tp, or a smaller --model"
+            + (", or give more by --memory" if plan.config.memory else "")
+        )
+    batch = batches[found.micro_batch]
+    if found.larger is not None:
+        then = f"a micro-batch of {found.larger} would need {in_words(found.larger_needs)}"
+    elif batch.accumulation == 1:
+        then = "it is a rank's whole share of the batch"
+    else:
+        then = f"a larger one would leave fewer micro-batches than the {plan.parallel.layout.pp} pipeline stages"
+    note = f"--auto-batch: {batch}; {in_words(found.needs)} ({found.how}) of {there}; {then}"
+    return plan.with_batch(batch, "--auto-batch", note)

@@ -1,0 +1,151 @@
+"""A training step's memory, taken for a moment: how `--auto-batch` tries a micro-batch on a device.
+
+Each rank tries by itself: a rank that runs out of memory inside a collective would leave the others waiting in it. So
+this is no step of DeepSpeed's. The layers of this rank's stage run for real, in the run's types, forward for as many
+micro-batches as its place in the pipeline has under way, and backward; of blocks that are alike one is built and stands
+for all. Weights, gradients, masters, the optimizer's state and ZeRO's bucket are held as one piece of the size that
+the estimate says (memory.py counts them exactly), and a twentieth of the device stays free for collectives, the
+allocator's gaps and what a step has for a moment.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import TracebackType
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.models import BlockLayer, Layer, freeze, initialise, kept_by_layers, looks, run_layers
+from ds_vit.parallel.tensor import TensorParallel, cut_layer
+from ds_vit.training.build import recompute_function
+from ds_vit.training.memory import as_computed, by_stage, in_host_memory, layers_of_rank, on_device
+from ds_vit.training.plan import Plan
+
+_STAYS_FREE = 0.05  # of the device
+_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
+
+
+class TrialStep:
+    """This rank's part of a training step, without the other ranks; `with` gives the memory back.
+
+    Args:
+        plan: the run.
+        device: where it will train.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        stage, told = plan.parallel.stage, plan.deepspeed
+        self.stage = by_stage(plan)[stage]
+        start, stop = plan.model.bounds[stage : stage + 2]
+        self.dtype = getattr(torch, told.precision.compute)
+        on_meta = layers_of_rank(plan)
+        self.inputs = kept_by_layers(plan.model.whole, on_meta, self.dtype)[start].inputs
+        self.tp = TensorParallel(0, plan.parallel.layout.tp, None, plan.config.sequence_parallel)
+        self.layers = self._build(on_meta[start:stop], start)
+        self.loss = plan.model.task.loss(self.tp if plan.model.class_parallel else None)
+        built = nn.ModuleList(dict.fromkeys(self.layers))
+        here = 0 if told.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
+        states = on_device(self.stage.states, in_host_memory(plan)).states + _bucket_bytes(plan, self.dtype)
+        self.margin = round(_STAYS_FREE * get_accelerator().total_memory(plan.parallel.process.local_rank))
+        self.held_bytes = max(0, states - here)
+
+    def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
+        """The stage's layers on the device; those of blocks that are alike are one and the same."""
+        plan = self.plan
+        fresh = plan.model.task.layers(plan.model.whole)[start : start + len(on_meta)]
+        first: dict[str, Layer] = {}
+        layers = []
+        for number, (layer, model) in enumerate(zip(fresh, on_meta, strict=True)):
+            name = str(looks(model.block)) if isinstance(model, BlockLayer) else str(number)
+            layers.append(first.setdefault(name, layer))
+
+        def on_layer(layer: Layer) -> None:
+            freeze(layer, plan.model.frozen)
+            if self.tp.size > 1:
+                cut_layer(layer, self.tp, class_parallel=plan.model.class_parallel)
+            as_computed(plan, layer)
+            layer.train()
+
+        initialise(plan.model.whole, [*first.values()], seed=plan.config.seed, device=self.device, on_layer=on_layer)
+        return layers
+
+    def __enter__(self) -> TrialStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del self.layers
+        _give_back()
+
+    def __call__(self, batch: BatchSizes) -> int:
+        """Take the memory of a micro-batch.
+
+        Returns:
+            The bytes that this rank had at most, without what stays free.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too few.
+        """
+        _give_back()  # what an earlier try left behind
+        accelerator = get_accelerator()
+        accelerator.reset_peak_memory_stats()
+        held = torch.empty(self.held_bytes + self.margin, dtype=torch.uint8, device=self.device)
+        under_way = [self._forward(batch.micro_batch) for _ in range(min(self.stage.ahead, batch.accumulation))]
+        while under_way:
+            outputs = under_way.pop(0)
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+        accelerator.synchronize()
+        taken = accelerator.max_memory_allocated() - self.margin
+        del held
+        for layer in self.layers:
+            layer.zero_grad()
+        return max(0, taken)
+
+    def _forward(self, rows: int) -> list[torch.Tensor]:
+        """What a micro-batch's backward pass begins with: the loss, or what the next stage sends gradients of."""
+        told = self.plan.deepspeed
+        inputs = tuple(self._like(tensor, rows if place < 2 else None) for place, tensor in enumerate(self.inputs))
+        autocast = told.precision.name.removeprefix("autocast-")
+        type_of_autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast)
+        enabled = autocast != told.precision.name
+        with torch.autocast(self.device.type, dtype=type_of_autocast, enabled=enabled):
+            outputs = run_layers(self.layers, inputs, told.checkpointing.interval, recompute_function(self.plan))
+            if not isinstance(outputs, tuple):
+                outputs = (self.loss(outputs, self._targets(rows, inputs[1])),)
+        return [tensor for tensor in outputs if tensor.requires_grad]
+
+    def _like(self, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
+        """Zeros of a micro-batch in place of a tensor on the meta device; None: as many rows as it has."""
+        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+        made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+        return made.requires_grad_(self.plan.parallel.stage > 0 and made.is_floating_point())
+
+    def _targets(self, rows: int, keys: torch.Tensor) -> dict[str, Any]:
+        """What the loss takes beside the outputs."""
+        fields = [field for field in self.plan.model.task.fields(training=True) if field.stage == "last"]
+        made = {
+            field.name: torch.zeros(rows, *field.shape, dtype=field.dtype or self.dtype, device=self.device)
+            for field in fields
+        }
+        return {**made, "keys": keys}
+
+
+def _bucket_bytes(plan: Plan, dtype: torch.dtype) -> int:
+    """What ZeRO collects gradients in; twice where it sends one while it fills the other."""
+    zero = plan.deepspeed.json.get("zero_optimization", {})
+    if not zero.get("stage"):
+        return 0
+    overlaps = zero.get("overlap_comm", zero["stage"] == 3)
+    return int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * dtype.itemsize * (2 if overlaps else 1)
+
+
+def _give_back() -> None:
+    """Let go of what nothing refers to."""
+    gc.collect()
+    get_accelerator().empty_cache()

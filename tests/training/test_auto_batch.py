@@ -1,0 +1,269 @@
+"""--auto-batch: the largest micro-batch that fits, the same curve, and what is said and refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+import yaml
+from curves import assert_same_curve, read_rows
+from project import ROOT
+from runs import run_quietly
+
+from ds_vit.config import parse
+from ds_vit.config.sizes import parse_bytes
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.models import saved_bytes
+from ds_vit.train import main
+from ds_vit.training.auto_batch import Memory, by_trying, legal
+from ds_vit.training.memory import by_stage
+from ds_vit.training.plan import prepare
+from ds_vit.training.trial_step import TrialStep
+
+RUN = [
+    *(
+        "--dataset",
+        "digits",
+        "--model",
+        "vit_tiny_patch16_224",
+        "--img-size",
+        "16",
+        "--val-split",
+        "",
+        "--workers",
+        "0",
+    ),
+    *("--model-kwargs", "patch_size=4", "embed_dim=64", "depth=3", "num_heads=2", "--drop-path", "0.2"),
+    *("--max-steps", "4", "--warmup-steps", "1", "--log-interval", "1", "--mixup", "0.8"),
+    *("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),
+]
+BATCH = ["--set", "train_batch_size=24"]
+
+
+def plan_of(world, *words, rank=0):
+    config, explicit = parse([*RUN, *BATCH, *words])
+    return prepare(config, explicit, Process("env", rank, world, rank, world), on_cpu=True)
+
+
+def memory_for(micro_batch, world, *words):
+    """Bytes that this micro-batch needs on the fullest rank, as --memory takes them."""
+    plan = plan_of(world, "--auto-batch", *words)
+    [batch] = [batch for batch in legal(plan) if batch.micro_batch == micro_batch]
+    return str(max(stage.of(batch).together for stage in by_stage(plan)))
+
+
+def batch_in(folder):
+    """(micro-batch, accumulation) that DeepSpeed got."""
+    told = json.loads((folder / "deepspeed.json").read_text())
+    return told["train_micro_batch_size_per_gpu"], told["gradient_accumulation_steps"]
+
+
+def train(ranks, world, folder, *words, prepare_rank=None):
+    """Train, and give what rank 0 said."""
+    words = [*RUN, *BATCH, "--output", str(folder), *words]
+    done = ranks.run(world, run_quietly, words, prepare_rank)
+    assert [code for code, _, _ in done] == [0] * world, done
+    return done[0][1]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    """A global batch of 24, in one piece, on one rank."""
+    folder = tmp_path_factory.mktemp("auto-batch") / "reference"
+    train(ranks, 1, folder, "--checkpoint-interval", "0")
+    assert batch_in(folder) == (24, 1)
+    return read_rows(folder)
+
+
+def test_two_ranks_take_what_fits_and_the_curve_stays(ranks, reference, tmp_path):
+    # Catches: a global batch that follows the micro-batch, a division that is not legal, and a line that is not said.
+    said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--memory", memory_for(3, 2), "--checkpoint-interval", "0")
+    assert batch_in(tmp_path / "a") == (3, 4)
+    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
+    [line] = [line for line in said.splitlines() if line.startswith("--auto-batch: ")]
+    assert line.startswith("--auto-batch: 24 = 3 a micro-batch x 4 accumulated x 2 data-parallel; ")
+    assert " (estimated) of " in line
+    assert "; a micro-batch of 4 would need " in line
+    assert "micro-batch: --auto-batch" in said
+
+
+def test_a_pipeline_keeps_as_many_micro_batches_as_stages(ranks, reference, tmp_path):
+    # Catches: all memory filled, and half of the ranks waiting. What is free here is plenty.
+    said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--pp", "2", "--checkpoint-interval", "0")
+    assert batch_in(tmp_path / "a") == (12, 2)
+    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
+    assert "a larger one would leave fewer micro-batches than the 2 pipeline stages" in said
+    assert "pipeline: 2 micro-batches through 2 stages, bubble 33% of a step" in said
+    assert "free on this machine, among 2 ranks" in said
+
+
+def test_a_run_that_goes_on_looks_again(ranks, reference, tmp_path):
+    # Catches: the first machine's micro-batch for good, and a resume that takes another one for another run.
+    folder = tmp_path / "run"
+    words = ["--auto-batch", "--memory", memory_for(4, 1), "--sched", "constant", "--checkpoint-interval", "2"]
+    whole = tmp_path / "whole"
+    train(ranks, 1, whole, "--sched", "constant", "--checkpoint-interval", "0")
+    train(ranks, 1, folder, *words, "--max-steps", "2")
+    assert batch_in(folder) == (4, 6)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["auto_batch"] is True
+    again = ["--recipe", str(folder / "config.yaml"), "--output", str(folder), "--resume", "auto", "--max-steps", "4"]
+    [(code, said, error)] = ranks.run(1, run_quietly, [*again, "--memory", memory_for(8, 1)])
+    assert code == 0, error
+    assert "--auto-batch: 24 = 8 a micro-batch x 3 accumulated x 1 data-parallel" in said
+    assert batch_in(folder) == (8, 3)
+    assert "auto_batch" not in said, "no setting that has changed"
+    assert_same_curve(read_rows(whole), read_rows(folder), rtol=1e-5)
+    # By hand has the last word over the recipe's flag, and --memory goes with it.
+    again[again.index("auto")] = "none"
+    [(code, _, error)] = ranks.run(1, run_quietly, [*again, "-b", "6", "--output", str(tmp_path / "b"), "--dry-run"])
+    assert code == 0, error
+
+
+@functools.cache
+def small_devices():
+    """For a rank: a device that has room for 12 - 4 * rank images."""
+    import contextlib
+    from unittest import mock
+
+    from ds_vit.training import auto_batch
+
+    class Pretended:
+        def __init__(self, plan, device):
+            self.room = 12 - 4 * plan.parallel.process.rank
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def __call__(self, batch):
+            if batch.micro_batch > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return 1000 * batch.micro_batch
+
+    together = auto_batch.settle_together
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(auto_batch, "TrialStep", Pretended))
+    stack.enter_context(
+        mock.patch.object(auto_batch, "settle_together", lambda plan, on_cpu: together(plan, on_cpu=False))
+    )
+    return stack
+
+
+def test_ranks_that_try_agree_on_the_smallest(ranks, reference, tmp_path):
+    # Catches: ranks that train on with micro-batches of their own, and hang.
+    said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--checkpoint-interval", "0", prepare_rank=small_devices)
+    assert batch_in(tmp_path / "a") == (6, 2)
+    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
+    assert "24 = 6 a micro-batch x 2 accumulated x 2 data-parallel; 6.0 kB (measured) of " in said
+    assert "(free on the device); a micro-batch of 12 would need " in said
+
+
+def test_trying_stops_at_the_first_that_fails():
+    # Catches: a search that goes on into what cannot be, and a --memory that a roomy device passes over.
+    plan, tried = plan_of(1, "--auto-batch"), []
+
+    def attempt(batch, error=None, most=5):
+        tried.append(batch.micro_batch)
+        if batch.micro_batch > most:
+            raise error or torch.OutOfMemoryError("CUDA out of memory")
+        return 100 * batch.micro_batch
+
+    plenty = Memory(10**9, "free on the device")
+    found = by_trying(plan, plenty, attempt)
+    assert tried == [1, 2, 3, 4, 6]
+    assert (found.micro_batch, found.needs, found.larger, found.how) == (4, 400, 6, "measured")
+    [stage] = by_stage(plan)
+    by_micro_batch = {batch.micro_batch: batch for batch in legal(plan)}
+    step = stage.of(by_micro_batch[6]).together - stage.of(by_micro_batch[4]).together
+    assert found.larger_needs == 400 + step
+    found = by_trying(plan, Memory(250, "--memory 250"), attempt)
+    assert (found.micro_batch, found.larger, found.larger_needs) == (2, 3, 300)
+    found = by_trying(plan, plenty, lambda batch: 7)
+    assert (found.micro_batch, found.larger) == (24, None)
+    assert by_trying(plan, plenty, functools.partial(attempt, most=0)).micro_batch == 0
+    cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert by_trying(plan, plenty, functools.partial(attempt, error=cublas)).micro_batch == 4
+    with pytest.raises(RuntimeError, match="illegal"):
+        by_trying(plan, plenty, functools.partial(attempt, error=RuntimeError("an illegal memory access")))
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "words"),
+    [
+        (1, 0, ()),
+        (2, 0, ("--pp", "2")),
+        (2, 1, ("--pp", "2")),
+        (2, 1, ("--tp", "2", "--sequence-parallel")),
+        (1, 0, ("--set", "bf16.enabled=true")),
+        (1, 0, ("--grad-checkpointing",)),
+    ],
+)
+def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
+    # Catches: a stage that is tried with the whole model, slices taken for the whole, and a trial that fails at all.
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "total_memory", lambda self, index=None: 0)
+    plan = plan_of(world, "--auto-batch", *words, rank=rank)
+    with TrialStep(plan, torch.device("cpu")) as trial:
+        weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
+        kept, _ = saved_bytes(lambda: trial._forward(6), weights)
+        assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
+        if "--grad-checkpointing" not in words:
+            assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
+        for batch in legal(plan)[:3]:
+            assert trial(batch) >= 0
+        assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())
+
+
+def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
+    # Catches: a dry run that tries, or that shows the batch of a run without the flag.
+    words = [*RUN, *BATCH, "--auto-batch", "--memory", memory_for(8, 1), "--dry-run", "--output", str(tmp_path / "a")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "--auto-batch: 24 = 8 a micro-batch x 3 accumulated x 1 data-parallel; " in said
+    assert "a micro-batch of 12 would need " in said
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-b", "4"), "--auto-batch finds what --batch-size 4 says; keep one"),
+        (("--grad-accum-steps", "2"), "--auto-batch finds what --grad-accum-steps 2 says; keep one"),
+        (
+            ("--set", "train_micro_batch_size_per_gpu=4"),
+            'train_micro_batch_size_per_gpu to 4, which --auto-batch is to find; write "auto" there or say --set '
+            "train_micro_batch_size_per_gpu=auto",
+        ),
+        (("--memory", "much"), "--memory much: write a number of bytes above 0, or 500MB, 8GB, 8GiB"),
+        (
+            ("--memory", "1MB"),
+            "not even a micro-batch of 1 fits: it needs 3.3 MB, 3.1 MB of them for weights, gradients and the "
+            "optimizer, and there are 1.0 MB a rank (--memory 1MB); use a higher ZeRO stage, --grad-checkpointing",
+        ),
+        (("--no-auto-batch", "--memory", "1GB"), "--memory has no effect without --auto-batch; drop it"),
+    ],
+)
+def test_refused_in_one_line(capsys, tmp_path, words, message):
+    # Catches: a setting that is passed over, and a run that starts and is killed by the system.
+    output = ["--output", str(tmp_path / "run")]
+    assert main([*RUN, *BATCH, "--auto-batch", *words, *output, *output]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len([line for line in error.splitlines() if "error:" in line]) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_amounts_of_memory():
+    # Catches: GiB taken for GB.
+    assert [parse_bytes(text, "--memory") for text in ("8GiB", "500 MB", "1.5g", "12345", "2Ki")] == [
+        *(8 * 2**30, 500_000_000, 1_500_000_000, 12345, 2048)
+    ]
+    for text in ("", "0", "8 apples", "-1GB", "GB"):
+        with pytest.raises(UserError, match="write a number of bytes above 0"):
+            parse_bytes(text, "--memory")
