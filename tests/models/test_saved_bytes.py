@@ -47,6 +47,7 @@ def measured(model, dtype):
     [
         ("vit_tiny_patch16_224", {"drop_path": 0.1, "model_kwargs": {"depth": 3, "proj_drop_rate": 0.1}}),
         ("eva02_tiny_patch14_224", {"model_kwargs": {"depth": 2}}),
+        ("vit_dwee_patch16_reg1_gap_256", {"model_kwargs": {"depth": 2}}),
         ("vit_small_patch16_rope_mixed_224", {"model_kwargs": {"depth": 2}}),
         ("vit_tiny_patch16_224", {"model_kwargs": {"depth": 2, "patch_drop_rate": 0.5}}),
     ],

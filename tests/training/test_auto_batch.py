@@ -52,7 +52,7 @@ def memory_for(micro_batch, world, *words):
     """Bytes that this micro-batch needs on the fullest rank, as --memory takes them."""
     plan = plan_of(world, "--auto-batch", *words)
     [batch] = [batch for batch in legal(plan) if batch.micro_batch == micro_batch]
-    return str(max(stage.of(batch).together for stage in by_stage(plan)))
+    return str(round(1.25 * max(stage.of(batch).together for stage in by_stage(plan))))
 
 
 def batch_in(folder):
@@ -85,7 +85,7 @@ def test_two_ranks_take_what_fits_and_the_curve_stays(ranks, reference, tmp_path
     assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
     [line] = [line for line in said.splitlines() if line.startswith("--auto-batch: ")]
     assert line.startswith("--auto-batch: 24 = 3 a micro-batch x 4 accumulated x 2 data-parallel; ")
-    assert " (estimated) of " in line
+    assert " (estimated, with a quarter more for what is not counted) of " in line
     assert "; a micro-batch of 4 would need " in line
     assert "micro-batch: --auto-batch" in said
 
@@ -243,8 +243,9 @@ def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
         (("--memory", "much"), "--memory much: write a number of bytes above 0, or 500MB, 8GB, 8GiB"),
         (
             ("--memory", "1MB"),
-            "not even a micro-batch of 1 fits: it needs 3.3 MB, 3.1 MB of them for weights, gradients and the "
-            "optimizer, and there are 1.0 MB a rank (--memory 1MB); use a higher ZeRO stage, --grad-checkpointing",
+            "not even a micro-batch of 1 fits: it needs 4.2 MB (estimated, with a quarter more for what is not "
+            "counted), 3.1 MB of it for weights, gradients and the optimizer, and there are 1.0 MB a rank (--memory "
+            "1MB); use a higher ZeRO stage, --grad-checkpointing",
         ),
         (("--no-auto-batch", "--memory", "1GB"), "--memory has no effect without --auto-batch; drop it"),
     ],

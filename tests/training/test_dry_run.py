@@ -134,3 +134,39 @@ def test_it_is_what_deepspeed_takes(ranks, tmp_path, stage, words):
     assert weights == rank.weights
     assert masters == pytest.approx(rank.masters, rel=0.01)  # ZeRO fills a partition up
     assert states == pytest.approx(rank.optimizer, rel=0.01)
+
+
+def train_and_count(argv):
+    """On a rank: train, and give the bytes that autograd saved of the first micro-batch, weights aside."""
+    from unittest import mock
+
+    from ds_vit.models import SequentialViT, saved_bytes
+    from ds_vit.train import main
+
+    found = []
+    forward = SequentialViT.forward
+
+    def count(model, *inputs):
+        saved, outputs = saved_bytes(lambda: forward(model, *inputs), (*model.parameters(), *model.buffers()))
+        found.append(saved)
+        return outputs
+
+    with mock.patch.object(SequentialViT, "forward", count):
+        assert main(argv) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, ("--model", "vit_small_patch16_rope_mixed_224", "--drop-path", "0.1", "--set", "bf16.enabled=true")),
+        (2, ("--tp", "2")),
+    ],
+)
+def test_activations_are_what_training_saves(ranks, tmp_path, world, words):
+    # Catches: an estimate of layers that no rank has: whole where they are cut, in fp32, in evaluation.
+    argv = [*RUN, "--deepspeed_config", config_of(1), "--max-steps", "1", "--warmup-steps", "0", *words]
+    argv += ["--output", str(tmp_path / "run"), "--checkpoint-interval", "0"]
+    saved = ranks.run(world, train_and_count, argv)
+    [rank] = estimate(plan_of(world, 1, *words))
+    assert saved == pytest.approx([rank.activations] * world, rel=0.1)
