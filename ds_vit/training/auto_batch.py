@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.batch import BatchSizes
 from ds_vit.config.sizes import in_words, parse_bytes
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.batch import BatchSizes
 from ds_vit.models import Layer, cast_block_buffers, freeze, kept_by_layers, norms_in_fp32
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.parallel.tensor import TensorParallel, cut_layer

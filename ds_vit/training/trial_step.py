@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.batch import BatchSizes
 from ds_vit.models import BlockLayer, Layer, freeze, initialise, kept_by_layers, looks, run_layers
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.build import recompute_function

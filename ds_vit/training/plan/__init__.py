@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
-from ds_vit.config.deepspeed_json import BatchSizes
+from ds_vit.config.batch import BatchSizes
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
