@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # DeepSpeed brings it
+import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
