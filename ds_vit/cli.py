@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
     step.add_argument("-b", "--batch-size", type=int, default=16, help="images a step [%(default)s]")
     step.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE")
+    step.add_argument("--drop-path", type=float, default=0.0, help="rate of stochastic depth [%(default)s]")
     step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
     step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
     step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -166,17 +167,29 @@ def _bench_step(arguments: argparse.Namespace) -> int:
         turns=arguments.turns,
         steps=arguments.steps,
         img_size=arguments.img_size,
+        drop_path=arguments.drop_path,
     )
     if arguments.json:
         print(to_json(result))
         return 0
+    plain, ours = result.plain_counts, result.ours_counts
     rows = [
-        ("model", f"{result.model}, batch {result.batch_size}, {result.deepspeed_config}"),
+        (
+            "model",
+            f"{result.model}, batch {result.batch_size}, drop-path {result.drop_path}, {result.deepspeed_config}",
+        ),
         ("machine", f"{result.device}, {result.threads} threads"),
         ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
         ("plain timm + torch", f"{result.plain_images_per_second:.2f} images/s"),
         ("ds_vit", f"{result.ours_images_per_second:.2f} images/s"),
         ("ratio", f"{result.ratio:.3f}"),
+        ("operations a step", f"{ours.operations} against {plain.operations}, ratio {result.operations_ratio:.2f}"),
+        ("the host waits", f"{ours.waits} times against {plain.waits}"),
+        (
+            "MB allocated",
+            f"{ours.allocated_bytes / 1e6:.0f} against {plain.allocated_bytes / 1e6:.0f}, "
+            f"ratio {result.allocated_ratio:.2f}",
+        ),
     ]
     print_table(make_console(), "training step, fastest of the turns", rows)
     return 0
