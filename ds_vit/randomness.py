@@ -117,10 +117,22 @@ def uniform(keys: torch.Tensor, name: str, shape: Sequence[int] = ()) -> torch.T
     Returns:
         float32 tensor of shape [B, *shape] on the device of `keys`.
     """
-    bits = mix_tensor(keys, name_key(name))
+    return uniform_of(mix_tensor(keys, name_key(name)), shape)
+
+
+def uniform_of(bits: torch.Tensor, shape: Sequence[int] = ()) -> torch.Tensor:
+    """What `uniform` makes of keys into which the draw's name is mixed already.
+
+    Args:
+        bits: int64, of any shape where the draw of one sample is one number, else [B].
+        shape: of the draw of one sample.
+
+    Returns:
+        float32 tensor of shape [*bits.shape, *shape].
+    """
     if shape:
-        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=keys.device)
-        bits = mix_tensor(bits[:, None], counter[None, :]).view(keys.shape[0], *shape)
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=bits.device)
+        bits = mix_tensor(bits[:, None], counter[None, :]).view(bits.shape[0], *shape)
     return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
 
 

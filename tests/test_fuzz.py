@@ -172,8 +172,8 @@ def draws_by_rank():
 
     from ds_vit import randomness
 
-    uniform = randomness.uniform
-    with mock.patch.object(randomness, "uniform", lambda keys, *args: uniform(keys + dist.get_rank(), *args)):
+    mix = randomness.mix_tensor
+    with mock.patch.object(randomness, "mix_tensor", lambda keys, value: mix(keys + dist.get_rank(), value)):
         yield
 
 

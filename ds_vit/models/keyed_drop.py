@@ -4,13 +4,17 @@ Each module stands in place of timm's of the same meaning, with timm's expectati
 a generator: the layer that runs it lends it the keys of its samples (`sample_keys`), so a mask does not depend on the
 micro-batch, the rank, the stage, or on whether the forward pass runs once or again for activation checkpointing.
 
-Shapes: B samples, S tokens, D width.
+One layer's hash is some twenty operations on B numbers, which cost a GPU as much as on many: `Together` hashes for all
+layers of a micro-batch at once, to the same bits, and hands each module its row.
+
+Shapes: B samples, S tokens, D width, M keyed modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from timm.layers import DropPath, PatchDropout
@@ -22,18 +26,45 @@ from ds_vit.fault_tolerance.errors import UserError
 
 
 class KeyedDrop(nn.Module):
-    """What the keyed modules share: a name and, while their layer runs, the keys of its samples (int64 [B])."""
+    """What the keyed modules share.
+
+    Attributes:
+        name: of its draws.
+        keys: of the samples, int64 [B], while its layer runs.
+        shared: what was hashed for it and others, and its row there, while a run of layers lasts.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
         self.keys: torch.Tensor | None = None
+        self.shared: tuple[Together, int] | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws anything in its present mode."""
+        raise NotImplementedError
+
+    def bits(self) -> torch.Tensor:
+        """The samples' keys with this module's name mixed in, int64 [B]."""
+        if self.shared is not None:
+            together, row = self.shared
+            return together.bits[row]
+        if self.keys is None:
+            raise UserError(f"{self.name!r} is random: give the model the samples' keys")
+        return randomness.mix_tensor(self.keys, randomness.name_key(self.name))
 
     def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
         """Draws in [0, 1) of shape [B, *shape] under this module's name."""
-        if self.keys is None:
-            raise UserError(f"{self.name!r} is random: give the model the samples' keys")
-        return randomness.uniform(self.keys, self.name, shape)
+        return randomness.uniform_of(self.bits(), shape)
+
+
+Rate = float | torch.Tensor
+
+
+def _mask(bits: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:
+    """0 for the share `drop_prob` of the numbers, 1 / divisor for the others, fp32."""
+    return (randomness.uniform_of(bits) >= drop_prob).to(torch.float32) / divisor
 
 
 class KeyedDropPath(KeyedDrop):
@@ -44,15 +75,28 @@ class KeyedDropPath(KeyedDrop):
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
 
+    @property
+    def draws(self) -> bool:
+        """As `KeyedDrop.draws`."""
+        return self.drop_prob > 0.0 and self.training
+
+    @property
+    def divisor(self) -> float:
+        """What the samples that stay are divided by."""
+        return 1.0 - self.drop_prob if self.scale_by_keep else 1.0
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """What to multiply the samples by, [B]."""
+        if self.shared is not None:
+            together, row = self.shared
+            return together.masks(dtype)[row]
+        return _mask(self.bits(), self.drop_prob, self.divisor).to(dtype)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
-        if self.drop_prob == 0.0 or not self.training:
+        if not self.draws:
             return x
-        keep_prob = 1.0 - self.drop_prob
-        mask = (self.uniform() >= self.drop_prob).to(torch.float32)
-        if self.scale_by_keep:
-            mask = mask / keep_prob
-        return x * mask.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
+        return x * self.mask(x.dtype).view(-1, *(1,) * (x.ndim - 1))
 
 
 class KeyedDropout(KeyedDrop):
@@ -62,9 +106,14 @@ class KeyedDropout(KeyedDrop):
         super().__init__(name)
         self.p = p
 
+    @property
+    def draws(self) -> bool:
+        """As `KeyedDrop.draws`."""
+        return self.p > 0.0 and self.training
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, elements zeroed with probability p and the others divided by 1 - p."""
-        if self.p == 0.0 or not self.training:
+        if not self.draws:
             return x
         mask = (self.uniform(tuple(x.shape[1:])) >= self.p).to(torch.float32) / (1.0 - self.p)
         return x * mask.to(x.dtype)
@@ -98,13 +147,18 @@ class KeyedPatchDropout(KeyedDrop):
     def _leaves_out(self, training: bool) -> bool:
         return (training or self.always) and not self.lifted
 
+    @property
+    def draws(self) -> bool:
+        """As `KeyedDrop.draws`."""
+        return self.prob > 0.0 and self._leaves_out(self.training)
+
     def num_kept(self, num_patches: int, training: bool = True) -> int:
         """How many of `num_patches` stay."""
         return max(1, int(num_patches * (1.0 - self.prob))) if self._leaves_out(training) else num_patches
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
-        if self.prob == 0.0 or not self._leaves_out(self.training):
+        if not self.draws:
             return None
         num_keep = self.num_kept(num_patches)
         keep = torch.argsort(self.uniform((num_patches,)), dim=-1, stable=True)[:, :num_keep]
@@ -118,6 +172,62 @@ class KeyedPatchDropout(KeyedDrop):
             patches = patches.gather(1, keep.unsqueeze(-1).expand(-1, -1, patches.shape[2]))
             x = torch.cat((prefix, patches), dim=1)
         return (x, keep) if self.with_indices else x
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    settings: tuple[tuple[str, float, float], ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Columns [M, 1] of name keys, drop rates and divisors; kept, because a copy to a GPU would wait for it."""
+    names, rates, divisors = zip(*settings, strict=True)
+    keys = torch.tensor([randomness.name_key(name) for name in names], device=device)
+    rates, divisors = (torch.tensor(column, dtype=torch.float32, device=device) for column in (rates, divisors))
+    return keys[:, None], rates[:, None], divisors[:, None]
+
+
+def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    paths = [drop if isinstance(drop, KeyedDropPath) else None for drop in drops]
+    rates = [(path.drop_prob, path.divisor) if path else (0.0, 1.0) for path in paths]
+    return _constants(tuple((drop.name, *rate) for drop, rate in zip(drops, rates, strict=True)), device)
+
+
+def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tensor:
+    """What each module makes of the samples' keys, int64 [B], by `bits`: int64 [M, B], by one hash."""
+    return randomness.mix_tensor(keys[None, :], _columns(drops, keys.device)[0])
+
+
+class Together:
+    """The draws of several keyed modules for one micro-batch: what each would make by itself, bit for bit.
+
+    Attributes:
+        drops: the modules, of which each has a row.
+        bits: of `hash_together`, int64 [M, B].
+    """
+
+    def __init__(self, drops: Sequence[KeyedDrop], bits: torch.Tensor) -> None:
+        self.drops, self.bits = tuple(drops), bits
+        self._masks: dict[torch.dtype, torch.Tensor] = {}
+
+    def masks(self, dtype: torch.dtype) -> torch.Tensor:
+        """The masks of the modules that drop paths, [M, B]; the rows of others mean nothing."""
+        if torch.float32 not in self._masks:
+            _, rates, divisors = _columns(self.drops, self.bits.device)
+            self._masks[torch.float32] = _mask(self.bits, rates, divisors)
+        if dtype not in self._masks:
+            self._masks[dtype] = self._masks[torch.float32].to(dtype)
+        return self._masks[dtype]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the modules take their rows from here, in the place of others that they may have been lent."""
+        before = [drop.shared for drop in self.drops]
+        for row, drop in enumerate(self.drops):
+            drop.shared = self, row
+        try:
+            yield
+        finally:
+            for drop, shared in zip(self.drops, before, strict=True):
+                drop.shared = shared
 
 
 def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,31 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
 from ds_vit.models.layers import BlockLayer, Layer
 
 CheckpointFunction = Callable[..., torch.Tensor]
 
 
 class BlockRun(nn.Module):
-    """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it."""
+    """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it.
 
-    def __init__(self, blocks: Sequence[BlockLayer]) -> None:
+    Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
+    """
+
+    def __init__(self, blocks: Sequence[BlockLayer], drops: Sequence[KeyedDrop] = ()) -> None:
         super().__init__()
         self.__dict__["blocks"] = tuple(blocks)  # not registered: the model has them already
+        self.__dict__["drops"] = tuple(drops)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not self.drops:
+            return self._through(inputs)
+        *inputs, bits = inputs
+        with Together(self.drops, bits).lent():
+            return self._through(tuple(inputs))
+
+    def _through(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         for block in self.blocks:
             inputs = block(inputs)
         return inputs[0]
@@ -39,17 +51,24 @@ def run_layers(
 ) -> Any:
     """What the last of the layers makes of `inputs`.
 
-    Where a backward pass will come, every `checkpoint_interval` blocks that follow each other are run by
-    `checkpoint_function`, which recomputes them; 0 keeps all activations.
+    All that the layers draw is hashed before the first of them runs. Where a backward pass will come, every
+    `checkpoint_interval` blocks that follow each other are run by `checkpoint_function`, which recomputes them; 0 keeps
+    all activations.
     """
+    layers, keys = tuple(layers), inputs[1]
+    drops = [drop for drop in dict.fromkeys(drop for layer in layers for drop in layer.keyed_drops()) if drop.draws]
+    if keys is None:  # a module that draws says so itself
+        drops = []
+    bits = [hash_together(drops, keys)] if drops else []
     recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
-    for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
-        if not are_blocks:
-            for layer in group:
-                inputs = layer(inputs)
-            continue
-        while blocks := list(itertools.islice(group, checkpoint_interval)):
-            inputs = (checkpoint_function(BlockRun(blocks), *inputs), *inputs[1:])
+    with Together(drops, *bits).lent() if drops else nullcontext():
+        for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
+            if not are_blocks:
+                for layer in group:
+                    inputs = layer(inputs)
+                continue
+            while blocks := list(itertools.islice(group, checkpoint_interval)):
+                inputs = (checkpoint_function(BlockRun(blocks, drops), *inputs, *bits), *inputs[1:])
     return inputs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import timm
 import torch
@@ -9,12 +11,15 @@ from timm.layers import DropPath
 from torch import nn
 from vits import KINDS, images, our_model, small_spec, timm_model
 
+from ds_vit import randomness
 from ds_vit.models import create_model, take_apart
 from ds_vit.models.keyed_drop import (
     KeyedDrop,
     KeyedDropout,
     KeyedDropPath,
     KeyedPatchDropout,
+    Together,
+    hash_together,
     replace_drops,
     sample_keys,
 )
@@ -194,3 +199,65 @@ def test_a_dropout_without_a_twin_is_refused():
     model = nn.Sequential(nn.Dropout2d(0.1))
     with pytest.raises(ValueError, match="0: Dropout2d"):
         replace_drops(model)
+
+
+def alone(drop: KeyedDrop, keys: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What the module did when each hashed for itself."""
+    uniform = randomness.uniform(keys, drop.name, () if isinstance(drop, KeyedDropPath) else tuple(x.shape[1:]))
+    if isinstance(drop, KeyedDropPath):
+        mask = (uniform >= drop.drop_prob).to(torch.float32)
+        mask = mask / (1.0 - drop.drop_prob) if drop.scale_by_keep else mask
+        return x * mask.to(x.dtype).view(-1, *(1,) * (x.ndim - 1))
+    return x * ((uniform >= drop.p).to(torch.float32) / (1.0 - drop.p)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_hash_for_all_gives_each_its_own_bits(dtype):
+    """Rates or divisors that are rounded otherwise in a column, rows that are swapped, a mask of another type."""
+    drops = [
+        *(
+            KeyedDropPath(f"blocks.{i}.drop_path1", rate)
+            for i, rate in enumerate(torch.linspace(0.01, 0.9, 23).tolist())
+        ),
+        KeyedDropout("pos_drop", 0.3),
+        KeyedDropPath("unscaled", 0.1, scale_by_keep=False),
+        KeyedPatchDropout("patch_drop", 0.4, 0, ordered=True, with_indices=False),
+    ]
+    keys = KEYS[:300]
+    x = torch.randn(300, 6, 2, dtype=dtype)
+    kept = run(drops[-1], x, keys)
+    with Together(drops, hash_together(drops, keys)).lent():
+        for drop in drops[:-1]:
+            assert torch.equal(drop(x), alone(drop, keys, x)), drop.name
+        assert torch.equal(drops[-1](x), kept)
+    assert all(drop.shared is None for drop in drops)
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2])
+def test_a_micro_batch_is_hashed_once_and_its_repetition_draws_the_same(interval):
+    """Draws of the micro-batch that ran last, in the repetition of an earlier one: a pipeline runs several ahead."""
+    spec = small_spec(KINDS["Eva with rotary tables"], drop_path=0.5, patch_drop_rate=0.5, depth=4)
+    model = our_model(spec, checkpoint_interval=interval)
+    pixels, keys = images(spec, 6), torch.arange(6) + 100
+    hashed = []
+    mix = randomness.mix_tensor
+
+    def noted(keys: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        hashed.append(keys.shape)
+        return mix(keys, value)
+
+    gradients = []
+    for ahead in (False, True):
+        model.zero_grad()
+        losses = []
+        with mock.patch.object(randomness, "mix_tensor", noted):
+            for x, k in zip(pixels.split(3), keys.split(3), strict=True):
+                losses.append(model(x, k).square().sum())
+                if not ahead:
+                    losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*gradients)
+    assert hashed.count((1, 3)) == 4, "one hash for all layers of each micro-batch"
+    assert (3,) not in hashed, "a layer that hashes by itself"

@@ -39,12 +39,12 @@ def test_operations_waits_and_bytes_are_counted():
 
 # On one rank, vit_tiny/16, batch 4, drop-path 0.1: operations over plain timm's, waits, bytes over plain timm's.
 LIMITS = {
-    "fp32 ZeRO-0": (2.10, 1, 1.10),
-    "fp32 ZeRO-1": (3.20, 4, 1.30),
-    "fp32 ZeRO-3": (3.60, 2, 1.30),
-    "bf16 ZeRO-0": (1.75, 1, 1.12),
-    "bf16 ZeRO-1": (2.25, 3, 1.08),
-    "bf16 ZeRO-3": (2.80, 2, 1.35),
+    "fp32 ZeRO-0": (1.24, 1, 1.10),
+    "fp32 ZeRO-1": (2.33, 4, 1.30),
+    "fp32 ZeRO-3": (2.70, 2, 1.30),
+    "bf16 ZeRO-0": (1.17, 1, 1.12),
+    "bf16 ZeRO-1": (1.68, 3, 1.08),
+    "bf16 ZeRO-3": (2.21, 2, 1.35),
 }
 BF16 = {
     0: {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
