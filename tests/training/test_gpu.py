@@ -14,6 +14,7 @@ from project import ROOT
 from safetensors.torch import load_file
 
 from ds_vit import randomness
+from ds_vit.models import norms_in_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TRAIN = [
@@ -174,3 +175,20 @@ def test_optimizers_go_on(small, tmp_path, kind):
     train_alone(per_parameter.command(small, kind, (1, 1, 1, 1), first, words=stop))
     train_alone(per_parameter.command(small, kind, (1, 1, 1, 3), second, words=["--resume", first]))
     assert_same_curve(rows[5:], read_rows(second), rtol=1e-3, keys=("loss",))
+
+
+@pytest.mark.parametrize("rows", [788, 100_000])
+def test_norms_lose_one_rounding(rows):
+    """Weights' gradients that the kernel adds up in 16 bits, as torch's does for many rows of few features."""
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(rows, 192, device="cuda").bfloat16() for _ in range(2))
+    exact, ours = torch.nn.LayerNorm(192).cuda().double(), torch.nn.LayerNorm(192).cuda().bfloat16()
+    assert norms_in_fp32(ours) == 1
+    found = []
+    for norm in (exact, ours):
+        given = x.to(norm.weight.dtype, copy=True).requires_grad_()
+        out = norm(given)
+        out.backward(gradient.to(norm.weight.dtype))
+        found.append((out.detach(), given.grad, norm.weight.grad, norm.bias.grad))
+    for wanted, actual in zip(*found, strict=True):
+        assert ((actual.double() - wanted).abs() <= wanted.abs() * 2**-8 + wanted.abs().max() * 2**-20).all()
