@@ -24,8 +24,10 @@ from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, StepGuard
 from ds_vit.engine.workarounds import (
     advance_where_applied,
+    clip_on_the_device,
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
+    judge_by_the_norm_alone,
 )
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
@@ -117,8 +119,12 @@ class Engine(ABC):
                 count_groups_of_other_stages(self.engine.optimizer, self.device)
             if groups.grid is not None:
                 count_nothing_where_there_is_nothing(self.engine.optimizer, self.device)
+            judge_by_the_norm_alone(self.engine.optimizer)
+            clip_on_the_device(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
-            self.guard = StepGuard(self.zero_map, self._current_norm, self._current_loss, self.clipped_by)
+            self.guard = StepGuard(
+                self.zero_map, self._current_norm, self._current_loss, self.clipped_by, judged=self._norm_is_judged()
+            )
             if self.engine.lr_scheduler is not None:
                 advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
 
@@ -243,6 +249,14 @@ class Engine(ABC):
     def _current_norm(self) -> torch.Tensor | float | None:
         """The global gradient norm before clipping, while the optimizer takes its step."""
         return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
+
+    def _norm_is_judged(self) -> bool:
+        """Whether DeepSpeed reads the norm, and skips the step where it is not finite, before it calls the optimizer.
+
+        It does but for bf16 in ZeRO-1 and ZeRO-2 under `check_grad_overflow: false`.
+        """
+        optimizer = self.engine.optimizer
+        return self.stage > 0 and (getattr(optimizer, "check_grad_overflow", True) or optimizer.dtype != torch.bfloat16)
 
     @abstractmethod
     def _current_loss(self) -> tuple[torch.Tensor | None, int]:

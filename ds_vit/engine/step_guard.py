@@ -79,6 +79,8 @@ class StepGuard:
         norm: the global gradient norm of the step under way, before clipping.
         loss: this rank's sum and number of losses of the step under way; looked at for spikes alone.
         clipped_by: what clipping multiplied the gradients of the step under way by.
+        judged: whether DeepSpeed calls the optimizer only where the norm is finite. Reading a number waits for the
+            device, so it is then not read again.
     """
 
     def __init__(
@@ -87,11 +89,14 @@ class StepGuard:
         norm: Callable[[], torch.Tensor | float | None],
         loss: Callable[[], tuple[torch.Tensor | None, int]],
         clipped_by: Callable[[], float],
+        *,
+        judged: bool,
     ) -> None:
         self._zero_map = zero_map
         self._norm = norm
         self._loss = loss
         self._clipped_by = clipped_by
+        self._judged = judged
         self._losses: Recent | None = None
         self._norms: Recent | None = None
         self._decided = False
@@ -138,10 +143,11 @@ class StepGuard:
 
     def _judge(self) -> Rejection | None:
         norm = self._norm()
-        if norm is None:
+        watching = self._losses is not None and self._norms is not None
+        if norm is None or (self._judged and not watching):
             return None
         loss, loss_sum, count = None, None, 0
-        if self._losses is not None and self._norms is not None:
+        if watching:
             loss_sum, count = self._loss()
             # One answer for all ranks: the last digit of the norm may differ between pipeline stages.
             device = self._zero_map.device

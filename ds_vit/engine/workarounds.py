@@ -6,7 +6,8 @@ Each has a canary in tests/engine/test_deepspeed_canaries.py, which says when it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,53 @@ def count_nothing_where_there_is_nothing(optimizer: Any, device: torch.device) -
         return counted or [torch.zeros(1, device=device)], of_experts
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def clip_on_the_device(optimizer: Any) -> None:
+    """Have ZeRO-1, ZeRO-2 and BF16_Optimizer clip without reading the norm.
+
+    By then `step` has looked whether the norm is finite, once; their clipping asks again for each group of parameters,
+    or whether there is anything to clip, and the device's queue runs empty each time. A coefficient of 1 says the same.
+    """
+    from deepspeed.runtime import bf16_optimizer
+
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        bf16_optimizer.clip_tensors_by_global_norm = clip_by_global_norm
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        optimizer.unscale_and_clip_grads = functools.partial(unscale_and_clip, optimizer)
+
+
+def judge_by_the_norm_alone(optimizer: Any) -> None:
+    """Keep ZeRO-1 and ZeRO-2 in 16 bits from looking at each gradient before they look at their norm.
+
+    Seven operations a parameter and one more wait find what the norm says as well: it is finite where all of them are,
+    and `step` skips the step, and settles the loss scale, by either alike.
+    """
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
+        return  # offloaded, the flag is raised while gradients are copied, which costs nothing here
+    if optimizer.compute_grad_norm:
+        optimizer.check_overflow = lambda **_: None
+
+
+def clip_by_global_norm(
+    input_tensors: Sequence[torch.Tensor], max_norm: float, global_norm: torch.Tensor, mpu: Any = None
+) -> None:
+    """What `deepspeed.runtime.utils.clip_tensors_by_global_norm` does with a norm that is finite."""
+    torch._foreach_mul_(list(input_tensors), (max_norm / (global_norm + 1e-6)).clamp(max=1.0))
+
+
+def unscale_and_clip(optimizer: Any, gradients: Sequence[torch.Tensor], total_norm: torch.Tensor) -> None:
+    """What `unscale_and_clip_grads` of ZeRO-1 and ZeRO-2 does with a norm that `combine_grad_norm_groups` made.
+
+    That one is infinite where it is not valid, which leaves nothing of the gradients, as DeepSpeed does.
+    """
+    scale = optimizer.loss_scale
+    if optimizer.clip_grad > 0.0:
+        scale = ((total_norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0) * scale
+    elif scale == 1.0:
+        return
+    for gradient in gradients:
+        gradient.mul_(1.0 / scale)
 
 
 def advance_where_applied(scheduler: Any, applied: Callable[[], bool]) -> None:

@@ -3,8 +3,12 @@
 When one of these fails after an upgrade, the workaround that its docstring names can go.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+
+from ds_vit.tools.counting import count_step
 
 
 def engine_on_a_rank(config, steps=0):
@@ -268,7 +272,6 @@ def test_an_empty_list_of_gradients_has_no_norm():
 
 def received_gradient_on_a_rank():
     """In how many buffers the gradients of two micro-batches are received."""
-    from types import SimpleNamespace
     from unittest import mock
 
     from deepspeed.runtime.pipe import engine as pipe
@@ -418,3 +421,34 @@ def leaf_on_a_rank():
 def test_a_leaf_that_is_handed_a_tuple_loses_its_weights(ranks):
     """deepspeed_rules.py refuses leaf_module and stage3_module_granularity_threshold."""
     assert all(said and "size" in said for said in ranks.run(2, leaf_on_a_rank))
+
+
+def waits_on_a_rank(config):
+    """How often a step of DeepSpeed's own engine waits, and how many operations it has for each of many parameters."""
+    import deepspeed
+
+    counts = []
+    for depth in (1, 11):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(depth)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        base = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+        base |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**base, **config})
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).float().square().sum())
+            counts.append(count_step(engine.step))
+    few, many = counts[1], counts[3]
+    return many.waits, (many.by_name.get("amax", 0) - few.by_name.get("amax", 0)) / 10
+
+
+@pytest.mark.parametrize(
+    ("config", "waits", "looks"),
+    [
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}}, 3, 1),
+        ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, 2, 0),
+    ],
+    ids=["ZeRO-2", "BF16_Optimizer"],
+)
+def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks):
+    """engine/workarounds.py clips on the device and lets the norm alone say what is not finite: one read is left."""
+    assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks)]
