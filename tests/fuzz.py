@@ -720,8 +720,6 @@ class Runner:
             try:
                 _compare(reference, rows, tolerance, what, worst, since)
             except AssertionError:
-                if combination.precision == "fp32":
-                    raise
                 tolerance = self.of_rounding(combination, reference, tolerance)
                 _compare(reference, rows, tolerance, what, worst, since)
 
@@ -739,6 +737,8 @@ class Runner:
         """Three times what one process parts from itself by when its batch is cut into single images, or `least`.
 
         16 bits at a rate that makes the loss jump are such a combination (seed 504, 77: 5e-3 so, and 7e-3 by layouts).
+        In fp32 it excuses a norm alone, up to a thousandth: softmax does not feel the bias of a norm of the keys, so that
+        its gradient is rounding, and LAMB's trust ratio makes a whole step of it (seed 504, 156: 1.2e-4 both ways).
         """
         one = combination.layouts[0]
         size = one.json["train_micro_batch_size_per_gpu"]
@@ -749,7 +749,9 @@ class Runner:
         for kind in ("eval", "eval_ema"):
             a, b = (_by_step(run, kind) for run in (reference, rows))
             loss = max([loss, *(abs(a[step]["loss"] - b[step]["loss"]) / abs(a[step]["loss"]) for step in a)])
-        return Tolerance(max(3 * loss, least.loss), max(3 * grad_norm, least.grad_norm))
+        if combination.precision == "fp32":
+            return dataclasses.replace(least, grad_norm=min(max(3 * grad_norm, least.grad_norm), 1e-3))
+        return dataclasses.replace(least, loss=max(3 * loss, least.loss), grad_norm=max(3 * grad_norm, least.grad_norm))
 
     def _interrupted(self, combination: Combination, evaluates_there: bool) -> tuple[list[Row], int]:
         """What a run that was interrupted gives after it went on, and the step it went on after.
