@@ -737,8 +737,8 @@ class Runner:
         """Three times what one process parts from itself by when its batch is cut into single images, or `least`.
 
         16 bits at a rate that makes the loss jump are such a combination (seed 504, 77: 5e-3 so, and 7e-3 by layouts).
-        In fp32 it excuses a norm alone, up to a thousandth: softmax does not feel the bias of a norm of the keys, so that
-        its gradient is rounding, and LAMB's trust ratio makes a whole step of it (seed 504, 156: 1.2e-4 both ways).
+        In fp32 it excuses a norm alone, up to a thousandth: softmax does not feel the bias of a norm of the keys, its
+        gradient is rounding, and LAMB's trust ratio makes a whole step of it (seed 504, 156: 1.2e-4 both ways).
         """
         one = combination.layouts[0]
         size = one.json["train_micro_batch_size_per_gpu"]
