@@ -87,15 +87,7 @@ def batch_sizes(
     if follow and total is not None:
         share = max(1, total // dp)
         wanted = batch_size or (grad_accum_steps and share // grad_accum_steps)
-        wanted = wanted or micro or share // (accumulation or 1)
-        followed = nearest_batch(total, dp, max(1, wanted))
-        if followed is None:
-            raise UserError(
-                f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
-                f"{nearest_dp(total, dp)} data-parallel ranks, give another layout by --pp and --tp, or another batch "
-                f"by --set train_batch_size={round(total / dp) * dp or dp}"
-            )
-        return followed
+        return _followed(path, total, dp, wanted or micro or share // (accumulation or 1))
     micro = micro if micro is not None else batch_size
     accumulation = accumulation if accumulation is not None else grad_accum_steps
     if total is None:
@@ -113,6 +105,18 @@ def batch_sizes(
             f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
         )
     return BatchSizes(total, micro, accumulation, dp)
+
+
+def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:
+    """The run's global batch on this number of ranks."""
+    followed = nearest_batch(total, dp, max(1, micro_batch))
+    if followed is None:
+        raise UserError(
+            f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
+            f"{nearest_dp(total, dp)} data-parallel ranks, give another layout by --pp and --tp, or another batch "
+            f"by --set train_batch_size={round(total / dp) * dp or dp}"
+        )
+    return followed
 
 
 def _other_way(total: int, dp: int) -> str:

@@ -23,10 +23,11 @@ import torch
 from ds_vit import config as flags
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import discover, rendezvous
+from ds_vit.launching.process import Process, discover, rendezvous
 from ds_vit.tools.counting import StepCounts, count_step
 
 if TYPE_CHECKING:
+    from ds_vit.engine.base import Engine
     from ds_vit.training.plan import Plan
 
 
@@ -111,22 +112,11 @@ def bench_step(
     process = discover()
     if process.world_size != 1:
         raise UserError(f"bench step measures one rank, and the launcher started {process.world_size}")
-    quiet_deepspeed(False)
-    from deepspeed.accelerator import get_accelerator
-
-    from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import build_engine
-    from ds_vit.training.plan import prepare
-
     words = ["--deepspeed_config", deepspeed_config, "--dataset", "digits", "--model", model, "-b", str(batch_size)]
     words += ["--num-classes", "1000", "--max-steps", "10", *(["--img-size", str(img_size)] if img_size else [])]
     words += ["--drop-path", str(drop_path)] if drop_path else []
-    config, explicit = flags.parse(words)
-    plan = prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
-    made_group = init_distributed(rendezvous(process))
-    device = device_of(process.local_rank)
-    engine = build_engine(plan, device, build_groups(plan.parallel.layout))
-
+    plan, engine, made_group = _start(words, process)
+    device = engine.device
     height, width = plan.model.image.img_size
     images = torch.randn(batch_size, 3, height, width, device=device)
     targets = torch.randint(1000, (batch_size,), device=device)
@@ -160,6 +150,21 @@ def bench_step(
         plain_counts=counts["plain"],
         ours_counts=counts["ours"],
     )
+
+
+def _start(words: list[str], process: Process) -> tuple[Plan, Engine, bool]:
+    """An engine as a run builds it, and whether the process group was made for it."""
+    quiet_deepspeed(False)
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit.parallel.groups import build_groups
+    from ds_vit.training.build import build_engine
+    from ds_vit.training.plan import prepare
+
+    config, explicit = flags.parse(words)
+    plan = prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
+    made_group = init_distributed(rendezvous(process))
+    return plan, build_engine(plan, device_of(process.local_rank), build_groups(plan.parallel.layout)), made_group
 
 
 def _plain_step(plan: Plan, images: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:

@@ -10,9 +10,9 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, 
 from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
 from ds_vit.training.program import guarded, process_group
+
+if TYPE_CHECKING:
+    from ds_vit.training.plan import Plan
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
 _FROM_RUN = (
@@ -184,8 +187,7 @@ def _run(
 
         from ds_vit.engine.start import device_of
         from ds_vit.models import num_parameters
-        from ds_vit.models.initial_checkpoint import enumerate_some
-        from ds_vit.monitoring.metrics import make_console, print_table, save_picture
+        from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.evaluate import Watch
         from ds_vit.training.evaluation_run import evaluate_plan
@@ -195,16 +197,8 @@ def _run(
     with doing("listing the images, building the model", shown=process.rank == 0):
         plan = prepare(config, explicit, process, on_cpu=on_cpu, sources=sources)
     task = plan.model.task
-    if lacking := plan.model.initial_checkpoint.newly_initialised:
-        what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
-        names = enumerate_some(lacking)
-        if not task.evaluators:
-            way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
-            raise UserError(
-                f"{found.path} has no {what} ({names}): there is nothing to evaluate; {way_out}--knn or --linear-probe "
-                "judges the features"
-            )
-        task.judge_features_alone()
+    if plan.model.initial_checkpoint.newly_initialised:
+        _judge_what_is_there(plan, found)
     _check_classes(found, task.class_names)
     told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
     plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
@@ -233,14 +227,41 @@ def _run(
             write_json(file, result)
             for name, pixels in pictures.items():
                 save_picture(pixels, RunFolder(file.parent).picture(name))
-            skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
-            rows = [
-                ("model", f"{config.model}, {plan.parallel.layout}, {plan.deepspeed.precision.name}"),
-                ("weights", f"{found.path} ({found.kind})"),
-                *((figure.label, figure.value(figures, more_digits=1)) for figure in task.figures),
-                ("images", f"{figures['images']:,}{skipped}"),
-                ("written to", str(file)),
-            ]
-            print_table(make_console(), "evaluation", rows)
+            _show(plan, found, file, result)
         engine.close()
     return result
+
+
+def _judge_what_is_there(plan: Plan, found: StoredWeights) -> None:
+    """Weights that lack a part of the model: their features alone can be judged.
+
+    Raises:
+        UserError: nobody asked for that.
+    """
+    from ds_vit.models.initial_checkpoint import enumerate_some
+
+    task = plan.model.task
+    if not task.evaluators:
+        what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
+        names = enumerate_some(plan.model.initial_checkpoint.newly_initialised)
+        way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
+        raise UserError(
+            f"{found.path} has no {what} ({names}): there is nothing to evaluate; {way_out}--knn or --linear-probe "
+            "judges the features"
+        )
+    task.judge_features_alone()
+
+
+def _show(plan: Plan, found: StoredWeights, file: Path, result: Mapping[str, Any]) -> None:
+    """The table that a person reads."""
+    from ds_vit.monitoring.metrics import make_console, print_table
+
+    skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
+    rows = [
+        ("model", f"{plan.config.model}, {plan.parallel.layout}, {plan.deepspeed.precision.name}"),
+        ("weights", f"{found.path} ({found.kind})"),
+        *((figure.label, figure.value(result, more_digits=1)) for figure in plan.model.task.figures),
+        ("images", f"{result['images']:,}{skipped}"),
+        ("written to", str(file)),
+    ]
+    print_table(make_console(), "evaluation", rows)
