@@ -174,6 +174,14 @@ def mark_best(parent: Path, name: str) -> None:
     replace_text(parent / "best", name + "\n")
 
 
+def forget_best_after(parent: Path, step: int) -> None:
+    """Take the mark `best` away where it names a later step: of a course that is given up."""
+    best = step_of(marked(parent, "best") or "")
+    if best is not None and best > step:
+        with contextlib.suppress(OSError):  # the next best one overwrites it
+            (parent / "best").unlink()
+
+
 def marked(parent: Path, marker: str) -> str | None:
     """What `latest` or `best` names; None where there is no such file."""
     try:

@@ -230,7 +230,7 @@ class Saver:
 
     def save_best(self, folder: Path) -> None:
         """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index; what has a file of
-        its own is left out. Nothing where no checkpoint is marked (a collective; rank 0 alone reads and writes).
+        its own is left out. Where no checkpoint is marked, none stays (a collective; rank 0 alone reads and writes).
 
         Raises:
             NotSaved: on every rank, with what went wrong.
@@ -243,6 +243,8 @@ class Saver:
     def _copy_best(self, temporary: Path, folder: Path) -> None:
         name = folders.marked(self.parent, "best")
         if name is None:
+            for stale in folder.glob(f"{BEST}*.safetensors*"):  # of a course that was given up
+                stale.unlink()
             return
         try:
             weights = folders.open_checkpoint(self.parent / name).tensors("model")

@@ -135,9 +135,10 @@ class Signals:
                 if not self.ranks_have_met:
                     say(f"{_name(number)} {self.moment}: nothing to save")
                     os._exit(_code(number))
-                if self.on_first is not None:
-                    self.on_first(_name(number))
-                    self.on_first = None
+                on_first, self.on_first = self.on_first, None
+                if on_first is not None:
+                    with contextlib.suppress(Exception):  # this thread has a second Ctrl-C to hear
+                        on_first(_name(number))
                 if number != signal.SIGINT:
                     continue
                 if first is None:

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,14 +22,15 @@ from pathlib import Path
 _PATIENCE_SECONDS = 30
 
 # $1: the launcher's pid, which has ended too where its parent reads on before it asks for its code (Z); $2: how often
-# to look, ten times a second; $3: the sentence.
+# to look, ten times a second; $3: the sentence, which is said only if it did end.
 _WAIT_AND_SAY = """
 n=0
 while grep -qs '^State:.[^ZX]' "/proc/$1/status" && [ "$n" -lt "$2" ]; do sleep 0.1; n=$((n + 1)); done
-printf '%s\\n' "$3" >&2
+grep -qs '^State:.[^ZX]' "/proc/$1/status" || printf '%s\\n' "$3" >&2
 """
 
-_waiting: subprocess.Popen | None = None
+_waiting: list[subprocess.Popen] = []
+_one_speaks = threading.RLock()  # a signal's thread, or the run
 
 
 def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped: bool = False) -> None:
@@ -52,13 +54,25 @@ def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped:
             place = sys.stderr
         else:
             return
-        global _waiting
-        if _waiting is not None:
-            _waiting.kill()
-            _waiting.wait()
         words = ["sh", "-c", _WAIT_AND_SAY, "sh", str(os.getppid()), str(10 * _PATIENCE_SECONDS), sentence]
-        # A session of its own: a launcher ends its ranks with all that they have started.
-        _waiting = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=place, stderr=place, start_new_session=True)
+        with _one_speaks:
+            _take_back()
+            # A session of its own: a launcher ends its ranks with all that they have started.
+            streams = {"stdin": subprocess.DEVNULL, "stdout": place, "stderr": place}
+            _waiting.append(subprocess.Popen(words, **streams, start_new_session=True))
+
+
+def say_nothing_last() -> None:
+    """Take back what `say_last` was given: it has turned out well."""
+    with _one_speaks:
+        _take_back()
+
+
+def _take_back() -> None:
+    while _waiting:
+        waiting = _waiting.pop()
+        waiting.kill()
+        waiting.wait()
 
 
 def is_mpirun() -> bool:

@@ -219,7 +219,7 @@ class Reporter:
         """A row of kind "eval", or "eval_ema" for the moving average of the weights.
 
         Args:
-            row: step, images, and a value for each figure.
+            row: step, images, a value for each figure, and skipped_images where images may be.
             figures: the task's metrics; the progress bar shows the first.
             kind: as above.
         """
@@ -232,7 +232,8 @@ class Reporter:
             self.line.step(row["step"], quality=f"{figures[0].label} {figures[0].value(row)}")
         what = "eval" if kind == "eval" else "eval of the average"
         values = "  ".join(f"{figure.label} {figure.value(row)}" for figure in figures)
-        self.say(f"{what} at step {row['step']}: {values}  over {row['images']} images")
+        skipped = f", {row['skipped_images']} skipped" if row.get("skipped_images") else ""
+        self.say(f"{what} at step {row['step']}: {values}  over {row['images']} images{skipped}")
 
     def pictures(self, step: int, pictures: Mapping[str, torch.Tensor], kind: str = "eval") -> None:
         """Pictures of an evaluation: a file each in the run's folder, the newest, and TensorBoard.

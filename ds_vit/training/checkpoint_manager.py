@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_vit.checkpoint import Checkpoint, newest, open_checkpoint, remove_leftovers
+from ds_vit.checkpoint import Checkpoint, forget_best_after, newest, open_checkpoint, remove_leftovers
 from ds_vit.checkpoint.holding import Holding
 from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, verify_together
 from ds_vit.checkpoint.snapshot import Save, Saver
@@ -163,6 +163,7 @@ class CheckpointManager:
         self._say(f"going on from {checkpoint.path} at step {step}")
         own = checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]
         self._saved_step = step if own else None
+        together(lambda: forget_best_after(self.parent, step) if own else None)
         self._best_step = self._failed_step = None  # of a course that was given up
         self._due = False
         self.skipped_batches = skipped_batches(state, self.plan.data.order)

@@ -22,7 +22,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.launching.last_word import is_mpirun, say_last
+from ds_vit.launching.last_word import is_mpirun, say_last, say_nothing_last
 from ds_vit.models import Flops, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
@@ -73,6 +73,7 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
         *(_update_rows(plan, plan.optimizer) if plan.optimizer is not None else []),
         *([("--set", " ".join(plan.config.set))] if plan.config.set else []),
         ("output", str(folder)),
+        *([("if it ends early", command_to_go_on(folder, plan.parallel.process.world_size))] if plan.optimizer else []),
     ]
 
 
@@ -331,6 +332,7 @@ def show_end(
         say_last(sentence, stopped=True)
     else:
         print_table(console, "done", rows)
+        say_nothing_last()
     try:
         write_json(folder.summary, summary)
     except OSError as error:

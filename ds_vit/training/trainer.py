@@ -377,7 +377,10 @@ class Trainer:
         figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if self.reporter:
-            self.reporter.eval({"step": step, **figures}, self.plan.model.task.figures, kind)
+            row = {"step": step, **figures}
+            if self.plan.config.on_bad_image == "skip":
+                row["skipped_images"] = len(self.plan.data.val_source) - int(figures["images"])
+            self.reporter.eval(row, self.plan.model.task.figures, kind)
 
     # ---- what a run that goes on wants to find again ---------------------------------------------------------------
 

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from curves import read_rows, train_rows
+from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ROOT
+from ranks import RankFailure
 from runs import run_quietly
 from safetensors import safe_open
 
-from ds_vit.checkpoint import checkpoints, marked
+from ds_vit.checkpoint import checkpoints, mark_best, marked
 from ds_vit.fault_tolerance import exit_codes
 
 EPOCH = 11  # steps, of digits' 1,442 images
@@ -66,6 +67,33 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     told = " ".join(said.replace("│", " ").split())  # a table folds long lines
     assert "model.safetensors, best.safetensors, " in told
     assert f"best {best})" in told
+
+
+def test_a_kill_costs_an_epoch_at_most_and_the_start_said_how_to_go_on(ranks, tmp_path):
+    """A kill that nothing can be said after; a best one that is of a course which was given up."""
+    output = tmp_path / "run"
+    argv = words("-b", 128, "--output", output)
+    with pytest.raises(RankFailure, match="was killed by SIGKILL"):
+        ranks.run(1, train_with, argv, str(output), 0, signal.SIGKILL, {"step": EPOCH + 7, "delay": 0.0})
+    assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
+    other = tmp_path / "other"
+    [(code, start, err)] = ranks.run(1, run_quietly, words("-b", 128, "--dry-run", "--output", other))
+    assert code == 0, err
+    command = f"--recipe {other}/config.yaml --output {other} --resume auto"
+    table = "".join(start.replace("│", "").split())  # it folds long lines
+    assert "".join(command.split()) in table.partition("ifitendsearly")[2]
+    [(code, _, err)] = ranks.run(1, run_quietly, command.replace(str(other), str(output)).split())
+    assert code == 0, err
+    rows = train_rows(read_rows(output))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    whole = train_in(ranks, 1, words("-b", 128, "--output", tmp_path / "whole"))
+    assert_same_curve(whole, rows, rtol=1e-6, keys=("loss", "grad_norm"))
+
+    mark_best(output / "checkpoints", f"step-{STEPS:08d}")
+    back = ["--resume", output / "checkpoints" / f"step-{EPOCH:08d}", "--max-steps", EPOCH + 1]
+    [(code, _, err)] = ranks.run(1, run_quietly, words("-b", 128, "--output", output, *back))
+    assert code == 0, err
+    assert marked(output / "checkpoints", "best") in (None, f"step-{EPOCH + 1:08d}")
 
 
 def _check_stamps(rows: list[dict]) -> None:

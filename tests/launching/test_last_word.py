@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ds_vit.launching.last_word import say_last
@@ -42,6 +43,24 @@ def test_after_mpirun():
     command = ["prterun", "-c", MPIRUN, SENTENCE, sys.executable]
     done = subprocess.run(command, executable=sys.executable, stderr=subprocess.PIPE, text=True, check=True, timeout=60)
     assert done.stderr.splitlines() == ["prterun has exited due to; a rank's unfinished line", SENTENCE]
+
+
+STAYS = """
+import subprocess, sys, time
+rank = ("from ds_vit.launching import last_word; last_word._PATIENCE_SECONDS = int(sys.argv[1]); "
+        "last_word.say_last('it has ended'); last_word.say_nothing_last() if sys.argv[2:] else None")
+subprocess.run([sys.argv[1], "-c", "import sys; " + rank, *sys.argv[2:]], check=True)
+time.sleep(float(sys.argv[2]) + 0.5)
+"""
+
+
+@pytest.mark.parametrize("words", [["1"], ["0", "taken back"]])
+def test_nothing_that_is_not_true(words):
+    """A launcher that lives longer than anybody waits; a sentence from before all went well."""
+    command = ["prterun", "-c", STAYS, sys.executable, *words]
+    done = subprocess.run(command, executable=sys.executable, stderr=subprocess.PIPE, text=True, check=True, timeout=60)
+    time.sleep(0.5)
+    assert done.stderr == ""
 
 
 def test_in_torchruns_last_lines(tmp_path):

@@ -61,6 +61,8 @@ def test_skipped_images(ranks, tmp_path, folder):
     ]
     assert {line["reason"] for line in log} == {"13 bytes; not an image that Pillow knows"}
     assert [row["skipped_images"] for row in read_rows(run) if row["kind"] == "train"] == [1, 2, 3]
+    assert {row["skipped_images"] for row in read_rows(run) if row["kind"] == "eval"} == {1}
+    assert ", 1 skipped" in out
     summary = json.loads((run / "summary.json").read_text())
     assert summary["skipped_images"] == 3
     assert summary["skipped_by_file"] == {bad: 3}
