@@ -14,6 +14,7 @@ plan. `config.yaml` keeps the flag, so that a run that goes on elsewhere looks a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.sizes import in_words, parse_bytes
 from ds_vit.engine.start import device_of
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.training.memory import by_stage, in_host_memory, on_device
 from ds_vit.training.plan import Plan
 from ds_vit.training.trial_step import TrialStep
@@ -85,18 +86,26 @@ def settle_together(plan: Plan, *, on_cpu: bool) -> Plan:
     """The plan with the micro-batch that fits on every rank (a collective), where `settle_alone` has left that open.
 
     Raises:
-        UserError: not one image fits on some rank; on all ranks alike.
+        UserError: not one image fits on some rank, or a rank met an error in its trial; on all ranks alike.
     """
     if not plan.config.auto_batch or (on_cpu and plan.config.memory):
         return plan
-    memory = memory_of_rank(plan, on_cpu=on_cpu)
-    if on_cpu:
-        found = by_estimate(plan, memory)
-    else:
-        with TrialStep(plan, device_of(plan.parallel.process.local_rank)) as trial:
-            found = by_trying(plan, memory, trial)
-    of_ranks: list[Found] = [found] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
+    found: Found | str
+    try:
+        memory = memory_of_rank(plan, on_cpu=on_cpu)
+        if on_cpu:
+            found = by_estimate(plan, memory)
+        else:
+            with TrialStep(plan, device_of(plan.parallel.process.local_rank)) as trial:
+                found = by_trying(plan, memory, trial)
+    except Exception as error:  # the other ranks wait for an answer
+        traceback.print_exc()
+        found = f"rank {dist.get_rank()}: {first_line(error)}"
+    answers: list[Found | str] = [found] * dist.get_world_size()
+    dist.all_gather_object(answers, found)
+    if failures := [answer for answer in answers if isinstance(answer, str)]:
+        raise UserError(f"--auto-batch could not try a micro-batch: {failures[0]}; give one by -b")
+    of_ranks = [answer for answer in answers if isinstance(answer, Found)]
     return _settled(plan, min(of_ranks, key=lambda found: (found.micro_batch, -found.needs)))
 
 

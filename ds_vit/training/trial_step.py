@@ -50,9 +50,21 @@ class TrialStep:
         self.loss = plan.model.task.loss(self.tp if plan.model.class_parallel else None)
         built = nn.ModuleList(dict.fromkeys(self.layers))
         here = 0 if told.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
-        states = on_device(self.stage.states, in_host_memory(plan)).states + _bucket_bytes(plan, self.dtype)
+        states = on_device(self.stage.states, in_host_memory(plan)).states + self._bytes_of_zero()
         self.margin = round(_STAYS_FREE * get_accelerator().total_memory(plan.parallel.process.local_rank))
         self.held_bytes = max(0, states - here)
+
+    def _bytes_of_zero(self) -> int:
+        """What ZeRO holds beside the states while activations are at their peak."""
+        zero, stage = self.plan.deepspeed.json.get("zero_optimization", {}), self.plan.deepspeed.zero_stage
+        elements, dp = self.stage.states.parameters, self.plan.parallel.layout.dp
+        found = _bucket_bytes(self.plan, self.dtype)
+        if stage == 3:  # gathered weights, which stay where they are needed again soon
+            live = max(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
+            found += min(elements, live) * self.dtype.itemsize
+        if stage == 2:  # the partition that a second micro-batch is reduced into, beside the sum so far
+            found += elements // dp * self.dtype.itemsize
+        return found
 
     def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
         """The stage's layers on the device; those of blocks that are alike are one and the same."""
@@ -141,6 +153,11 @@ def _bucket_bytes(plan: Plan, dtype: torch.dtype) -> int:
     zero = plan.deepspeed.json.get("zero_optimization", {})
     if not zero.get("stage"):
         return 0
+    in_fp32 = (plan.deepspeed.json.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32", "float")
+    if in_fp32 and zero["stage"] == 1:
+        if dtype == torch.bfloat16:
+            return 0  # BF16_Optimizer has none
+        dtype = torch.float32
     overlaps = zero.get("overlap_comm", zero["stage"] == 3)
     return int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * dtype.itemsize * (2 if overlaps else 1)
 

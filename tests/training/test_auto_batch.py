@@ -163,6 +163,32 @@ def test_ranks_that_try_agree_on_the_smallest(ranks, reference, tmp_path):
     assert "(free on the device); a micro-batch of 12 would need " in said
 
 
+def a_broken_device():
+    """For a rank: as `small_devices`, and rank 1's breaks down before anything is tried."""
+    from unittest import mock
+
+    from ds_vit.training import auto_batch
+
+    def build(plan, device):
+        if plan.parallel.process.rank == 1:
+            raise RuntimeError("an illegal memory access")
+        return pretended(plan, device)
+
+    stack = small_devices()
+    pretended = auto_batch.TrialStep
+    stack.enter_context(mock.patch.object(auto_batch, "TrialStep", build))
+    return stack
+
+
+def test_a_device_that_breaks_down_ends_all_ranks(ranks, tmp_path):
+    # Catches: ranks that wait for the answer of one that has none.
+    words = [*RUN, *BATCH, "--output", str(tmp_path / "a"), "--auto-batch"]
+    done = ranks.run(2, run_quietly, words, a_broken_device, timeout=120.0)
+    for code, _, error in done:
+        assert code == 2
+        assert "--auto-batch could not try a micro-batch: rank 1: an illegal memory access; give one by -b" in error
+
+
 def test_trying_stops_at_the_first_that_fails():
     # Catches: a search that goes on into what cannot be, and a --memory that a roomy device passes over.
     plan, tried = plan_of(1, "--auto-batch"), []
