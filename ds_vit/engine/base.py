@@ -25,9 +25,14 @@ from ds_vit.engine.step_guard import Rejection, StepGuard
 from ds_vit.engine.workarounds import (
     advance_where_applied,
     clip_on_the_device,
+    copy_buckets_at_once,
+    copy_reduced_at_once,
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
     judge_by_the_norm_alone,
+    partition_at_once,
+    settle_the_scale_after_the_step,
+    take_norms_at_once,
 )
 from ds_vit.models import timm_names
 from ds_vit.optim.build import rules_of
@@ -104,6 +109,7 @@ class Engine(ABC):
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 0:
+            copy_reduced_at_once(self.engine)
             take_step = self.engine._take_model_step
 
             def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
@@ -119,8 +125,12 @@ class Engine(ABC):
                 count_groups_of_other_stages(self.engine.optimizer, self.device)
             if groups.grid is not None:
                 count_nothing_where_there_is_nothing(self.engine.optimizer, self.device)
+            settle_the_scale_after_the_step(self.engine.optimizer)
             judge_by_the_norm_alone(self.engine.optimizer)
             clip_on_the_device(self.engine.optimizer)
+            take_norms_at_once(self.engine.optimizer)
+            copy_buckets_at_once(self.engine.optimizer)
+            partition_at_once(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             self.guard = StepGuard(
                 self.zero_map, self._current_norm, self._current_loss, self.clipped_by, judged=self._norm_is_judged()

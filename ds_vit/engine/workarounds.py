@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,11 +104,151 @@ def judge_by_the_norm_alone(optimizer: Any) -> None:
         optimizer.check_overflow = lambda **_: None
 
 
+def take_norms_at_once(optimizer: Any) -> None:
+    """Have ZeRO take the norms of a group's gradients in one operation in place of two a parameter."""
+    if not hasattr(optimizer, "get_grad_norm_direct"):  # BF16_Optimizer, no ZeRO
+        return
+    by_stage = grad_norm if hasattr(optimizer, "single_partition_of_fp32_groups") else grad_norm_of_stage3
+    optimizer.get_grad_norm_direct = functools.partial(by_stage, optimizer)
+
+
+def copy_reduced_at_once(engine: Any) -> None:
+    """Have ZeRO-0 copy a reduced bucket back into the gradients in one operation in place of one a parameter."""
+
+    def allreduce_and_copy(small_bucket: list[torch.Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+        reduced = engine.allreduce_bucket(small_bucket, dp_group, dp_world_size)
+        torch._foreach_copy_(small_bucket, engine.unflatten(reduced, small_bucket))
+
+    engine.allreduce_and_copy = allreduce_and_copy
+
+
+def copy_buckets_at_once(optimizer: Any) -> None:
+    """Have ZeRO-1 and ZeRO-2 copy a reduced bucket into this rank's partition in one operation in place of one a
+    parameter."""
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    own_copy, own_reduce = optimizer.copy_grads_in_partition, optimizer.reduce_ipg_grads
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+
+    def copy_grads_in_partition(param: torch.Tensor, group_idx: int | None = None) -> None:
+        group = optimizer._get_param_group_idx(param) if group_idx is None else group_idx
+        if optimizer.grads_in_partition is None or optimizer._use_compact_grad_partition_buffer(group):
+            own_copy(param, group)  # the first one also makes the memory
+            return
+        gradient, start = optimizer.get_gradient_for_reduction(param), optimizer.grads_in_partition_offset
+        place = optimizer.grads_in_partition.view(-1).narrow(0, start, param.numel())
+        sources.append(gradient.detach().view(-1))
+        places.append(place)
+        gradient.data = place.view_as(gradient)
+        optimizer.grads_in_partition_offset += param.numel()
+
+    def reduce_ipg_grads(comm_dtype: torch.dtype | None = None) -> None:
+        own_reduce(comm_dtype)
+        if places:
+            accelerator = get_accelerator()
+            stream = optimizer.reduction_stream if optimizer.overlap_comm else accelerator.current_stream()
+            with accelerator.stream(stream):
+                torch._foreach_copy_(places, sources)
+            places.clear()
+            sources.clear()
+
+    optimizer.copy_grads_in_partition, optimizer.reduce_ipg_grads = copy_grads_in_partition, reduce_ipg_grads
+
+
+def partition_at_once(optimizer: Any) -> None:
+    """Have ZeRO-3 take the gradients of a reduced bucket into its partitions in one operation in place of one a
+    parameter."""
+    partitions = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+    if not hasattr(optimizer, partitions) or optimizer.offload_optimizer:
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    def partition_grads(parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        places, sources = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is not None and not get_accelerator().is_synchronized_device():
+                parameter.grad.record_stream(get_accelerator().current_stream())
+            parameter.grad = None
+            if parameter.partition_numel() * optimizer._get_param_partition_rank(parameter) < parameter.ds_numel:
+                places.append(getattr(optimizer, partitions)[parameter.ds_id].narrow(0, 0, gradient.numel()))
+                sources.append(gradient.view(-1))
+        if places and optimizer.micro_step_id == 0:
+            torch._foreach_copy_(places, sources)
+        elif places:
+            torch._foreach_add_(places, [source.to(optimizer.gradient_accumulation_dtype) for source in sources])
+        return places
+
+    optimizer.partition_grads = partition_grads
+
+
+def grad_norm(
+    optimizer: Any, gradients: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], norm_type: int = 2
+) -> torch.Tensor:
+    """What `get_grad_norm_direct` of ZeRO-1 and ZeRO-2 gives for the 2-norm (a collective)."""
+    from deepspeed.runtime.zero import stage_1_and_2 as zero
+
+    assert norm_type == 2, norm_type
+    whole = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+    counted = [
+        gradient.detach()
+        for gradient, parameter in zip(whole, parameters, strict=False)  # what is left over is padding
+        if not getattr(parameter, "ds_pipe_replicated", False)
+        and (zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
+    ]
+    square = torch.zeros((), device=optimizer.device)
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, 2, dtype=zero.get_norm_dtype())).pow(2).sum().float()
+    zero.dist.all_reduce(square, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+    return _valid(square.sqrt())
+
+
+def grad_norm_of_stage3(
+    optimizer: Any, gradients: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: int = 2
+) -> torch.Tensor:
+    """What `get_grad_norm_direct` of ZeRO-3 gives for the 2-norm (a collective)."""
+    from deepspeed.runtime.zero import stage3 as zero
+
+    assert norm_type == 2, norm_type
+    optimizer._assert_same_partition_group(parameters)
+    group = optimizer._get_param_partition_group(parameters[0])
+    everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
+    counted = [
+        gradient.to(optimizer.device)
+        for gradient, parameter in zip(gradients, parameters, strict=False)
+        if everywhere or zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0
+    ]
+    square = torch.zeros((), dtype=zero.get_norm_dtype(), device=optimizer.device)
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, 2, dtype=zero.get_norm_dtype())).pow(2).sum()
+    zero.dist.all_reduce(square, group=group)
+    if not everywhere:
+        optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+    return _valid(square.sqrt())
+
+
+def _valid(norm: torch.Tensor) -> torch.Tensor:
+    """DeepSpeed's word for a norm that is not finite is -1."""
+    return norm.nan_to_num_(nan=-1.0, posinf=-1.0)
+
+
 def clip_by_global_norm(
-    input_tensors: Sequence[torch.Tensor], max_norm: float, global_norm: torch.Tensor, mpu: Any = None
-) -> None:
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: torch.Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
     """What `deepspeed.runtime.utils.clip_tensors_by_global_norm` does with a norm that is finite."""
-    torch._foreach_mul_(list(input_tensors), (max_norm / (global_norm + 1e-6)).clamp(max=1.0))
+    if global_norm is None:
+        from deepspeed.runtime import utils
+
+        return utils.clip_tensors_by_global_norm(input_tensors, max_norm, global_norm, mpu, eps)
+    torch._foreach_mul_(list(input_tensors), (max_norm / (global_norm + eps)).clamp(max=1.0))
+    return global_norm
 
 
 def unscale_and_clip(optimizer: Any, gradients: Sequence[torch.Tensor], total_norm: torch.Tensor) -> None:
@@ -123,6 +263,33 @@ def unscale_and_clip(optimizer: Any, gradients: Sequence[torch.Tensor], total_no
         return
     for gradient in gradients:
         gradient.mul_(1.0 / scale)
+
+
+def settle_the_scale_after_the_step(optimizer: Any) -> None:
+    """Have ZeRO in fp16 unscale gradients by the loss scale that they were made with.
+
+    Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it, so that the step takes half of
+    the gradient, and clips what is half as long.
+    """
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    own_update, own_step = optimizer._update_scale, optimizer.step
+    later: list[bool] = []
+
+    def update_scale(has_overflow: bool = False) -> None:
+        if has_overflow:
+            own_update(True)
+        else:
+            later.append(False)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        later.clear()
+        result = own_step(*args, **kwargs)
+        if later:
+            own_update(False)
+        return result
+
+    optimizer._update_scale, optimizer.step = update_scale, step
 
 
 def advance_where_applied(scheduler: Any, applied: Callable[[], bool]) -> None:

@@ -3,10 +3,14 @@
 When one of these fails after an upgrade, the workaround that its docstring names can go.
 """
 
+import hashlib
+import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
+from runs import pretend_fp16
 
 from ds_vit.tools.counting import count_step
 
@@ -452,3 +456,83 @@ def waits_on_a_rank(config):
 def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks):
     """engine/workarounds.py clips on the device and lets the norm alone say what is not finite: one read is left."""
     assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks)]
+
+
+def operations_a_parameter(stage):
+    """How many norms and copies a step of DeepSpeed's own engine has for each of many parameters."""
+    import deepspeed
+
+    counts = []
+    for depth in (1, 11):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(depth)))
+        zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_optimization": zero}
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+        def step(engine=engine):
+            engine.backward(engine(torch.ones(1, 4)).square().sum())
+            engine.step()
+
+        step()
+        counts.append(count_step(step).by_name)
+    few, many = counts
+    return {name: (many.get(name, 0) - few.get(name, 0)) / 10 for name in ("linalg_vector_norm", "copy_")}
+
+
+@pytest.mark.parametrize(("stage", "norms", "copies"), [(0, 1, 1), (1, 1, 2), (2, 1, 2), (3, 1, 2)])
+def test_norms_and_copies_of_each_gradient(ranks, stage, norms, copies):
+    """engine/workarounds.py takes the norms, and copies a bucket, in one operation."""
+    assert ranks.run(1, operations_a_parameter, stage) == [{"linalg_vector_norm": norms, "copy_": copies}]
+
+
+def moved_in_fp16(stage, window):
+    """How far SGD moves the weights in the second step, where the loss scale grows every `window` steps."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": window}
+    zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "fp16": fp16, "zero_optimization": zero}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    with pretend_fp16():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        wrapper = engine.optimizer
+        masters = wrapper.fp32_partitioned_groups_flat if stage == 3 else wrapper.single_partition_of_fp32_groups
+        for _ in range(2):
+            before = masters[0].detach().clone()
+            engine.backward(engine(torch.ones(1, 4, dtype=torch.half)).float().sum())
+            engine.step()
+        return (masters[0] - before).norm().item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_scale_that_grows_halves_the_step(ranks, stage):
+    """engine/workarounds.py lets the scale grow after the step (stage3.py and stage_1_and_2.py: `step`)."""
+    [halved], [whole] = (ranks.run(1, moved_in_fp16, stage, window) for window in (1, 1000))
+    assert halved == pytest.approx(whole / 2, rel=1e-3)
+
+
+# Of each method that engine/workarounds.py replaces: what it was read as.
+READ = {
+    "stage_1_and_2.DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
+    "stage_1_and_2.DeepSpeedZeroOptimizer.copy_grads_in_partition": "110f723937b99fb9",
+    "stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",
+    "stage_1_and_2.DeepSpeedZeroOptimizer.reduce_ipg_grads": "a41525b603f11247",
+    "stage_1_and_2.DeepSpeedZeroOptimizer.unscale_and_clip_grads": "6bf2ce6f97eafcc2",
+    "stage3.DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct": "89aab0f80f1a80b3",
+    "stage3.DeepSpeedZeroOptimizer_Stage3.partition_grads": "89aab0f80f1a80b3",
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_replaced_method_is_still_what_was_read(name):
+    """A version of DeepSpeed that mends or changes one: ours then lacks that. Read it, then take its checksum over."""
+    module, cls, method = name.split(".")
+    source = inspect.getsource(
+        getattr(getattr(importlib.import_module(f"deepspeed.runtime.zero.{module}"), cls), method)
+    )
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == READ[name]

@@ -310,3 +310,22 @@ def test_an_overflow_on_one_replica_skips_everywhere(ranks, cifar, tmp_path, lay
 def test_too_large_a_first_scale(ranks, cifar, tmp_path, layout):
     """The scale that is left is the same. (Not so for dp: an image's share in the mean of a replica is larger.)"""
     assert_overflow_is_handled(*one_and_other(ranks, cifar, tmp_path, layout, pretend_fp16, 14, initial_scale_power=26))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scale_that_grows_changes_nothing(ranks, cifar, tmp_path, layout):
+    """DeepSpeed divides by the scale after it has doubled it: half of the gradient, clipped as if half as long."""
+    world, stage, flags = LAYOUTS[layout]
+    sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
+    runs = []
+    for window in (1000, 2):
+        fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": window}
+        changes = {"fp16": fp16, "optimizer": sgd, "gradient_clipping": 0.5}
+        argv = command(cifar, tmp_path / f"{window}.json", stage, changes, 1 if flags else world, flags, steps=7)
+        argv = [str(word) for word in [*argv, "--output", tmp_path / str(window)]]
+        said = ranks.run(world, run_quietly, argv, pretend_fp16)
+        assert [code for code, *_ in said] == [0] * world, said[0][2]
+        runs.append(read_rows(tmp_path / str(window)))
+    assert [row["loss_scale"] for row in train_rows(runs[0])] == [16.0] * 7
+    assert train_rows(runs[1])[-1]["loss_scale"] >= 64
+    assert_same_curve(*runs, rtol=1e-3, keys=("loss", "grad_norm"))

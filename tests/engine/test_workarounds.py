@@ -1,13 +1,15 @@
 """Ways around DeepSpeed that need no ranks to be tried."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed.runtime import utils
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_vit.engine.workarounds import advance_where_applied, clip_by_global_norm, unscale_and_clip
+from ds_vit.engine.workarounds import advance_where_applied, clip_by_global_norm, grad_norm, unscale_and_clip
 from ds_vit.tools.counting import count_step
 
 
@@ -50,3 +52,30 @@ def test_zeros_clipping_is_deepspeeds(norm, clip, scale):
     counts = count_step(lambda: unscale_and_clip(optimizer, ours, total))
     assert all(map(torch.equal, ours, theirs))
     assert counts.waits == 0
+
+
+@pytest.mark.parametrize("what", ["all", "16 bits", "second of its group", "nan", "padded", "none"])
+def test_zeros_norm_is_deepspeeds(what):
+    """A padding that is counted, a parameter that two ranks count, another word for what is not finite."""
+    optimizer = SimpleNamespace(
+        dp_process_group=None,
+        device="cpu",
+        model_parallel_rank=int("second" in what),
+        _model_parallel_all_reduce=lambda tensor, op: None,
+    )
+    values = gradients(torch.bfloat16 if what == "16 bits" else torch.float32) if what != "none" else []
+    parameters = [SimpleNamespace(model_parallel=place == 1, ds_pipe_replicated=place == 2) for place in range(3)]
+    if what == "nan":
+        values[0][3] = float("nan")
+    if what == "padded":
+        values.insert(1, torch.ones(5))
+        values[1]._zero_padding = True
+        values.append(torch.ones(4))
+    with mock.patch.object(stage_1_and_2.dist, "all_reduce"):
+        theirs = DeepSpeedZeroOptimizer.get_grad_norm_direct(optimizer, values, parameters)
+        ours = []
+        counts = count_step(lambda: ours.append(grad_norm(optimizer, values, parameters)))
+    assert torch.equal(ours[0], theirs)
+    assert counts.waits == 0
+    assert (theirs == -1) == (what == "nan")
+    assert counts.by_name.get("linalg_vector_norm", 0) == 0
