@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests, in .venv, in two processes that take a file at a time. Says when a file is done, and at the end which ten
-# took longest; pytest's own summary is the last line.
+# Run the tests, in .venv, in three processes that take a file at a time (ranks wait for each other a third of it: two
+# cores are busy then). Says when a file is done, and at the end which ten took longest; pytest's own summary comes last.
 #
 #     bash launch/test.sh [arguments of pytest]        for example: -m 'not slow', or -n 0 for one process
 set -euo pipefail
@@ -8,4 +8,4 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 bash launch/setup.sh test
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
