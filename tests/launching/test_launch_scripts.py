@@ -217,7 +217,7 @@ def test_test_sh_passes_its_arguments_on(clone):
     fake_venv(clone, '#!/bin/sh\n[ "$1" = -m ] || exit 0\nshift\nfor word; do echo "<$word>"; done\n')
     done = clone.run("my clone/launch/test.sh", "-m", "not slow")
     words = [word.strip("<>") for word in done.stdout.splitlines()]
-    assert words == ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
+    assert words == ["pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"]
 
 
 WORDS = ("--restarts", "2", "launch/train.py", "--output", "a 'b' $HOME; touch pwned")
