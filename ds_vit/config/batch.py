@@ -8,6 +8,8 @@ from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError
 
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -24,17 +26,25 @@ class BatchSizes:
             f"x {self.dp} data-parallel"
         )
 
+    def as_json(self) -> dict[str, int]:
+        """The three numbers under the names of DeepSpeed's JSON."""
+        return dict(zip(KEYS, (self.global_batch, self.micro_batch, self.accumulation), strict=True))
+
+
+def ways_to_share(total: int, dp: int) -> list[BatchSizes]:
+    """Every batch arithmetic that gives a global batch on `dp` ranks, by rising micro-batch; [] where there is none."""
+    if total % dp:
+        return []
+    share = total // dp
+    return [BatchSizes(total, micro, share // micro, dp) for micro in range(1, share + 1) if share % micro == 0]
+
 
 def nearest_batch(total: int, dp: int, micro_batch: int) -> BatchSizes | None:
     """A global batch with the largest micro-batch that divides a rank's share and is not above `micro_batch`.
 
     None where it cannot be shared by `dp` ranks.
     """
-    if total % dp:
-        return None
-    share = total // dp
-    micro = max(m for m in range(1, min(share, micro_batch) + 1) if share % m == 0)
-    return BatchSizes(total, micro, share // micro, dp)
+    return next((way for way in reversed(ways_to_share(total, dp)) if way.micro_batch <= micro_batch), None)
 
 
 def nearest_dp(total: int, dp: int) -> int:
@@ -65,9 +75,8 @@ def batch_sizes(
     Raises:
         UserError: with the three numbers and two ways out.
     """
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     numbers: list[int | None] = []
-    for key in keys:
+    for key in KEYS:
         value = data.get(key, "auto")
         if value is None or value == "auto":
             numbers.append(None)
@@ -77,8 +86,8 @@ def batch_sizes(
             numbers.append(value)
     total, micro, accumulation = numbers
     for key, flag, value, given in (
-        (keys[1], "--batch-size", micro, batch_size),
-        (keys[2], "--grad-accum-steps", accumulation, grad_accum_steps),
+        (KEYS[1], "--batch-size", micro, batch_size),
+        (KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
     ):
         if value is not None and given is not None and value != given and not (follow and total):
             raise UserError(f'{path} fixes {key} to {value} and {flag} says {given}; drop the flag or write "auto"')
@@ -120,10 +129,7 @@ def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:
 
 
 def _other_way(total: int, dp: int) -> str:
-    if total % dp == 0:
-        share = total // dp
-        options = [
-            f"{m} x {share // m}" for m in sorted((d for d in range(1, share + 1) if share % d == 0), reverse=True)
-        ]
+    if ways := ways_to_share(total, dp):
+        options = [f"{way.micro_batch} x {way.accumulation}" for way in reversed(ways)]
         return f"choose micro-batch x accumulation as one of {', '.join(options[:4])}"
     return f"start a number of ranks that divides {total}, such as {nearest_dp(total, dp)}"

@@ -281,9 +281,7 @@ def resolve(
         UserError: "auto" stands where nothing resolves it.
     """
     resolved = copy.deepcopy(dict(data))
-    resolved["train_batch_size"] = batch.global_batch
-    resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch
-    resolved["gradient_accumulation_steps"] = batch.accumulation
+    resolved |= batch.as_json()
     resolved["gradient_clipping"] = gradient_clipping
 
     def walk(block: dict[str, Any], prefix: str) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_vit.config.batch import BatchSizes
+from ds_vit.config.batch import BatchSizes, ways_to_share
 from ds_vit.config.sizes import in_words, parse_bytes
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError, first_line
@@ -111,12 +111,11 @@ def settle_together(plan: Plan, *, on_cpu: bool) -> Plan:
 
 def legal(plan: Plan) -> tuple[BatchSizes, ...]:
     """The batch arithmetics to choose from, by rising micro-batch; see the head of this file."""
-    total, dp, pp = plan.data.batch.global_batch, plan.data.batch.dp, plan.parallel.layout.pp
-    share = total // dp
+    batch, pp = plan.data.batch, plan.parallel.layout.pp
     if not plan.model.task.loss_is_mean_of_samples:
-        return (plan.data.batch,)  # which is whole
-    sizes = [size for size in range(1, share + 1) if share % size == 0 and (share // size >= pp or size == 1)]
-    return tuple(BatchSizes(total, size, share // size, dp) for size in sizes)
+        return (batch,)  # which is whole
+    ways = ways_to_share(batch.global_batch, batch.dp)
+    return tuple(way for way in ways if way.accumulation >= pp or way.micro_batch == 1)
 
 
 def by_estimate(plan: Plan, memory: Memory) -> Found:

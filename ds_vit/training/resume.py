@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
 from ds_vit.config import FIELDS, RunConfig, spelling
-from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp
+from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
@@ -156,8 +156,8 @@ def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> N
     before = resume.checkpoint.state.get("config", {}).get("batch_size")
     if asked in (None, before, batch.micro_batch) or batch.global_batch != resume.global_batch:
         return
-    share = batch.global_batch // batch.dp
-    legal = ", ".join(str(m) for m in range(share, 0, -1) if share % m == 0)
+    ways = reversed(ways_to_share(batch.global_batch, batch.dp))
+    legal = ", ".join(str(way.micro_batch) for way in ways)
     raise UserError(
         f"--resume: --batch-size {asked} does not go with the checkpoint's global batch of {batch.global_batch} on "
         f"{batch.dp} data-parallel ranks; give one of {legal}, or --allow-batch-change to go on with another batch"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
 from ds_vit.config import deepspeed_json
+from ds_vit.config.batch import ways_to_share
 from ds_vit.config.deepspeed_set import overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
@@ -137,18 +138,14 @@ def _zero_block(block: Mapping[str, Any], stage: int) -> dict[str, Any]:
 
 def _batch_keys(total: int, micro: int, dp: int) -> dict[str, int]:
     """The three batch keys of a layout; accumulation is what is left."""
-    if total % (micro * dp):
-        legal = [str(m) for m in range(1, total + 1) if total % (m * dp) == 0]
-        ways = f"choose -b among {', '.join(legal)}" if legal else "choose another global batch"
+    ways = {way.micro_batch: way for way in ways_to_share(total, dp)}
+    if micro not in ways:
+        legal = f"choose -b among {', '.join(map(str, ways))}" if ways else "choose another global batch"
         raise UserError(
             f"the reference's global batch of {total} is not micro-batch {micro} x data-parallel {dp} x a whole "
-            f"accumulation; {ways}"
+            f"accumulation; {legal}"
         )
-    return {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": total // (micro * dp),
-    }
+    return ways[micro].as_json()
 
 
 def survey(request: Request) -> Survey:

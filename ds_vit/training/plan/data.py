@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ds_vit.config import RunConfig, spelling
-from ds_vit.config.batch import BatchSizes, batch_sizes
+from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
 from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, open_source, unreadable_classes
@@ -63,7 +63,7 @@ def resolve_data(
         follow=told.of_a_run or goes_on,
     )
     notes: list[str] = []
-    if any(of_json and isinstance(told.json.get(k), int) and told.json[k] != n for k, n in _numbers(batch).items()):
+    if any(of_json and isinstance(told.json.get(k), int) and told.json[k] != n for k, n in batch.as_json().items()):
         notes.append(f"the global batch of {told.path} is kept: {batch}")
     if resume is not None:
         fixed = isinstance(of_json, int)
@@ -98,15 +98,14 @@ def with_batch(data: DataPlan, batch: BatchSizes, origin: str, note: str) -> Dat
         note: a line for people; those that name the batch arithmetic name the new one.
     """
     assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"
-    numbers = _numbers(batch)
-    origins = {**data.origins, **{key: origin for key in numbers if key != "train_batch_size"}}
+    origins = {**data.origins, **{key: origin for key in KEYS if key != "train_batch_size"}}
     notes = (*(line.replace(str(data.batch), str(batch)) for line in data.notes), note)
     return replace(data, batch=batch, origins=origins, notes=notes)
 
 
 def _check_nothing_fixed(told: DeepSpeedPlan) -> None:
     """Refuse a JSON that says what --auto-batch is to find; in a run's own the two numbers follow."""
-    for key in _numbers(BatchSizes(0, 0, 0, 0)):
+    for key in KEYS:
         is_followed = key == "train_batch_size" or (told.of_a_run and key not in told.origins)
         if isinstance(told.json.get(key), int) and not is_followed:
             raise UserError(
@@ -115,20 +114,11 @@ def _check_nothing_fixed(told: DeepSpeedPlan) -> None:
             )
 
 
-def _numbers(batch: BatchSizes) -> dict[str, int]:
-    """The batch arithmetic under the names of the JSON."""
-    return {
-        "train_batch_size": batch.global_batch,
-        "train_micro_batch_size_per_gpu": batch.micro_batch,
-        "gradient_accumulation_steps": batch.accumulation,
-    }
-
-
 def _batch_origins(config: RunConfig, told: DeepSpeedPlan, batch: BatchSizes) -> dict[str, str]:
     """Which numbers of the batch are not the JSON's, and where they came from."""
     flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
     origins = {}
-    for key, number in _numbers(batch).items():
+    for key, number in batch.as_json().items():
         if told.json.get(key) == number:
             continue
         flag = flag_of.get(key)

@@ -154,11 +154,7 @@ def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | No
 
 def with_batch(told: DeepSpeedPlan, data: DataPlan) -> DeepSpeedPlan:
     """A JSON that is written out, with the batch arithmetic of `data`."""
-    json = {
-        **told.json,
-        "train_micro_batch_size_per_gpu": data.batch.micro_batch,
-        "gradient_accumulation_steps": data.batch.accumulation,
-    }
+    json = {**told.json, **data.batch.as_json()}
     return dataclasses.replace(told, json=json, origins={**told.origins, **data.origins})
 
 
