@@ -94,6 +94,12 @@ def switched_on(block: Any) -> bool:
     return enabled not in (False, None)
 
 
+def sums_in_fp32(data: Mapping[str, Any]) -> bool:
+    """Whether the JSON asks for gradients summed in fp32; where it says nothing, they are of the model's type."""
+    # The names that `deepspeed.runtime.config.DtypeEnum` knows for it.
+    return (data.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
+
+
 def idle(data: Mapping[str, Any]) -> dict[str, str]:
     """Dotted name of each known key, or of a whole block, that does nothing in this run → why."""
     out = {key: why for key, why in _IDLE_TOP_LEVEL.items() if key in data}
@@ -285,6 +291,5 @@ def check_grad_norm(data: Mapping[str, Any], path: str, *, clip: float) -> None:
             f"{key} leaves nothing to clip by, and gradient_clipping is {clip:g}; delete one of them, or set the "
             "clipping to 0"
         )
-    sums = str((data.get("data_types") or {}).get("grad_accum_dtype")).removeprefix("torch.")
-    if switched_on(data.get("bf16")) and zero.get("stage") == 1 and sums in ("fp32", "float32", "float"):
+    if switched_on(data.get("bf16")) and zero.get("stage") == 1 and sums_in_fp32(data):
         raise UserError(f"{key} does not go with bf16, stage 1 and gradients summed in fp32; delete it, or use stage 2")

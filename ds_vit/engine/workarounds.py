@@ -198,12 +198,8 @@ def grad_norm(
         if not getattr(parameter, "ds_pipe_replicated", False)
         and (zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
     ]
-    square = torch.zeros((), device=optimizer.device)
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, 2, dtype=zero.get_norm_dtype())).pow(2).sum().float()
-    zero.dist.all_reduce(square, group=optimizer.dp_process_group)
-    optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
-    return _valid(square.sqrt())
+    square = _sum_of_squares(optimizer, counted).float()
+    return _joined(optimizer, square, optimizer.dp_process_group)
 
 
 def grad_norm_of_stage3(
@@ -221,18 +217,25 @@ def grad_norm_of_stage3(
         for gradient, parameter in zip(gradients, parameters, strict=False)
         if everywhere or zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0
     ]
-    square = torch.zeros((), dtype=zero.get_norm_dtype(), device=optimizer.device)
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, 2, dtype=zero.get_norm_dtype())).pow(2).sum()
-    zero.dist.all_reduce(square, group=group)
-    if not everywhere:
+    return _joined(optimizer, _sum_of_squares(optimizer, counted), group, model_parallel=not everywhere)
+
+
+def _sum_of_squares(optimizer: Any, gradients: list[torch.Tensor]) -> torch.Tensor:
+    from deepspeed.runtime.zero.utils import get_norm_dtype
+
+    if not gradients:
+        return torch.zeros((), dtype=get_norm_dtype(), device=optimizer.device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=get_norm_dtype())).pow(2).sum()
+
+
+def _joined(optimizer: Any, square: torch.Tensor, group: Any, model_parallel: bool = True) -> torch.Tensor:
+    """The norm whose squares the ranks have parts of (a collective)."""
+    from deepspeed import comm
+
+    comm.all_reduce(square, group=group)
+    if model_parallel:
         optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
-    return _valid(square.sqrt())
-
-
-def _valid(norm: torch.Tensor) -> torch.Tensor:
-    """DeepSpeed's word for a norm that is not finite is -1."""
-    return norm.nan_to_num_(nan=-1.0, posinf=-1.0)
+    return square.sqrt().nan_to_num_(nan=-1.0, posinf=-1.0)  # DeepSpeed's word for a norm that is not finite
 
 
 def clip_by_global_norm(
@@ -274,18 +277,20 @@ def settle_the_scale_after_the_step(optimizer: Any) -> None:
     if not getattr(optimizer, "dynamic_loss_scale", False):
         return
     own_update, own_step = optimizer._update_scale, optimizer.step
-    later: list[bool] = []
+    is_due = False
 
     def update_scale(has_overflow: bool = False) -> None:
+        nonlocal is_due
         if has_overflow:
             own_update(True)
         else:
-            later.append(False)
+            is_due = True
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        later.clear()
+        nonlocal is_due
+        is_due = False
         result = own_step(*args, **kwargs)
-        if later:
+        if is_due:
             own_update(False)
         return result
 

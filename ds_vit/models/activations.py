@@ -2,8 +2,6 @@
 
 The layers run as a rank has them: cut, cast and frozen. Nothing is computed and no memory is used. What is not seen is
 what lives within one operation alone, and what the backward pass itself makes.
-
-Shapes: B images.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ds_vit.models.alike import looks
-from ds_vit.models.layers import BlockLayer, Layer
-from ds_vit.models.zoo import TimmViT, image_size
+from ds_vit.models.alike import look_at_each
+from ds_vit.models.layers import Layer
+from ds_vit.models.zoo import TimmViT
 
 _IMAGES = 2  # of one alone some copies are views
 
@@ -37,24 +35,15 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         layers: all of them, on the meta device; they are put into training mode.
         dtype: of the images.
     """
-    height, width = image_size(model)
-    keys = torch.zeros(_IMAGES, dtype=torch.int64, device="meta")
-    value: Any = (torch.empty(_IMAGES, model.in_chans, height, width, device="meta", dtype=dtype), keys)
-    found: list[Kept] = []
-    counted: tuple[Any, ...] | None = None
+
+    def count(layer: Layer, inputs: Any) -> tuple[int, Any]:
+        with _FusedAttention():
+            return saved_bytes(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
+
     for layer in layers:
         layer.train()
-        as_it_is = (looks(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
-        # A block hands on what it was given, in the same shapes.
-        if as_it_is is not None and as_it_is == counted:
-            found.append(Kept(found[-1].bytes, value))
-            continue
-        inputs = value
-        with _FusedAttention():
-            num_bytes, value = saved_bytes(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))  # noqa: B023
-        found.append(Kept(num_bytes // _IMAGES, inputs))
-        counted = as_it_is
-    return found
+    found = look_at_each(model, layers, count, images=_IMAGES, dtype=dtype)
+    return [Kept(num_bytes // _IMAGES, inputs) for num_bytes, inputs in found]
 
 
 def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:

@@ -1,12 +1,56 @@
-"""Whether two modules do and cost the same, so that of a stack of blocks one is looked at."""
+"""Layers looked at one by one on the meta device; of blocks that do and cost the same, one.
+
+Shapes: B images.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.layers import BlockLayer, Layer
+from ds_vit.models.zoo import TimmViT, image_size
+
+Seen = TypeVar("Seen")
+
+
+def look_at_each(
+    model: TimmViT,
+    layers: Sequence[Layer],
+    look: Callable[[Layer, Any], tuple[Seen, Any]],
+    *,
+    images: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[tuple[Seen, Any]]:
+    """What is to be seen in each layer, and what it is given; nothing is computed and no memory is used.
+
+    Args:
+        model: from `create_model`, for its images.
+        layers: all of them, on the meta device.
+        look: makes of a layer and what it is given (what is seen, what the layer hands on).
+        images: B.
+        dtype: of the images.
+    """
+    height, width = image_size(model)
+    keys = torch.zeros(images, dtype=torch.int64, device="meta")
+    value: Any = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
+    found: list[tuple[Seen, Any]] = []
+    known: tuple[Any, ...] | None = None
+    for layer in layers:
+        as_it_is = (looks(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
+        # A block hands on what it was given, in the same shapes.
+        if as_it_is is not None and as_it_is == known:
+            found.append((found[-1][0], value))
+            continue
+        given = value
+        seen, value = look(layer, given)
+        found.append((seen, given))
+        known = as_it_is
+    return found
 
 
 def looks(module: nn.Module) -> tuple[Any, ...]:

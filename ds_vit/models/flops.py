@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_vit.models.activations import kept_by_layers
-from ds_vit.models.alike import looks
-from ds_vit.models.layers import BlockLayer, Layer, take_apart
-from ds_vit.models.zoo import TimmViT, image_size
+from ds_vit.models.alike import look_at_each
+from ds_vit.models.layers import Layer, take_apart
+from ds_vit.models.zoo import TimmViT
 
 
 class Flops(NamedTuple):
@@ -65,22 +64,9 @@ def layer_costs(model: TimmViT, layers: Sequence[Layer] | None = None) -> list[L
 
 
 def _layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
-    height, width = image_size(model)
-    keys = torch.zeros(1, dtype=torch.int64, device="meta")
-    value: Any = (torch.empty(1, model.in_chans, height, width, device="meta"), keys)
-    found: list[int] = []
-    counted: tuple[Any, ...] | None = None
     for layer in layers:
         layer.eval()
-        as_it_is = looks(layer.block) if isinstance(layer, BlockLayer) else None
-        # A block hands on what it was given, in the same shapes.
-        if as_it_is is not None and as_it_is == counted:
-            found.append(found[-1])
-            continue
-        flops, value = _count(layer, value)
-        found.append(flops)
-        counted = as_it_is
-    return found
+    return [flops for flops, _ in look_at_each(model, layers, _count, images=1)]
 
 
 def _count(layer: Layer, value: Any) -> tuple[int, Any]:

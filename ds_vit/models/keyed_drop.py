@@ -12,6 +12,7 @@ Shapes: B samples, S tokens, D width, M keyed modules.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -25,7 +26,7 @@ from ds_vit import randomness
 from ds_vit.fault_tolerance.errors import UserError
 
 
-class KeyedDrop(nn.Module):
+class KeyedDrop(nn.Module, ABC):
     """What the keyed modules share.
 
     Attributes:
@@ -41,9 +42,9 @@ class KeyedDrop(nn.Module):
         self.shared: tuple[Together, int] | None = None
 
     @property
+    @abstractmethod
     def draws(self) -> bool:
         """Whether it draws anything in its present mode."""
-        raise NotImplementedError
 
     def bits(self) -> torch.Tensor:
         """The samples' keys with this module's name mixed in, int64 [B]."""
@@ -62,9 +63,9 @@ class KeyedDrop(nn.Module):
 Rate = float | torch.Tensor
 
 
-def _mask(bits: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:
-    """0 for the share `drop_prob` of the numbers, 1 / divisor for the others, fp32."""
-    return (randomness.uniform_of(bits) >= drop_prob).to(torch.float32) / divisor
+def _mask(draws: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:
+    """0 for the share `drop_prob` of the draws, 1 / divisor for the others, fp32."""
+    return (draws >= drop_prob).to(torch.float32) / divisor
 
 
 class KeyedDropPath(KeyedDrop):
@@ -90,7 +91,7 @@ class KeyedDropPath(KeyedDrop):
         if self.shared is not None:
             together, row = self.shared
             return together.masks(dtype)[row]
-        return _mask(self.bits(), self.drop_prob, self.divisor).to(dtype)
+        return _mask(self.uniform(), self.drop_prob, self.divisor).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
@@ -115,8 +116,7 @@ class KeyedDropout(KeyedDrop):
         """x [B, ...] -> the same, elements zeroed with probability p and the others divided by 1 - p."""
         if not self.draws:
             return x
-        mask = (self.uniform(tuple(x.shape[1:])) >= self.p).to(torch.float32) / (1.0 - self.p)
-        return x * mask.to(x.dtype)
+        return x * _mask(self.uniform(tuple(x.shape[1:])), self.p, 1.0 - self.p).to(x.dtype)
 
 
 class KeyedPatchDropout(KeyedDrop):
@@ -212,7 +212,7 @@ class Together:
         """The masks of the modules that drop paths, [M, B]; the rows of others mean nothing."""
         if torch.float32 not in self._masks:
             _, rates, divisors = _columns(self.drops, self.bits.device)
-            self._masks[torch.float32] = _mask(self.bits, rates, divisors)
+            self._masks[torch.float32] = _mask(randomness.uniform_of(self.bits), rates, divisors)
         if dtype not in self._masks:
             self._masks[dtype] = self._masks[torch.float32].to(dtype)
         return self._masks[dtype]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_rules import sums_in_fp32
 from ds_vit.models import Layer, cast_block_buffers, freeze, kept_by_layers, norms_in_fp32
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
@@ -153,8 +154,8 @@ def _of_stage(plan: Plan, layers: Sequence[Layer]) -> RankMemory:
     optimizer, stage, dp = plan.optimizer, plan.deepspeed.zero_stage, plan.parallel.layout.dp
     sizes = {name: parameter.numel() for layer in layers for name, parameter in layer.named_parameters()}
     of_type = 4 if plan.deepspeed.precision.compute == "float32" else 2
-    types, bf16 = plan.deepspeed.json.get("data_types") or {}, plan.deepspeed.json.get("bf16") or {}
-    of_gradient = 4 if types.get("grad_accum_dtype") in ("fp32", "float32", "float") else of_type
+    bf16 = plan.deepspeed.json.get("bf16") or {}
+    of_gradient = 4 if sums_in_fp32(plan.deepspeed.json) else of_type
     of_master = 2 if bf16.get("bf16_master_weights_and_grads") else 4  # and of the optimizer's states
     weights = of_type * sum(sizes.values()) // (dp if stage == 3 else 1)
     if optimizer is None:

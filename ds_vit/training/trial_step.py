@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_rules import sums_in_fp32
 from ds_vit.models import BlockLayer, Layer, freeze, initialise, kept_by_layers, looks, run_layers
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.build import recompute_function
@@ -153,8 +154,7 @@ def _bucket_bytes(plan: Plan, dtype: torch.dtype) -> int:
     zero = plan.deepspeed.json.get("zero_optimization", {})
     if not zero.get("stage"):
         return 0
-    in_fp32 = (plan.deepspeed.json.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32", "float")
-    if in_fp32 and zero["stage"] == 1:
+    if sums_in_fp32(plan.deepspeed.json) and zero["stage"] == 1:
         if dtype == torch.bfloat16:
             return 0  # BF16_Optimizer has none
         dtype = torch.float32
