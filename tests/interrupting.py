@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runs import DIGITS
+
 from ds_vit.config.run_folder import RunFolder
 
 TINY = [
-    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--log-interval", 1),
+    *(*DIGITS, "--log-interval", 1),
     *("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2", "num_heads=2", "--epochs", 1, "--warmup-steps", 2),
     *("--drop-path", 0.2, "--model-ema", "--stall-seconds", 0, "--checkpoint-interval", 0),
 ]

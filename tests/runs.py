@@ -3,6 +3,8 @@
 import contextlib
 import io
 
+DIGITS = ("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--workers", "0")
+
 KINDS = {
     "registers, average pool": ("vit_small_patch14_reg4_dinov2", {"global_pool": "avg"}),
     "SigLIP map head": ("vit_base_patch16_siglip_224", {}),

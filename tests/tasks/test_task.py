@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from curves import read_rows
+from runs import DIGITS
 
 from ds_vit import tasks
 from ds_vit.tasks import Figure
@@ -12,7 +13,7 @@ from ds_vit.tasks.classification import Accuracy, Classification
 
 STAMP = {"kind", "step", "epoch", "wall_seconds"}
 WORDS = [
-    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "-b", 16),
+    *(*DIGITS, "-b", 16),
     *("--model-kwargs", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2", "--no-aug", "--sched", "constant"),
     *("--max-steps", 180, "--epochs", 2, "--lr", 0.02, "--checkpoint-interval", 90, "--task", "by-loss"),
 ]

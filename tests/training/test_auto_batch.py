@@ -10,7 +10,7 @@ import torch
 import yaml
 from curves import assert_same_curve, read_rows
 from project import ROOT
-from runs import run_quietly
+from runs import DIGITS, run_quietly
 
 from ds_vit.config import parse
 from ds_vit.config.sizes import parse_bytes
@@ -24,18 +24,7 @@ from ds_vit.training.plan import prepare
 from ds_vit.training.trial_step import TrialStep
 
 RUN = [
-    *(
-        "--dataset",
-        "digits",
-        "--model",
-        "vit_tiny_patch16_224",
-        "--img-size",
-        "16",
-        "--val-split",
-        "",
-        "--workers",
-        "0",
-    ),
+    *(*DIGITS, "--val-split", ""),
     *("--model-kwargs", "patch_size=4", "embed_dim=64", "depth=3", "num_heads=2", "--drop-path", "0.2"),
     *("--max-steps", "4", "--warmup-steps", "1", "--log-interval", "1", "--mixup", "0.8"),
     *("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),

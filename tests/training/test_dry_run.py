@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from project import ROOT
+from runs import DIGITS
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
@@ -14,18 +15,7 @@ from ds_vit.training.memory import estimate
 from ds_vit.training.plan import prepare
 
 RUN = [
-    *(
-        "--dataset",
-        "digits",
-        "--model",
-        "vit_tiny_patch16_224",
-        "--img-size",
-        "16",
-        "--val-split",
-        "",
-        "--workers",
-        "0",
-    ),
+    *(*DIGITS, "--val-split", ""),
     *("--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2", "-b", "4", "--warmup-steps", "2"),
 ]
 

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
-from runs import run_quietly
+from runs import DIGITS, run_quietly
 
 RTOL = 1e-5
 MODEL = [
-    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--val-split", "", "--workers", 0),
+    *(*DIGITS, "--val-split", ""),
     *("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2", "num_heads=2", "--drop-path", 0.3, "--mixup", 0.8),
     *("--epochs", 1, "--warmup-steps", 2, "--log-interval", 1),
     # eps 1e-6: at 1e-8 Adam scales rounding up to the learning rate (docs/numerics.md).

@@ -12,6 +12,7 @@ import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_main
 from project import ROOT
+from runs import DIGITS
 from safetensors.torch import load_file
 
 from ds_vit.checkpoint.load import read_range
@@ -40,7 +41,7 @@ OPTIMIZERS = {
 }
 # 1,442 images are 90 steps of 16 an epoch: step 7 is in the middle of the first.
 RUN = [
-    *("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--log-interval", 1),
+    *(*DIGITS, "--log-interval", 1),
     *("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=2", "init_values=0.1"),
     *("--epochs", 1, "--warmup-steps", 2, "--drop-path", 0.3, "--mixup", 0.8, "--layer-decay", 0.75),
     *("--model-ema", "--model-ema-decay", 0.9, "--validation-batch-size", 45),
