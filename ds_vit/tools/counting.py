@@ -63,6 +63,8 @@ class _Counting(TorchDispatchMode):
         self.names[func.overloadpacket.__name__] += 1
         # copy_ returns its target, so that a copy to the host shows in what an operation gives.
         to_host = func.overloadpacket in _COPIES and made[0].device.type == "cpu" and given[-1].device.type != "cpu"
+        if to_host and made[0].is_pinned() and True in (*args[2:3], (kwargs or {}).get("non_blocking")):
+            to_host = False  # goes its own way
         self.waits += to_host or func.overloadpacket in _WAITS
         known = {tensor.untyped_storage().data_ptr() for tensor in given}
         fresh = {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, made)}
