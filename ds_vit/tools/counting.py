@@ -56,6 +56,8 @@ class _Counting(TorchDispatchMode):
         self.waits = self.allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # FSDP2's tensors come again as the plain ones in them
         out = func(*args, **(kwargs or {}))
         if func.namespace != "aten" or func.is_view or func.overloadpacket in _VIEWS:
             return out
