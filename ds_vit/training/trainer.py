@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.config.durations import parse_steps
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import StepResult
 from ds_vit.engine.start import device_of
@@ -20,6 +21,7 @@ from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import Flops, count_flops
 from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
@@ -80,6 +82,9 @@ class Trainer:
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
+        self.profiler = StepProfiler(
+            parse_steps(plan.config.profile_steps, "--profile-steps"), folder.profile, groups, self.device
+        )
         # The last step (its number, its loss scale, what it left), until the verdict on it is asked for.
         self._open: tuple[int, float, StepResult] | None = None
         self.epoch_loss = EpochMean(self.device)
@@ -219,12 +224,14 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, batches)
+            self._take_steps(first_step, self.profiler.batches(batches))
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
         for step in range(first_step, self.plan.optimizer.total_steps):
+            self.profiler.before(step + 1)
             self._take_step(step + 1, batches)
+            self.profiler.after(step + 1, self.reporter.say if self.reporter else None)
             self.step = step + 1
             self._evaluate_if_due(self.step)
             self._boundary(self.step)
