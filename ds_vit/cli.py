@@ -7,6 +7,7 @@ ds-vit embed RUN FOLDER --output F   the features of images, with their file nam
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     training steps beside those of timm, DDP and FSDP2, interleaved
+ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
@@ -46,22 +47,34 @@ def build_parser() -> argparse.ArgumentParser:
         return among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
 
     kinds = add("bench", "ratios against a peer, measured in the same run").add_subparsers(dest="kind", required=True)
-    step = add("step", "one training step without data loading; other flags are those of launch/train.py", kinds)
-    step.allow_abbrev = False  # of a flag of training
-    step.add_argument(
-        "--against",
-        nargs="+",
-        metavar="PEER",
-        help="among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)",
-    )
-    step.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
-    step.add_argument("-b", "--batch-size", default="16", help="images of a rank's micro-batch [%(default)s]")
-    step.add_argument("--deepspeed_config", "--deepspeed-config", nargs="+", required=True, metavar="FILE")
-    step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
-    step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
-    step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
-    step.set_defaults(run=_bench_step)
+    for name, text, run in (
+        ("step", "one training step without data loading; other flags are those of launch/train.py", _bench_step),
+        (
+            "ladder",
+            "published steps towards a fast ViT, one after the other; other flags as in training",
+            _bench_ladder,
+        ),
+    ):
+        kind = add(name, text, kinds)
+        kind.allow_abbrev = False  # of a flag of training
+        kind.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
+        kind.add_argument(
+            "-b", "--batch-size", type=int, default=16, help="images of a rank's micro-batch [%(default)s]"
+        )
+        several = {"nargs": "+"} if name == "step" else {}
+        kind.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
+        kind.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
+        kind.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
+        kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        kind.set_defaults(run=run)
+        if name == "step":
+            kind.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
+            kind.add_argument(
+                "--against",
+                nargs="+",
+                metavar="PEER",
+                help="among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)",
+            )
 
     hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
     hosts.add_argument(
@@ -102,6 +115,11 @@ torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_confi
 _EXAMPLES = {
     "bench": _BENCH,
     "step": _BENCH,
+    "ladder": """
+ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
+torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config \\
+    ds_configs/zero1_fp32.json
+""",
     "hosts": """
 ds-vit hosts --from slurm --output hostfile
 ds-vit hosts --from names.txt --slots 8
@@ -160,7 +178,7 @@ def _run(argv: Sequence[str]) -> int:
 
         return predict_command.main(argv)
     parser = build_parser()
-    if argv[:2] == ["bench", "step"]:
+    if argv[0] == "bench":
         arguments, arguments.words = parser.parse_known_args(argv)
     else:
         arguments = parser.parse_args(argv)
@@ -174,7 +192,7 @@ def _bench_step(arguments: argparse.Namespace) -> int:
     from ds_vit.tools import bench
 
     process = discover()
-    words = ["--model", arguments.model, "--batch-size", arguments.batch_size, *arguments.words]
+    words = ["--model", arguments.model, "--batch-size", str(arguments.batch_size), *arguments.words]
     against = arguments.against or ["timm" if process.world_size == 1 else "ddp"]
     result = bench.bench_step(words, arguments.deepspeed_config, against, turns=arguments.turns, steps=arguments.steps)
     if process.rank != 0:
@@ -185,6 +203,22 @@ def _bench_step(arguments: argparse.Namespace) -> int:
         print(result.to_json())
         return exit_codes.OK
     print_columns(make_console(), bench.title(result), bench.table(result))
+    return exit_codes.OK
+
+
+def _bench_ladder(arguments: argparse.Namespace) -> int:
+    from ds_vit.launching.process import discover
+    from ds_vit.monitoring.metrics import make_console, print_columns
+    from ds_vit.tools import ladder
+
+    words = ["--model", arguments.model, "--deepspeed_config", arguments.deepspeed_config, *arguments.words]
+    result = ladder.climb(words, arguments.batch_size, turns=arguments.turns, steps=arguments.steps)
+    if discover().rank != 0:
+        return exit_codes.OK
+    if arguments.json:
+        print(result.to_json())
+        return exit_codes.OK
+    print_columns(make_console(), ladder.title(result), ladder.table(result))
     return exit_codes.OK
 
 

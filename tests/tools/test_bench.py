@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from project import ROOT
 
 from ds_vit.tools.counting import count_step
+from ds_vit.tools.ladder import RUNGS
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -130,3 +132,39 @@ def test_a_comparison_that_cannot_be_is_refused(ranks, tmp_path):
     assert (code, "choose among timm, timm-compiled, ddp, fsdp2" in said) == (2, True)
     [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, bf16, *WORDS)
     assert (code, "files of one precision can be compared, not of bf16, fp32" in said) == (2, True)
+
+
+def run_ladder(*words):
+    """On a rank: what `ds-vit bench ladder --json` prints."""
+    from ds_vit.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["bench", "ladder", "--json", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, monkeypatch, world):
+    """A rung that does nothing, a ratio to another rung, a batch that is not counted."""
+    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
+    words = ["--model", "vit_tiny_patch16_224", "-b", 2, "--img-size", 32, "--turns", 2, "--steps", 1]
+    (code, out, said), *_ = ranks.run(world, run_ladder, "--deepspeed_config", config, *words)
+    assert code == 0, said
+    result = json.loads(out.splitlines()[-1])
+    sides = list(result["sides"].items())
+    assert [name for name, _ in sides] == [rung.name for rung in RUNGS]
+    assert [side["images"] for _, side in sides] == [2 * world] * 4 + [4 * world] * 2
+    names = [side["counts"]["by_name"] for _, side in sides]
+    assert names[1].get("_to_copy", 0) > names[0].get("_to_copy", 0) + 50, "casts of autocast"
+    for (a, before), (b, side) in itertools.pairwise(sides):
+        rate = side["images_per_second"] / before["images_per_second"]
+        assert result["to_the_one_before"][b]["images_per_second"] == pytest.approx(rate)
+    assert list(result["to_the_first"]) == [rung.name for rung in RUNGS[1:]]
+
+
+def test_the_ladder_refuses_what_its_rungs_set(ranks):
+    """Flags that a rung would silently replace."""
+    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
+    [(code, _, said)] = ranks.run(1, run_ladder, "--deepspeed_config", config, "--model-kwargs", "depth=2")
+    assert (code, "bench ladder sets --model-kwargs" in said) == (2, True)
