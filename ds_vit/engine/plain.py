@@ -46,7 +46,9 @@ class PlainEngine(Engine):
         self._total = None
         for _ in range(self.accumulation):
             batch = next(batches)
+            self.module.keys_on_host = batch.get("keys_on_host")
             loss = self._loss(self.engine(*self._inputs(batch)), batch)
+            self.module.keys_on_host = None
             self.engine.backward(loss)
             self._total = loss.detach() if self._total is None else self._total + loss.detach()
             self.engine.step()
