@@ -53,6 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("-b", "--batch-size", type=int, default=16, help="images a step [%(default)s]")
     step.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE")
     step.add_argument("--drop-path", type=float, default=0.0, help="rate of stochastic depth [%(default)s]")
+    step.add_argument(
+        "--drop-path-compute",
+        default="auto",
+        choices=("auto", "all", "kept"),
+        help="as train.py takes it [%(default)s]",
+    )
     step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
     step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
     step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -168,6 +174,7 @@ def _bench_step(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         img_size=arguments.img_size,
         drop_path=arguments.drop_path,
+        drop_path_compute=arguments.drop_path_compute,
     )
     if arguments.json:
         print(to_json(result))
@@ -176,7 +183,8 @@ def _bench_step(arguments: argparse.Namespace) -> int:
     rows = [
         (
             "model",
-            f"{result.model}, batch {result.batch_size}, drop-path {result.drop_path}, {result.deepspeed_config}",
+            f"{result.model}, batch {result.batch_size}, drop-path {result.drop_path} ({result.drop_path_compute}), "
+            f"{result.deepspeed_config}",
         ),
         ("machine", f"{result.device}, {result.threads} threads"),
         ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),

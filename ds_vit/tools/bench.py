@@ -9,10 +9,11 @@ one step asks of the hardware, which no other program disturbs (counting.py).
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from ds_vit.tools.counting import StepCounts, count_step
 
 if TYPE_CHECKING:
     from ds_vit.engine.base import Engine
+    from ds_vit.tasks import Batch
     from ds_vit.training.plan import Plan
 
 
@@ -43,6 +45,7 @@ class StepBench:
     model: str
     batch_size: int
     drop_path: float
+    drop_path_compute: str
     deepspeed_config: str
     device: str
     threads: int
@@ -94,6 +97,7 @@ def bench_step(
     steps: int = 3,
     img_size: int | None = None,
     drop_path: float = 0.0,
+    drop_path_compute: str = "auto",
 ) -> StepBench:
     """Time and count optimizer steps on fixed random pixels: forward, loss, backward, clipping by the JSON, AdamW.
 
@@ -105,6 +109,7 @@ def bench_step(
         steps: steps a turn.
         img_size: image side, the model's own where None.
         drop_path: rate of stochastic depth, of both sides.
+        drop_path_compute: as the flag of train.py, of our side.
 
     Raises:
         UserError: more than one rank, or what training with these settings would raise.
@@ -114,18 +119,18 @@ def bench_step(
         raise UserError(f"bench step measures one rank, and the launcher started {process.world_size}")
     words = ["--deepspeed_config", deepspeed_config, "--dataset", "digits", "--model", model, "-b", str(batch_size)]
     words += ["--num-classes", "1000", "--max-steps", "10", *(["--img-size", str(img_size)] if img_size else [])]
-    words += ["--drop-path", str(drop_path)] if drop_path else []
+    words += ["--drop-path", str(drop_path), "--drop-path-compute", drop_path_compute] if drop_path else []
     plan, engine, made_group = _start(words, process)
     device = engine.device
     height, width = plan.model.image.img_size
     images = torch.randn(batch_size, 3, height, width, device=device)
     targets = torch.randint(1000, (batch_size,), device=device)
-    batch = {"images": images.to(engine.dtype), "targets": targets, "keys": torch.arange(batch_size, device=device)}
+    batches = itertools.cycle(_batches(images.to(engine.dtype), targets, steps))
     sides = {
         "plain": _plain_step(
             plan, images, targets, {"drop_path_rate": drop_path, **({"img_size": img_size} if img_size else {})}
         ),
-        "ours": lambda: engine.train_step(iter([batch])),
+        "ours": lambda: engine.train_step(batches),
     }
     best = dict.fromkeys(sides, float("inf"))
     for step in sides.values():
@@ -141,6 +146,7 @@ def bench_step(
         model=model,
         batch_size=batch_size,
         drop_path=drop_path,
+        drop_path_compute=drop_path_compute,
         deepspeed_config=Path(deepspeed_config).name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         threads=torch.get_num_threads(),
@@ -150,6 +156,13 @@ def bench_step(
         plain_counts=counts["plain"],
         ours_counts=counts["ours"],
     )
+
+
+def _batches(images: torch.Tensor, targets: torch.Tensor, number: int) -> Iterator[Batch]:
+    """The same images under other keys: each turn meets the same draws, and those of many steps are less of luck."""
+    keys = torch.arange(number * len(images)).split(len(images))
+    for own in keys:
+        yield {"images": images, "targets": targets, "keys": own.to(images.device), "keys_on_host": own}
 
 
 def _start(words: list[str], process: Process) -> tuple[Plan, Engine, bool]:
