@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vits import KINDS, images, our_model, shake, small_image_size, small_spec
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import check_kept, compute_kept, count_kept, create_model, kept_rows
+from ds_vit.models import check_kept, compute_kept, count_kept, create_model, kept_rows, saved_bytes
 from ds_vit.models.kept_rows import KeptDropPath, find_rows, pays
 from ds_vit.models.keyed_drop import Together, hash_together
 from ds_vit.tools.counting import count_step
@@ -169,6 +169,16 @@ def flops_of(mlp, tokens):
     with FlopCounterMode(display=False) as counter:
         mlp(x).sum().backward()
     return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ["class token", "residual post-norm", "parallel scaling", "two parallel branches"])
+def test_no_more_is_kept_for_the_backward_pass(kind):
+    """An estimate of memory that is no upper bound any more: it counts all rows."""
+    every, kept = pair(spec := spec_of(kind, 0.3))
+    pixels, keys = images(spec, BATCH), torch.arange(BATCH) + 17
+    taken = [saved_bytes(lambda model=model: model(pixels, keys), model.parameters())[0] for model in (every, kept)]
+    places = 8 * BATCH * len(drops_of(kept))
+    assert taken[1] <= taken[0] + places
 
 
 def test_the_host_does_not_wait():
