@@ -55,9 +55,10 @@ def _compute_kept(plan: Plan, groups: Groups) -> Converter | None:
 
     Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, so that theirs is the most.
     """
-    if plan.optimizer is None:
+    choice = plan.config.drop_path_compute
+    if not plan.config.drop_path or choice == "all":
         return None
-    micro_batch, choice = plan.data.batch.micro_batch, plan.config.drop_path_compute
+    micro_batch = plan.data.batch.micro_batch
 
     def convert(layer: Layer) -> None:
         device = next(layer.parameters()).device.type

@@ -67,6 +67,7 @@ def assert_same(ours, theirs, rtol=1e-5):
             torch.testing.assert_close(got, expected, rtol=0, atol=rtol * float(expected.abs().max()) + 1e-9, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "rate", "kwargs"), CASES, ids=lambda value: str(value))
 def test_kept_rows_give_what_all_rows_give(kind, rate, kwargs):
     """A row of another sample, a scale that is lost, a branch that reads the stream past its first module."""
@@ -219,8 +220,8 @@ def test_auto_takes_what_pays():
     assert not pays(0.01, 1024, "cpu")
     assert not pays(0.4, 1024, "cuda")
     model = create_model(small_spec("vit_tiny_patch16_224", drop_path=0.4, depth=5))
-    # Rates 0, 0.1, 0.2, 0.3 and 0.4; 1.16 rows must drop.
-    assert count_kept(model, "auto", 8, "cpu") == (6, 8)
+    # Rates 0, 0.1, 0.2, 0.3 and 0.4; 0.58 rows must drop.
+    assert count_kept(model, "auto", 4, "cpu") == (6, 8)
     assert count_kept(model, "kept", 8, "cuda") == (8, 8)
     assert count_kept(model, "all", 8, "cpu") == (0, 8)
 

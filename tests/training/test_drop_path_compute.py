@@ -38,6 +38,7 @@ def reference(ranks):
     return train_in(ranks, 1, argv_of(oracle.MODEL, TINY, 1, "-b", 8, "--drop-path-compute", "all"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_all_rows(ranks, reference, layout):
     """Rows that differ in a group or in a repetition, a gradient that ZeRO waits for in vain, a scale that is lost."""
@@ -46,6 +47,7 @@ def test_the_curve_is_that_of_all_rows(ranks, reference, layout):
     assert_same_curve(reference, train_in(ranks, world, argv), rtol=RTOL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -107,8 +109,8 @@ def test_another_choice_goes_on_with_a_run(ranks, reference, tmp_path):
     ("words", "said"),
     [
         ("-b 8", "up to 0.6, 4 of 4 branches computed for the samples alone that they keep (auto)"),
-        ("-b 2", "up to 0.6, 2 of 4 branches computed for the samples alone that they keep (auto)"),
-        ("-b 1 --mixup 0", "up to 0.6, all samples (auto)"),
+        ("-b 1 --mixup 0", "up to 0.6, 2 of 4 branches computed for the samples alone that they keep (auto)"),
+        ("-b 1 --mixup 0 --drop-path 0.4", "up to 0.4, all samples (auto)"),
         ("-b 8 --drop-path-compute all", "up to 0.6, all samples (all)"),
         ("-b 8 --drop-path 0", None),
     ],
