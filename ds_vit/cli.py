@@ -6,7 +6,7 @@ ds-vit predict RUN IMAGE…|FOLDER     the classes of images, with names and pro
 ds-vit embed RUN FOLDER --output F   the features of images, with their file names
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
-ds-vit bench step --against timm     a training step against a plain timm loop, interleaved
+ds-vit bench step --against timm     training steps beside those of timm, DDP and FSDP2, interleaved
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
@@ -46,22 +46,21 @@ def build_parser() -> argparse.ArgumentParser:
         return among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
 
     kinds = add("bench", "ratios against a peer, measured in the same run").add_subparsers(dest="kind", required=True)
-    step = add("step", "one training step on one rank, without data loading", kinds)
-    step.add_argument("--against", choices=("timm",), default="timm", help="the peer")
-    step.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
-    step.add_argument("--img-size", type=int, help="image side in pixels (default: the model's)")
-    step.add_argument("-b", "--batch-size", type=int, default=16, help="images a step [%(default)s]")
-    step.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE")
-    step.add_argument("--drop-path", type=float, default=0.0, help="rate of stochastic depth [%(default)s]")
+    step = add("step", "one training step without data loading; other flags are those of launch/train.py", kinds)
+    step.allow_abbrev = False  # of a flag of training
     step.add_argument(
-        "--drop-path-compute",
-        default="auto",
-        choices=("auto", "all", "kept"),
-        help="as train.py takes it [%(default)s]",
+        "--against",
+        nargs="+",
+        metavar="PEER",
+        help="among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)",
     )
+    step.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
+    step.add_argument("-b", "--batch-size", default="16", help="images of a rank's micro-batch [%(default)s]")
+    step.add_argument("--deepspeed_config", "--deepspeed-config", nargs="+", required=True, metavar="FILE")
     step.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
     step.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
     step.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
     step.set_defaults(run=_bench_step)
 
     hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
@@ -97,6 +96,8 @@ _WITH_FLAGS = {
 _BENCH = """
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
 ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
+ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
+torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
 """
 _EXAMPLES = {
     "bench": _BENCH,
@@ -158,49 +159,33 @@ def _run(argv: Sequence[str]) -> int:
         from ds_vit.tools import predict_command
 
         return predict_command.main(argv)
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    if argv[:2] == ["bench", "step"]:
+        arguments, arguments.words = parser.parse_known_args(argv)
+    else:
+        arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
 
 def _bench_step(arguments: argparse.Namespace) -> int:
-    from ds_vit.monitoring.metrics import make_console, print_table
-    from ds_vit.tools.bench import bench_step, to_json
+    from ds_vit.launching.process import discover
+    from ds_vit.monitoring.figures import save_figure
+    from ds_vit.monitoring.metrics import make_console, print_columns
+    from ds_vit.tools import bench
 
-    result = bench_step(
-        model=arguments.model,
-        batch_size=arguments.batch_size,
-        deepspeed_config=arguments.deepspeed_config,
-        turns=arguments.turns,
-        steps=arguments.steps,
-        img_size=arguments.img_size,
-        drop_path=arguments.drop_path,
-        drop_path_compute=arguments.drop_path_compute,
-    )
+    process = discover()
+    words = ["--model", arguments.model, "--batch-size", arguments.batch_size, *arguments.words]
+    against = arguments.against or ["timm" if process.world_size == 1 else "ddp"]
+    result = bench.bench_step(words, arguments.deepspeed_config, against, turns=arguments.turns, steps=arguments.steps)
+    if process.rank != 0:
+        return exit_codes.OK
+    if arguments.output is not None:
+        save_figure(bench.draw(result), Path(arguments.output))
     if arguments.json:
-        print(to_json(result))
-        return 0
-    plain, ours = result.plain_counts, result.ours_counts
-    rows = [
-        (
-            "model",
-            f"{result.model}, batch {result.batch_size}, drop-path {result.drop_path} ({result.drop_path_compute}), "
-            f"{result.deepspeed_config}",
-        ),
-        ("machine", f"{result.device}, {result.threads} threads"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())),
-        ("plain timm + torch", f"{result.plain_images_per_second:.2f} images/s"),
-        ("ds_vit", f"{result.ours_images_per_second:.2f} images/s"),
-        ("ratio", f"{result.ratio:.3f}"),
-        ("operations a step", f"{ours.operations} against {plain.operations}, ratio {result.operations_ratio:.2f}"),
-        ("the host waits", f"{ours.waits} times against {plain.waits}"),
-        (
-            "MB allocated",
-            f"{ours.allocated_bytes / 1e6:.0f} against {plain.allocated_bytes / 1e6:.0f}, "
-            f"ratio {result.allocated_ratio:.2f}",
-        ),
-    ]
-    print_table(make_console(), "training step, fastest of the turns", rows)
-    return 0
+        print(result.to_json())
+        return exit_codes.OK
+    print_columns(make_console(), bench.title(result), bench.table(result))
+    return exit_codes.OK
 
 
 def _hosts(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,20 @@ def parse_seconds(text: str, flag: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def parse_steps(text: str, flag: str) -> range:
+    """`"10:13"` → the steps 10, 11 and 12, counted from 1; "" → none.
+
+    Raises:
+        UserError: names the flag and what it takes.
+    """
+    if not text:
+        return range(0)
+    first, colon, end = text.partition(":")
+    if not colon or not first.isdigit() or not end.isdigit() or not 1 <= int(first) < int(end):
+        raise UserError(f"{flag} {text}: write the first step and the one behind the last, such as 10:13 for 10 to 12")
+    return range(int(first), int(end))
+
+
 @dataclass(frozen=True)
 class Interval:
     """Every so many optimizer steps, seconds or epochs; one of them at most is not 0."""

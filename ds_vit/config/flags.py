@@ -174,6 +174,9 @@ class RunConfig(MixConfig, AugmentConfig):
     )
     time_limit: str = flag("", _R, "save and stop after this time: 90m, 24h")
     log_samples: bool = flag(False, _R, "write which samples each step used, to samples/ in the output folder")
+    profile_steps: str = flag(
+        "", _R, "profile the steps from A up to, and without, B into profile/ in the output folder", metavar="A:B"
+    )
     log_interval: int = flag(50, _R, "optimizer steps between lines of metrics.jsonl", rule=AT_LEAST_1)
     eval_interval: int = flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), rule=AT_LEAST_0)
     validation_batch_size: int | None = flag(None, _R, "images a rank in evaluation", short=("-vb",), rule=AT_LEAST_1)

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
-from ds_vit.config.durations import Interval, parse_seconds
+from ds_vit.config.durations import Interval, parse_seconds, parse_steps
 from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
 from ds_vit.config.sizes import parse_bytes
@@ -78,6 +78,7 @@ def _check_checkpoints(config: RunConfig) -> None:
     Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
     if config.time_limit:
         parse_seconds(config.time_limit, "--time-limit")
+    parse_steps(config.profile_steps, "--profile-steps")
     if config.resume == "auto" and not config.output:
         raise UserError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
 

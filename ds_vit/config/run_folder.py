@@ -9,6 +9,7 @@ checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
                                 with --task mae the encoder's, and decoder.safetensors beside it
 best.safetensors                those of the best checkpoint
+profile/                        traces of some steps, and summary.md (--profile-steps)
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
 reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
@@ -70,6 +71,11 @@ class RunFolder:
     def classes(self) -> Path:
         """The names of the classes; absent where the task has none."""
         return self.path / "classes.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of some steps, and the page that sums them up."""
+        return self.path / "profile"
 
     @property
     def checkpoints(self) -> Path:

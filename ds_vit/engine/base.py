@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.engine.start import WarningsOnly
-from ds_vit.engine.step_guard import Rejection, StepGuard
+from ds_vit.engine.step_guard import Rejection, SquareNorms, StepGuard, Verdict
 from ds_vit.engine.workarounds import (
     advance_where_applied,
     clip_on_the_device,
@@ -30,6 +30,7 @@ from ds_vit.engine.workarounds import (
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
     judge_by_the_norm_alone,
+    leave_the_verdict_to_the_device,
     partition_at_once,
     settle_the_scale_after_the_step,
     take_norms_at_once,
@@ -54,14 +55,22 @@ class StepResult:
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
-        applied: False where the step was skipped, because fp16 overflowed or the guard turned it down.
-        rejection: why the step was skipped, where anything is known about it.
+        verdict: whether the step was applied. To ask at once may wait for the device.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
-    applied: bool
-    rejection: Rejection | None = None
+    verdict: Verdict
+
+    @property
+    def applied(self) -> bool:
+        """As `Verdict.applied`."""
+        return self.verdict.applied
+
+    @property
+    def rejection(self) -> Rejection | None:
+        """As `Verdict.rejection`."""
+        return self.verdict.rejection
 
 
 class Engine(ABC):
@@ -95,6 +104,9 @@ class Engine(ABC):
         self._whole_outputs = whole_outputs
         self._clip = float(config["gradient_clipping"])
         self._norm: torch.Tensor | None = None
+        # What the norm of the step under way is made of: parameters, and the norms of this rank's pieces of their
+        # gradients.
+        self._piece_norms: list[tuple[Sequence[torch.Tensor | None], torch.Tensor]] = []
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             config["gradient_clipping"] = 0.0
@@ -128,12 +140,20 @@ class Engine(ABC):
             settle_the_scale_after_the_step(self.engine.optimizer)
             judge_by_the_norm_alone(self.engine.optimizer)
             clip_on_the_device(self.engine.optimizer)
-            take_norms_at_once(self.engine.optimizer)
+            take_norms_at_once(self.engine.optimizer, self._keep_norms)
             copy_buckets_at_once(self.engine.optimizer)
             partition_at_once(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
+            device_judges = self._device_can_judge()
+            if device_judges and self.stage > 0:
+                leave_the_verdict_to_the_device(self.engine.optimizer)
             self.guard = StepGuard(
-                self.zero_map, self._current_norm, self._current_loss, self.clipped_by, judged=self._norm_is_judged()
+                self.zero_map,
+                self._current_norm,
+                self._current_loss,
+                self.clipped_by,
+                judged=not device_judges and self._norm_is_judged(),
+                square_norms=self._square_norms if device_judges else None,
             )
             if self.engine.lr_scheduler is not None:
                 advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
@@ -223,8 +243,14 @@ class Engine(ABC):
             self.set_lr(progress["lr"])
 
     @abstractmethod
-    def train_step(self, batches: Iterator[Batch]) -> StepResult:
-        """One optimizer step: `accumulation` micro-batches are taken from `batches`."""
+    def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
+        """One optimizer step: `accumulation` micro-batches are taken from `batches`.
+
+        Args:
+            batches: of this rank.
+            meanwhile: called before anything of this step changes the weights, if it can be while the device has work:
+                the moment to ask for the verdict on the step before, and to leave training by an exception.
+        """
 
     @abstractmethod
     def forward_batches(
@@ -251,14 +277,50 @@ class Engine(ABC):
         return (*(batch.get(name) for name in self._input_names), batch["keys"])
 
     def _result(self, loss: torch.Tensor) -> StepResult:
-        rejection = self.guard.rejection
-        applied = self.engine.was_step_applied() and rejection is None
         norm = self._norm if self.stage == 0 else self.engine.get_global_grad_norm()
-        return StepResult(loss, norm, applied, rejection)
+        return StepResult(loss, norm, self.guard.verdict(applied=self.engine.was_step_applied()))
 
     def _current_norm(self) -> torch.Tensor | float | None:
         """The global gradient norm before clipping, while the optimizer takes its step."""
         return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
+
+    def _device_can_judge(self) -> bool:
+        """Whether a step whose norm is not finite can be turned down without asking the host.
+
+        It can where the optimizer's kernel takes a flag for it, and nobody else has to know before the next step: no
+        loss scale, no scheduler of DeepSpeed's, no other pipeline stage. ZeRO-3 asks on its own.
+        """
+        engine, optimizer = self.engine, self.engine.optimizer
+        return (
+            self.device.type in ("cpu", "cuda")
+            and self.groups.layout.pp == 1
+            and self.stage < 3
+            and getattr(self.zero_map.base, "_step_supports_amp_scaling", False)
+            and getattr(optimizer, "compute_grad_norm", True)
+            and not getattr(optimizer, "cpu_offload", False)
+            and not engine.fp16_enabled()
+            and engine.torch_autocast_z0_gradscaler is None
+            and engine.lr_scheduler is None
+        )
+
+    def _keep_norms(self, parameters: Sequence[torch.Tensor | None], norms: torch.Tensor) -> None:
+        if self.guard.device_judges:
+            self._piece_norms.append((parameters, norms))
+
+    def _square_norms(self) -> SquareNorms:
+        """What the norm of the step under way is made of, to be read later: each gradient is one rank's to count."""
+        kept, self._piece_norms = self._piece_norms, []
+        # Without ZeRO, and with BF16_Optimizer, every data-parallel rank has the whole gradient.
+        counts = hasattr(self.engine.optimizer, "single_partition_of_fp32_groups") or self.groups.dp_rank == 0
+
+        def read() -> Iterator[tuple[str, float]]:
+            timm = timm_names(self.module)
+            names = {id(parameter): timm[name] for name, parameter in self.module.named_parameters()}
+            for parameters, norms in kept if counts else ():
+                for parameter, square in zip(parameters, norms.double().square().tolist(), strict=True):
+                    yield names[id(parameter)], square
+
+        return read
 
     def _norm_is_judged(self) -> bool:
         """Whether DeepSpeed reads the norm, and skips the step where it is not finite, before it calls the optimizer.
@@ -289,8 +351,11 @@ class Engine(ABC):
             scaler.unscale_(self.engine.optimizer)
         trained = [p for p in self.engine.module.parameters() if p.grad is not None]
         first = self.groups.tp_rank == 0
-        counted = [p.grad for p in trained if first or getattr(p, "tensor_model_parallel", False)]
-        norm = nn.utils.get_total_norm(counted).to(self.device)
+        counted = [p for p in trained if first or getattr(p, "tensor_model_parallel", False)]
+        grads = [p.grad for p in counted]
+        norms = torch.stack(torch._foreach_norm(grads, 2)) if grads else torch.zeros(0, device=self.device)
+        self._keep_norms(counted, norms)
+        norm = torch.linalg.vector_norm(norms)
         if self.groups.replica is not None:
             square = norm.square()
             dist.all_reduce(square, group=self.groups.replica)

@@ -105,8 +105,9 @@ class PipeEngine(Engine):
         """As `Engine.counts_rows`."""
         return self.engine.is_last_stage() and super().counts_rows
 
-    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+    def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
         """As `Engine.train_step`; stages between the first and the last take nothing from `batches`."""
+        meanwhile()
         self.guard.begin()
         loss = self.engine.train_batch(self._pair(batch) for batch in batches)
         return self._result(loss.float())

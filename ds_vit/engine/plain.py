@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,16 +39,18 @@ class PlainEngine(Engine):
     def _initialize_arguments(self) -> dict[str, Any]:
         return {} if self.groups.grid is None else {"mpu": self.groups.grid}
 
-    def train_step(self, batches: Iterator[Batch]) -> StepResult:
-        """As `Engine.train_step`; of this package the guard alone waits for the device: it reads the norm."""
+    def train_step(self, batches: Iterator[Batch], meanwhile: Callable[[], object] = lambda: None) -> StepResult:
+        """As `Engine.train_step`; `meanwhile` has its moment when the first forward pass is under way."""
         self.engine.train()
         self.guard.begin()
         self._total = None
-        for _ in range(self.accumulation):
+        for number in range(self.accumulation):
             batch = next(batches)
             self.module.keys_on_host = batch.get("keys_on_host")
             loss = self._loss(self.engine(*self._inputs(batch)), batch)
             self.module.keys_on_host = None
+            if number == 0:
+                meanwhile()
             self.engine.backward(loss)
             self._total = loss.detach() if self._total is None else self._total + loss.detach()
             self.engine.step()

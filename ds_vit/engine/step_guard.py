@@ -2,20 +2,25 @@
 
 The decision falls before the update, from numbers that are the same on every rank, so all ranks make the same one. A
 step that is turned down changes nothing: neither weights nor moments.
+
+Where the optimizer's kernel takes a flag (`found_inf` of torch's fused ones), the device decides on its own, and the
+host reads the verdict when it is asked for: by then the device has other work, and nothing has waited.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ds_vit.monitoring.gradients import layer_norms
+from ds_vit.monitoring.gradients import layer_norms, layer_norms_of
 from ds_vit.parallel.zero_map import ZeroMap
+
+SquareNorms = Callable[[], Iterable[tuple[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,72 @@ class Recent:
         self.values.append(value)
 
 
+class Verdict:
+    """Whether a step was applied.
+
+    Args:
+        applied: whether it was.
+        rejection: why not, where anything is known about it.
+    """
+
+    def __init__(self, applied: bool, rejection: Rejection | None = None) -> None:
+        self._applied = applied
+        self._rejection = rejection
+
+    @property
+    def applied(self) -> bool:
+        """False where the step was skipped, because fp16 overflowed or the guard turned it down."""
+        return self._applied
+
+    @property
+    def rejection(self) -> Rejection | None:
+        """Why it was skipped; None where it was not, or nothing is known about it."""
+        return self._rejection
+
+
+class LateVerdict(Verdict):
+    """A verdict that the device has come to; the first question about it may wait for it, and is for all ranks to ask.
+
+    Args:
+        norm: the global gradient norm, before clipping; not finite where the step was turned down.
+        worst_layer: where the gradient is not finite, and its norm there (a collective).
+    """
+
+    def __init__(self, norm: torch.Tensor, worst_layer: Callable[[], tuple[str, float]]) -> None:
+        super().__init__(True)
+        on_gpu = norm.device.type == "cuda"
+        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=on_gpu)
+        self._norm.copy_(norm.detach(), non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
+            self._arrived.record()
+        self._worst_layer = worst_layer
+        self._is_read = False
+
+    def _read(self) -> None:
+        if self._is_read:
+            return
+        self._is_read = True
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        norm = float(self._norm.numpy())
+        if not math.isfinite(norm):
+            self._applied = False
+            self._rejection = Rejection("nonfinite", None, norm, None, self._worst_layer())
+
+    @property
+    def applied(self) -> bool:
+        """As `Verdict.applied`."""
+        self._read()
+        return self._applied
+
+    @property
+    def rejection(self) -> Rejection | None:
+        """As `Verdict.rejection`."""
+        self._read()
+        return self._rejection
+
+
 class StepGuard:
     """Stands in front of the optimizer that ZeRO calls.
 
@@ -81,6 +152,8 @@ class StepGuard:
         clipped_by: what clipping multiplied the gradients of the step under way by.
         judged: whether DeepSpeed calls the optimizer only where the norm is finite. Reading a number waits for the
             device, so it is then not read again.
+        square_norms: where the device is to decide: this rank's squared norms of the gradients of the step under way,
+            with the timm names of their parameters, to be read later. None where the host decides.
     """
 
     def __init__(
@@ -91,19 +164,22 @@ class StepGuard:
         clipped_by: Callable[[], float],
         *,
         judged: bool,
+        square_norms: Callable[[], SquareNorms] | None = None,
     ) -> None:
         self._zero_map = zero_map
         self._norm = norm
         self._loss = loss
         self._clipped_by = clipped_by
         self._judged = judged
+        self._square_norms = square_norms
         self._losses: Recent | None = None
         self._norms: Recent | None = None
         self._decided = False
+        self._late: LateVerdict | None = None
         self.rejection: Rejection | None = None
-        base = zero_map.base
-        self._update = base.step
-        base.step = self._step
+        self._base = zero_map.base
+        self._update = self._base.step
+        self._base.step = self._step
         zero_map.on_overflow(self.overflowed)
 
     def watch_spikes(self, factor: float) -> None:
@@ -121,10 +197,24 @@ class StepGuard:
                 recent.values.clear()
                 recent.values.extend(old)
 
+    @property
+    def device_judges(self) -> bool:
+        """Whether the device decides and the host reads later; spikes are told by the host."""
+        return self._square_norms is not None and self._losses is None
+
     def begin(self) -> None:
         """A new step."""
         self._decided = False
+        self._late = None
         self.rejection = None
+
+    def verdict(self, *, applied: bool) -> Verdict:
+        """On the step that was taken.
+
+        Args:
+            applied: what DeepSpeed says.
+        """
+        return self._late or Verdict(applied and self.rejection is None, self.rejection)
 
     def overflowed(self, grads: list[torch.Tensor | None]) -> None:
         """Note that DeepSpeed skips the step under way by itself, because these gradients are not finite."""
@@ -137,9 +227,21 @@ class StepGuard:
         """What ZeRO calls in place of the optimizer's own `step`: once, or once for each group of parameters."""
         if not self._decided:
             self._decided = True
-            self.rejection = self._judge()
+            if self.device_judges:
+                self._let_the_device_judge()
+            else:
+                self.rejection = self._judge()
         if self.rejection is None:
             self._update()
+
+    def _let_the_device_judge(self) -> None:
+        norm, square_norms = self._norm(), self._square_norms()
+
+        def worst_layer() -> tuple[str, float]:
+            return _largest(layer_norms_of(self._zero_map, square_norms()))
+
+        self._base.found_inf = norm.isfinite().logical_not().float()
+        self._late = LateVerdict(norm, worst_layer)
 
     def _judge(self) -> Rejection | None:
         norm = self._norm()

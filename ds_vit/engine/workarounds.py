@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+Keep = Callable[[Sequence[torch.Tensor | None], torch.Tensor], object]
+"""Takes parameters (None: nobody's) and the norms [P] of what this rank has of their gradients, not yet clipped."""
 
 
 @contextlib.contextmanager
@@ -104,12 +107,52 @@ def judge_by_the_norm_alone(optimizer: Any) -> None:
         optimizer.check_overflow = lambda **_: None
 
 
-def take_norms_at_once(optimizer: Any) -> None:
-    """Have ZeRO take the norms of a group's gradients in one operation in place of two a parameter."""
-    if not hasattr(optimizer, "get_grad_norm_direct"):  # BF16_Optimizer, no ZeRO
-        return
-    by_stage = grad_norm if hasattr(optimizer, "single_partition_of_fp32_groups") else grad_norm_of_stage3
-    optimizer.get_grad_norm_direct = functools.partial(by_stage, optimizer)
+def take_norms_at_once(optimizer: Any, keep: Keep) -> None:
+    """Have ZeRO take the norms of a group's gradients in one operation in place of two a parameter.
+
+    Args:
+        optimizer: ZeRO's.
+        keep: gets what each norm is made of.
+    """
+    from deepspeed.runtime import bf16_optimizer
+
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        parameters = {
+            id(gradient): parameter
+            for gradients, group in zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
+            for gradient, parameter in zip(gradients, group, strict=True)
+        }
+        norm = functools.partial(grad_norm_of_bf16, parameters, keep)
+        _within_step(optimizer, bf16_optimizer, "get_global_norm_of_tensors", norm)
+    elif hasattr(optimizer, "get_grad_norm_direct"):
+        by_stage = grad_norm if hasattr(optimizer, "single_partition_of_fp32_groups") else grad_norm_of_stage3
+        optimizer.get_grad_norm_direct = functools.partial(by_stage, optimizer, keep=keep)
+
+
+def leave_the_verdict_to_the_device(optimizer: Any) -> None:
+    """Keep ZeRO-1, ZeRO-2 and BF16_Optimizer from reading the norm before they call the optimizer, which then judges.
+
+    A norm that is not finite leaves the weights as they are (`found_inf`), and all that follows repeats what was.
+    """
+    from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    module = bf16_optimizer if isinstance(optimizer, bf16_optimizer.BF16_Optimizer) else stage_1_and_2
+    _within_step(optimizer, module, "is_invalid_grad_norm", lambda norm: False)
+
+
+def _within_step(optimizer: Any, module: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have `optimizer.step` find another function under a name of its module."""
+    own_step, own_function = optimizer.step, getattr(module, name)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, name, function)
+        try:
+            return own_step(*args, **kwargs)
+        finally:
+            setattr(module, name, own_function)
+
+    optimizer.step = step
 
 
 def copy_reduced_at_once(engine: Any) -> None:
@@ -185,7 +228,12 @@ def partition_at_once(optimizer: Any) -> None:
 
 
 def grad_norm(
-    optimizer: Any, gradients: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], norm_type: int = 2
+    optimizer: Any,
+    gradients: Iterable[torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+    norm_type: int = 2,
+    *,
+    keep: Keep = lambda parameters, norms: None,
 ) -> torch.Tensor:
     """What `get_grad_norm_direct` of ZeRO-1 and ZeRO-2 gives for the 2-norm (a collective)."""
     from deepspeed.runtime.zero import stage_1_and_2 as zero
@@ -193,17 +241,22 @@ def grad_norm(
     assert norm_type == 2, norm_type
     whole = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
     counted = [
-        gradient.detach()
+        (parameter, gradient.detach())
         for gradient, parameter in zip(whole, parameters, strict=False)  # what is left over is padding
         if not getattr(parameter, "ds_pipe_replicated", False)
         and (zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
     ]
-    square = _sum_of_squares(optimizer, counted).float()
+    square = _sum_of_squares(optimizer, keep, counted).float()
     return _joined(optimizer, square, optimizer.dp_process_group)
 
 
 def grad_norm_of_stage3(
-    optimizer: Any, gradients: Iterable[torch.Tensor], parameters: Sequence[torch.Tensor], norm_type: int = 2
+    optimizer: Any,
+    gradients: Iterable[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    norm_type: int = 2,
+    *,
+    keep: Keep = lambda parameters, norms: None,
 ) -> torch.Tensor:
     """What `get_grad_norm_direct` of ZeRO-3 gives for the 2-norm (a collective)."""
     from deepspeed.runtime.zero import stage3 as zero
@@ -213,19 +266,49 @@ def grad_norm_of_stage3(
     group = optimizer._get_param_partition_group(parameters[0])
     everywhere = optimizer._grad_norm_counts_every_rank(parameters, group)
     counted = [
-        gradient.to(optimizer.device)
+        (parameter, gradient.to(optimizer.device))
         for gradient, parameter in zip(gradients, parameters, strict=False)
         if everywhere or zero.is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0
     ]
-    return _joined(optimizer, _sum_of_squares(optimizer, counted), group, model_parallel=not everywhere)
+    square = _sum_of_squares(optimizer, keep, counted)
+    return _joined(optimizer, square, group, model_parallel=not everywhere)
 
 
-def _sum_of_squares(optimizer: Any, gradients: list[torch.Tensor]) -> torch.Tensor:
+def grad_norm_of_bf16(
+    parameters: Mapping[int, torch.Tensor],
+    keep: Keep,
+    input_tensors: Sequence[torch.Tensor],
+    norm_type: int = 2,
+    mpu: Any = None,
+) -> torch.Tensor:
+    """What `deepspeed.runtime.utils.get_global_norm_of_tensors` gives for the 2-norm, but for -1 in place of what is
+    not finite (a collective).
+
+    Args:
+        parameters: that each gradient, by its id, is of.
+        keep: gets what the norm is made of.
+        input_tensors: gradients.
+        norm_type: 2.
+        mpu: where the tensors of a replica are spread over ranks.
+    """
+    assert norm_type == 2, norm_type
+    norms = torch.stack(torch._foreach_norm([tensor.detach() for tensor in input_tensors], 2, dtype=torch.float32))
+    keep([parameters.get(id(tensor)) for tensor in input_tensors], norms)
+    square = norms.pow(2).sum()
+    if mpu is not None:
+        dist.all_reduce(square, group=mpu.get_model_parallel_group())
+    return square.sqrt()
+
+
+def _sum_of_squares(optimizer: Any, keep: Keep, counted: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     from deepspeed.runtime.zero.utils import get_norm_dtype
 
-    if not gradients:
+    if not counted:
         return torch.zeros((), dtype=get_norm_dtype(), device=optimizer.device)
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=get_norm_dtype())).pow(2).sum()
+    parameters, gradients = zip(*counted, strict=True)
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=get_norm_dtype()))
+    keep(parameters, norms)
+    return norms.pow(2).sum()
 
 
 def _joined(optimizer: Any, square: torch.Tensor, group: Any, model_parallel: bool = True) -> torch.Tensor:

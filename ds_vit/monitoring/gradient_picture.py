@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.monitoring.figures import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,13 +120,7 @@ def save(row: Mapping[str, Any], title: str, path: Path) -> None:
     Raises:
         UserError: matplotlib is not installed, it cannot write this format, or the disk refuses.
     """
-    figure = draw(row, title)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--output {path}: {error.strerror}") from None
-    except ValueError as error:  # matplotlib's word for a suffix that it does not know
-        raise UserError(f"--output {path}: {error}") from None
+    save_figure(draw(row, title), path)
 
 
 def titles(run: Path, row: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,16 +47,30 @@ def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor | None]) -> dict
         zero_map: the map of this rank.
         grads: of each shard, flat; None counts as zero.
     """
+    own = (
+        (segment.name, float(segment.of(grad).double().square().sum()))
+        for shard, grad in zip(zero_map.shards, grads, strict=True)
+        for segment in (shard.segments if grad is not None else ())
+        if zero_map.counts(segment)
+    )
+    return layer_norms_of(zero_map, own)
+
+
+def layer_norms_of(zero_map: ZeroMap, squares: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Norm of each layer, inf where it is not finite (a collective of all ranks).
+
+    Args:
+        zero_map: the map of this rank.
+        squares: this rank's sums of squares, with the timm name of the parameter that each belongs to.
+    """
     layers = layers_of(zero_map.names)
     rows = {layer: row for row, layer in enumerate(dict.fromkeys(layers.values()))}
-    squares = torch.zeros(len(rows), dtype=torch.float64)
-    for shard, grad in zip(zero_map.shards, grads, strict=True):
-        for segment in shard.segments if grad is not None else ():
-            if zero_map.counts(segment):
-                squares[rows[layers[segment.name]]] += segment.of(grad).double().square().sum().cpu()
-    squares = squares.to(zero_map.device)
-    dist.all_reduce(squares)
-    return {layer: math.sqrt(s) if math.isfinite(s) else math.inf for layer, s in zip(rows, squares.tolist())}  # noqa: B905
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    for name, square in squares:
+        sums[rows[layers[name]]] += square
+    sums = sums.to(zero_map.device)
+    dist.all_reduce(sums)
+    return {layer: math.sqrt(s) if math.isfinite(s) else math.inf for layer, s in zip(rows, sums.tolist(), strict=True)}
 
 
 class GradientHealth:

@@ -1,80 +1,292 @@
-"""Benchmarks that print ratios against a peer measured in the same run.
+"""`ds-vit bench step`: training steps as ours are, beside those of timm and torch, measured in the same run.
 
-    ds-vit bench step --against timm --model vit_tiny_patch16_224 --deepspeed_config ds_configs/cpu_zero1_fp32.json
+    ds-vit bench step --against timm timm-compiled --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json
+    torchrun --nproc_per_node 2 --module ds_vit.cli bench step --against ddp fsdp2 --deepspeed_config …
 
-Machines are noisy: the two sides take turns, and the fastest turn of each counts. Beside the times stand counts of what
-one step asks of the hardware, which no other program disturbs (counting.py).
+Machines are noisy: all sides take turns, and the fastest turn of each counts. Beside the times stand counts of what one
+step asks of the hardware, which no other program disturbs (counting.py).
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import itertools
 import json
 import platform
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
+from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed, share_cores
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover, rendezvous
+from ds_vit.models import count_flops
+from ds_vit.monitoring.figures import new_figure
+from ds_vit.monitoring.metrics import peak_tflops
 from ds_vit.tools.counting import StepCounts, count_step
+from ds_vit.tools.peers import check_peer, own_linear, peer_step
 
 if TYPE_CHECKING:
-    from ds_vit.engine.base import Engine
+    from matplotlib.figure import Figure
+
+    from ds_vit.engine.base import Engine, StepResult
+    from ds_vit.parallel.groups import Groups
     from ds_vit.tasks import Batch
     from ds_vit.training.plan import Plan
 
 
+# As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
+# and the same in turns of as many steps.
+_SETS_OF_KEYS = 3
+
+
 @dataclass(frozen=True)
-class StepBench:
-    """Training steps on one rank, ours against a plain loop of timm and torch.
+class Side:
+    """What was measured of one way to take a step.
 
     Attributes:
-        plain_images_per_second, ours_images_per_second: of the fastest turn.
-        plain_counts, ours_counts: of one step.
+        seconds: a step, of each turn; of the slowest rank.
+        images_per_second: of the fastest turn, over all ranks.
+        counts: of one step, on rank 0.
+        memory_bytes: of rank 0's GPU at the peak of a step, with weights and optimizer; None on a CPU.
+        mfu: share of the accelerators' datasheet peak; None where that is not known.
     """
 
+    seconds: tuple[float, ...]
+    images_per_second: float
+    counts: StepCounts
+    memory_bytes: int | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One of ours over a peer.
+
+    Attributes:
+        images_per_second: of the fastest turns; more is better.
+        low, high: the quartiles of the same, turn by turn.
+        operations, allocated: of a step; less is better.
+    """
+
+    images_per_second: float
+    low: float
+    high: float
+    operations: float
+    allocated: float
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """Training steps of several sides: name → side, ours by their files' names; and one of ours → a peer → ratio."""
+
     model: str
-    batch_size: int
-    drop_path: float
-    drop_path_compute: str
-    deepspeed_config: str
+    options: str
+    global_batch: int
+    layout: str
+    precision: str
     device: str
     threads: int
     versions: dict[str, str]
-    plain_images_per_second: float
-    ours_images_per_second: float
-    plain_counts: StepCounts
-    ours_counts: StepCounts
+    ours: dict[str, Side]
+    peers: dict[str, Side]
+    ratios: dict[str, dict[str, Ratio]]
 
-    @property
-    def ratio(self) -> float:
-        """Ours over the peer's, of the rates."""
-        return self.ours_images_per_second / self.plain_images_per_second
+    def to_json(self) -> str:
+        """One line for a file of figures."""
+        return json.dumps(asdict(self))
 
-    @property
-    def operations_ratio(self) -> float:
-        """Ours over the peer's, of the operations a step; less is better."""
-        return self.ours_counts.operations / self.plain_counts.operations
 
-    @property
-    def allocated_ratio(self) -> float:
-        """Ours over the peer's, of the bytes allocated in a step; less is better."""
-        return self.ours_counts.allocated_bytes / self.plain_counts.allocated_bytes
+@dataclass
+class _Runner:
+    """A side before it is measured."""
+
+    step: Callable[[], object]
+    memory: int  # that making it and its first steps took
+
+
+def bench_step(
+    words: Sequence[str], deepspeed_configs: Sequence[str], peers: Sequence[str], *, turns: int = 12, steps: int = 3
+) -> StepBench:
+    """Time and count optimizer steps on fixed random pixels: forward, loss, backward, clipping, update (a collective).
+
+    Args:
+        words: flags of a training run, of ours; model, image size, drop-path and optimizer are the peers' too.
+        deepspeed_configs: JSON files of one precision; each makes one of ours.
+        peers: of `PEERS`.
+        turns: how often each side is measured; they alternate.
+        steps: steps a turn.
+
+    Raises:
+        UserError: a peer that cannot train on so many ranks, files of several precisions, or what training with these
+            settings would raise.
+    """
+    process = discover()
+    for peer in peers:
+        check_peer(peer, process.world_size)
+    quiet_deepspeed(False)
+    plans = {_name(path, deepspeed_configs): _plan(words, path, process) for path in deepspeed_configs}
+    plan = next(iter(plans.values()))
+    precisions = sorted({plan.deepspeed.precision.name for plan in plans.values()})
+    if len(precisions) > 1:
+        raise UserError(f"--deepspeed_config: files of one precision can be compared, not of {', '.join(precisions)}")
+    made_group = init_distributed(rendezvous(process))
+    device = device_of(process.local_rank)
+    share_cores(process.local_world_size)
+    batch = plan.data.batch
+    engines: list[Engine] = []
+
+    def ours(plan: Plan) -> Callable[[], object]:
+        from ds_vit.parallel.groups import build_groups
+
+        engine = _engine(plan, device, build_groups(plan.parallel.layout))
+        engines.append(engine)
+        return _our_step(engine, _batch(plan, batch.micro_batch, engine.dtype, device))
+
+    def a_peer(name: str) -> Callable[[], object]:
+        pixels = _batch(plan, batch.global_batch // process.world_size, torch.float32, device)
+        return peer_step(name, plan, pixels["images"], pixels["targets"])
+
+    runners = {name: _made(lambda: ours(plan), device) for name, plan in plans.items()}  # noqa: B023
+    runners |= {name: _made(lambda: a_peer(name), device) for name in peers}  # noqa: B023
+    flops = count_flops(plan.model.whole, plan.model.frozen).training
+    peak = peak_tflops(device, plan.deepspeed.precision.name)
+    counts = {name: _counted(runner, device) for name, runner in runners.items()}
+    times = _in_turns({name: runner.step for name, runner in runners.items()}, turns, steps, device)
+
+    def side(name: str) -> Side:
+        rate = batch.global_batch / min(times[name])
+        mfu = flops * rate / process.world_size / 1e12 / peak if peak else None
+        return Side(tuple(times[name]), rate, counts[name][0], counts[name][1], mfu)
+
+    our_sides, their_sides = {name: side(name) for name in plans}, {name: side(name) for name in peers}
+    for engine in engines:
+        engine.close()
+    if made_group:
+        dist.destroy_process_group()
+    return StepBench(
+        model=plan.config.model,
+        options=" ".join(words),
+        global_batch=batch.global_batch,
+        layout=str(plan.parallel.layout),
+        precision=plan.deepspeed.precision.name,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        threads=torch.get_num_threads(),
+        versions=_versions(),
+        ours=our_sides,
+        peers=their_sides,
+        ratios={name: {peer: ratio(our_sides[name], their_sides[peer]) for peer in peers} for name in plans},
+    )
+
+
+def ratio(ours: Side, peer: Side) -> Ratio:
+    """One of ours over a peer, of the same turns."""
+    by_turn = [theirs / own for own, theirs in zip(ours.seconds, peer.seconds, strict=True)]
+    low, _, high = statistics.quantiles(by_turn, n=4, method="inclusive") if len(by_turn) > 1 else by_turn * 3
+    return Ratio(
+        ours.images_per_second / peer.images_per_second,
+        low,
+        high,
+        ours.counts.operations / peer.counts.operations,
+        ours.counts.allocated_bytes / peer.counts.allocated_bytes,
+    )
+
+
+def _name(path: str, among: Sequence[str]) -> str:
+    """A file's name, or its whole path where another one has the same name."""
+    stem = Path(path).stem
+    return stem if [Path(other).stem for other in among].count(stem) == 1 else path
 
 
 def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {"python": platform.python_version(), **{n: version(n) for n in ("torch", "timm", "deepspeed")}}
+
+
+def _plan(words: Sequence[str], deepspeed_config: str, process: Process) -> Plan:
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit.training.plan import prepare
+
+    data = ["--dataset", "digits", "--num-classes", "1000", "--max-steps", "10"]
+    config, explicit = flags.parse([*data, *words, "--deepspeed_config", deepspeed_config])
+    return prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
+
+
+def _engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
+    from ds_vit.training.build import build_engine
+
+    return build_engine(plan, device, groups)
+
+
+def _batch(plan: Plan, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
+    height, width = plan.model.image.img_size
+    images = torch.randn(rows, 3, height, width, device=device).to(dtype)
+    targets = torch.randint(plan.config.num_classes, (rows,), device=device)
+    return {"images": images, "targets": targets, "keys": torch.arange(rows, device=device)}
+
+
+def _under_keys(batch: Batch, number: int) -> Batch:
+    """The same images as other samples."""
+    keys = torch.arange(len(batch["keys"])) + number * len(batch["keys"])
+    return {**batch, "keys": keys.to(batch["keys"].device), "keys_on_host": keys}
+
+
+def _our_step(engine: Engine, batch: Batch) -> Callable[[], None]:
+    """A step as the trainer takes it: it asks for the verdict on the one before."""
+    before: list[StepResult] = []
+    batches = itertools.cycle([_under_keys(batch, number) for number in range(_SETS_OF_KEYS)])
+
+    def step() -> None:
+        with own_linear() if engine.stage < 3 else contextlib.nullcontext():
+            result = engine.train_step(
+                itertools.islice(batches, engine.accumulation), lambda: before and before.pop().applied
+            )
+        before.append(result)
+
+    return step
+
+
+def _made(make: Callable[[], Callable[[], object]], device: torch.device) -> _Runner:
+    """A side that has taken two steps: the first ones make what later ones keep."""
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    step = make()
+    _seconds_a_step(step, 2, device)
+    return _Runner(step, torch.cuda.memory_allocated(device) - before if on_gpu else 0)
+
+
+def _counted(runner: _Runner, device: torch.device) -> tuple[StepCounts, int | None]:
+    """The counts of a step, and the memory of its peak."""
+    if device.type != "cuda":
+        return count_step(runner.step), None
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    runner.step()
+    peak = torch.cuda.max_memory_allocated(device) - before + runner.memory
+    return count_step(runner.step), peak
+
+
+def _in_turns(
+    sides: Mapping[str, Callable[[], object]], turns: int, steps: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds a step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(turns):
+        for name in sides if turn % 2 else reversed(sides):
+            dist.barrier()
+            seconds = torch.tensor(_seconds_a_step(sides[name], steps, device), device=device, dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            times[name].append(float(seconds))
+    return times
 
 
 def _seconds_a_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
@@ -88,135 +300,56 @@ def _seconds_a_step(step: Callable[[], object], steps: int, device: torch.device
     return (time.perf_counter() - start) / steps
 
 
-def bench_step(
-    *,
-    model: str,
-    batch_size: int,
-    deepspeed_config: str,
-    turns: int = 12,
-    steps: int = 3,
-    img_size: int | None = None,
-    drop_path: float = 0.0,
-    drop_path_compute: str = "auto",
-) -> StepBench:
-    """Time and count optimizer steps on fixed random pixels: forward, loss, backward, clipping by the JSON, AdamW.
+def title(result: StepBench) -> str:
+    """What was measured, on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return (
+        f"{result.model}, {result.precision}, batch {result.global_batch}, {result.layout}; a step, fastest of the "
+        f"turns; {result.device}, {result.threads} threads; {versions}"
+    )
 
-    Args:
-        model: timm name.
-        batch_size: images a step, one micro-batch.
-        deepspeed_config: JSON file with AdamW; its precision is the plain loop's too (autocast for 16-bit files).
-        turns: how often each side is measured; the two alternate.
-        steps: steps a turn.
-        img_size: image side, the model's own where None.
-        drop_path: rate of stochastic depth, of both sides.
-        drop_path_compute: as the flag of train.py, of our side.
+
+def table(result: StepBench) -> list[tuple[str, ...]]:
+    """A header and a line a side: its own figures, and of ours the ratio to each peer with its quartiles.
+
+    Columns that nothing is known of are left out.
+    """
+    against = [f"of {peer}" for peer in result.peers]
+    lines = [("", "images/s", *against, "operations", "waits", "MB allocated", "MB at the peak", "MFU")]
+    for name, side in {**result.peers, **result.ours}.items():
+        ratios = [
+            f"{r.images_per_second:.3f} ({r.low:.2f} to {r.high:.2f})" for r in result.ratios.get(name, {}).values()
+        ]
+        lines.append(
+            (
+                name,
+                f"{side.images_per_second:.2f}",
+                *(ratios or [""] * len(against)),
+                str(side.counts.operations),
+                str(side.counts.waits),
+                f"{side.counts.allocated_bytes / 1e6:.0f}",
+                f"{side.memory_bytes / 1e6:.0f}" if side.memory_bytes else "",
+                f"{side.mfu:.1%}" if side.mfu else "",
+            )
+        )
+    known = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return list(zip(*known, strict=True))
+
+
+def draw(result: StepBench) -> Figure:
+    """The rates of all sides as bars, ours in another colour.
 
     Raises:
-        UserError: more than one rank, or what training with these settings would raise.
+        UserError: matplotlib is not installed.
     """
-    process = discover()
-    if process.world_size != 1:
-        raise UserError(f"bench step measures one rank, and the launcher started {process.world_size}")
-    words = ["--deepspeed_config", deepspeed_config, "--dataset", "digits", "--model", model, "-b", str(batch_size)]
-    words += ["--num-classes", "1000", "--max-steps", "10", *(["--img-size", str(img_size)] if img_size else [])]
-    words += ["--drop-path", str(drop_path), "--drop-path-compute", drop_path_compute] if drop_path else []
-    plan, engine, made_group = _start(words, process)
-    device = engine.device
-    height, width = plan.model.image.img_size
-    images = torch.randn(batch_size, 3, height, width, device=device)
-    targets = torch.randint(1000, (batch_size,), device=device)
-    batches = itertools.cycle(_batches(images.to(engine.dtype), targets, steps))
-    sides = {
-        "plain": _plain_step(
-            plan, images, targets, {"drop_path_rate": drop_path, **({"img_size": img_size} if img_size else {})}
-        ),
-        "ours": lambda: engine.train_step(batches),
-    }
-    best = dict.fromkeys(sides, float("inf"))
-    for step in sides.values():
-        _seconds_a_step(step, 2, device)
-    counts = {name: count_step(step) for name, step in sides.items()}
-    for turn in range(turns):
-        for name in ("plain", "ours") if turn % 2 else ("ours", "plain"):
-            best[name] = min(best[name], _seconds_a_step(sides[name], steps, device))
-    engine.close()
-    if made_group:
-        torch.distributed.destroy_process_group()
-    return StepBench(
-        model=model,
-        batch_size=batch_size,
-        drop_path=drop_path,
-        drop_path_compute=drop_path_compute,
-        deepspeed_config=Path(deepspeed_config).name,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        threads=torch.get_num_threads(),
-        versions=_versions(),
-        plain_images_per_second=batch_size / best["plain"],
-        ours_images_per_second=batch_size / best["ours"],
-        plain_counts=counts["plain"],
-        ours_counts=counts["ours"],
-    )
-
-
-def _batches(images: torch.Tensor, targets: torch.Tensor, number: int) -> Iterator[Batch]:
-    """The same images under other keys: each turn meets the same draws, and those of many steps are less of luck."""
-    keys = torch.arange(number * len(images)).split(len(images))
-    for own in keys:
-        yield {"images": images, "targets": targets, "keys": own.to(images.device), "keys_on_host": own}
-
-
-def _start(words: list[str], process: Process) -> tuple[Plan, Engine, bool]:
-    """An engine as a run builds it, and whether the process group was made for it."""
-    quiet_deepspeed(False)
-    from deepspeed.accelerator import get_accelerator
-
-    from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import build_engine
-    from ds_vit.training.plan import prepare
-
-    config, explicit = flags.parse(words)
-    plan = prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
-    made_group = init_distributed(rendezvous(process))
-    return plan, build_engine(plan, device_of(process.local_rank), build_groups(plan.parallel.layout)), made_group
-
-
-def _plain_step(plan: Plan, images: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]) -> Callable[[], None]:
-    """One step of a plain loop of timm and torch on the same images: the same model, optimizer, precision, clipping.
-
-    As a good engineer writes it: fused where torch has that for the optimizer, gradients in 16 bits by autocast.
-    """
-    import timm
-
-    optimizer = plan.optimizer
-    peer = timm.create_model(plan.config.model, **options).to(images.device).train()
-    timms = timm.optim.create_optimizer_v2(
-        peer,
-        opt=optimizer.cls.__name__.lower(),
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        betas=optimizer.arguments.get("betas"),
-        **({"fused": True} if "fused" in inspect.signature(optimizer.cls).parameters else {}),
-    )
-    half = plan.deepspeed.precision.name != "fp32"
-
-    def step() -> None:
-        # At stage 3 DeepSpeed puts a linear map of its own, two operations for one, in place of the whole process's.
-        with (
-            mock.patch.object(torch.nn.functional, "linear", torch._C._nn.linear),
-            torch.autocast(images.device.type, torch.bfloat16, enabled=half),
-        ):
-            logits = peer(images)
-        loss = torch.nn.functional.cross_entropy(logits.float(), targets, label_smoothing=plan.config.smoothing)
-        timms.zero_grad()
-        loss.backward()
-        if optimizer.clip:
-            torch.nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
-        timms.step()
-
-    return step
-
-
-def to_json(result: StepBench) -> str:
-    """One line for a file of figures."""
-    counted = {"operations_ratio": result.operations_ratio, "allocated_ratio": result.allocated_ratio}
-    return json.dumps({**asdict(result), "ratio": result.ratio, **counted})
+    sides = {**result.peers, **result.ours}
+    figure = new_figure(7, 1.2 + 0.35 * len(sides))
+    axes = figure.subplots()
+    colours = ["#b0b0b0"] * len(result.peers) + ["#4a7fb5"] * len(result.ours)
+    bars = axes.barh(list(sides), [side.images_per_second for side in sides.values()], color=colours)
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("images/s, fastest turn")
+    axes.set_title(title(result).partition(";")[0], fontsize=10)
+    return figure

@@ -56,6 +56,8 @@ class _Counting(TorchDispatchMode):
         self.waits = self.allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # FSDP2's tensors come again as the plain ones in them
         out = func(*args, **(kwargs or {}))
         if func.namespace != "aten" or func.is_view or func.overloadpacket in _VIEWS:
             return out
@@ -63,6 +65,8 @@ class _Counting(TorchDispatchMode):
         self.names[func.overloadpacket.__name__] += 1
         # copy_ returns its target, so that a copy to the host shows in what an operation gives.
         to_host = func.overloadpacket in _COPIES and made[0].device.type == "cpu" and given[-1].device.type != "cpu"
+        if to_host and made[0].is_pinned() and True in (*args[2:3], (kwargs or {}).get("non_blocking")):
+            to_host = False  # goes its own way
         self.waits += to_host or func.overloadpacket in _WAITS
         known = {tensor.untyped_storage().data_ptr() for tensor in given}
         fresh = {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, made)}

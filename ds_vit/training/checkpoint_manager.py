@@ -339,6 +339,7 @@ class CheckpointManager:
     def _state(self, step: int) -> dict[str, Any]:
         """state.json: everything but tensors, and nothing that depends on the layout."""
         plan = self.plan
+        history = self._trainer.state_dict()  # first: it moves the average where the last step has not yet
         epoch, rest = divmod(step, plan.data.order.steps_per_epoch)
         return {
             "step": step,
@@ -351,7 +352,7 @@ class CheckpointManager:
             "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
-            "history": self._trainer.state_dict(),
+            "history": history,
             "run": self._identity,
             "config": resolved_flags(plan),
             "versions": {

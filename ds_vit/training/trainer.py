@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_vit.config.durations import parse_steps
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.engine.base import StepResult
 from ds_vit.engine.start import device_of
@@ -20,6 +21,7 @@ from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import Flops, count_flops
 from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
@@ -80,6 +82,11 @@ class Trainer:
         self.evaluated_step = 0
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
+        self.profiler = StepProfiler(
+            parse_steps(plan.config.profile_steps, "--profile-steps"), folder.profile, groups, self.device
+        )
+        # The last step (its number, its loss scale, what it left), until the verdict on it is asked for.
+        self._open: tuple[int, float, StepResult] | None = None
         self.epoch_loss = EpochMean(self.device)
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
@@ -217,12 +224,14 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, batches)
+            self._take_steps(first_step, self.profiler.batches(batches))
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
         for step in range(first_step, self.plan.optimizer.total_steps):
+            self.profiler.before(step + 1)
             self._take_step(step + 1, batches)
+            self.profiler.after(step + 1, self.reporter.say if self.reporter else None)
             self.step = step + 1
             self._evaluate_if_due(self.step)
             self._boundary(self.step)
@@ -241,15 +250,10 @@ class Trainer:
         if looks:
             self.health.arm()
         self.watchdog.beat(step, "forward, backward and update")
-        result = self.engine.train_step(batches)
-        if result.applied:
-            self.epoch_loss.add(result.loss, self._epoch(step))
-            self.bad_steps.applied()
-            if self.ema is not None:
-                self.ema.update()
-        else:
-            self.bad_steps.skip(step, scale, result, float(self.engine.mean(result.loss)), self.reporter)
+        result = self.engine.train_step(batches, self._conclude)
+        self._open = step, scale, result
         if looks:
+            self._conclude()
             self._log_gradients(step, scale, result)
         self.throughput.step(plan.data.batch.global_batch)
         if config.check_replicas and step % config.check_replicas == 0:
@@ -262,6 +266,26 @@ class Trainer:
             # This rank's own loss: the mean over all ranks would have to wait for them.
             late = self.loss_of_late.exchange(result.loss)
             self.reporter.line.step(step, loss=late, images=plan.data.batch.global_batch)
+
+    def _conclude(self) -> None:
+        """What waits for the verdict on the last step: counts and averages (a collective).
+
+        It comes before anything that shows or saves them, else when the next step's first forward pass is under way:
+        where the device decides, nothing waits for it.
+
+        Raises:
+            RollBack, Diverged: as `BadSteps.skip`.
+        """
+        if self._open is None:
+            return
+        (step, scale, result), self._open = self._open, None
+        if not result.applied:
+            self.bad_steps.skip(step, scale, result, float(self.engine.mean(result.loss)), self.reporter)
+            return
+        self.epoch_loss.add(result.loss, self._epoch(step))
+        self.bad_steps.applied()
+        if self.ema is not None:
+            self.ema.update()
 
     def _boundary(self, done: int) -> None:
         """Between two steps: save if it is time.
@@ -289,6 +313,7 @@ class Trainer:
 
     def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
+        self._conclude()
         plan = self.plan
         epoch = self._epoch(step)
         losses = torch.stack((result.loss.float(), self.epoch_loss.own(epoch)))
@@ -318,6 +343,7 @@ class Trainer:
 
     def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
+        self._conclude()
         loss, norm = float(self.engine.mean(result.loss)), _norm(result)
         if self.reporter:
             self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
@@ -344,6 +370,7 @@ class Trainer:
         Raises:
             Interrupted: the ranks were told to stop meanwhile; the step is saved, and not counted as evaluated.
         """
+        self._conclude()
         self.throughput.pause()
         before = len(self.evaluations), len(self.ema_evaluations)
         try:
@@ -385,7 +412,12 @@ class Trainer:
     # ---- what a run that goes on wants to find again ---------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the trainer knows beside the engine, as plain data (a collective)."""
+        """What the trainer knows beside the engine, as plain data (a collective).
+
+        Raises:
+            RollBack, Diverged: as `BadSteps.skip`; the last step was turned down.
+        """
+        self._conclude()
         return {
             "evaluations": self.evaluations,
             "ema_evaluations": self.ema_evaluations,

@@ -6,8 +6,10 @@ from pathlib import Path
 import oracle
 import per_parameter as timm_side
 import pytest
+import torch
 from curves import assert_same_curve, read_rows
 from ranks import RankPool
+from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, words
 
 from ds_vit.engine.step_guard import Recent
@@ -33,6 +35,7 @@ def train_with_accident(argv, what, step):
     """On a rank: train, with something wrong at one step; gives the exit code and what was said on stderr."""
     import contextlib
     import io
+    from unittest import mock
 
     from accidents import spoil_batches
     from runs import pretend_fp16
@@ -40,6 +43,7 @@ def train_with_accident(argv, what, step):
     from ds_vit.tasks.classification import Classification
     from ds_vit.train import main
     from ds_vit.training import bad_steps
+    from ds_vit.training.trainer import Trainer
 
     if what.startswith("nan"):
         spoil_batches([step - 1])
@@ -65,6 +69,8 @@ def train_with_accident(argv, what, step):
         if what == "nan in fp16":  # which a CPU has to be talked into
             stack.enter_context(pretend_fp16())
             bad_steps.MAX_SKIPS = 1  # of an overflow, many in a row have to come before anything is done
+        if what == "nan read late":  # TensorBoard's points, which read each of so few steps
+            stack.enter_context(mock.patch.object(Trainer, "_draw"))
         code = main([str(word) for word in argv])
     return code, errors.getvalue()
 
@@ -148,6 +154,40 @@ def test_a_step_that_is_not_finite_stops(ranks, cifar, tmp_path, layout):
     assert "--on-nonfinite skip" in said
     assert max(row["step"] for row in rows if row["kind"] == "train") == BAD_STEP - 1
     assert not (output / "model.safetensors").exists()
+
+
+LATE = {
+    "no ZeRO dp2": LAYOUTS["no ZeRO dp2"],
+    "ZeRO-2 tp2": LAYOUTS["ZeRO-2 tp2"],
+    "ZeRO-1 bf16": LAYOUTS["ZeRO-1 bf16"],
+    "BF16_Optimizer dp2": (2, 1, WRAPPER, []),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("after", ["skip", "go back", "stop"])
+@pytest.mark.parametrize("layout", LATE)
+def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, layout, after):
+    """An update that the device lets through, an average that is moved by a step that never was, rows that differ."""
+    world, stage, changes, flags = LATE[layout]
+    flags = [*flags, "--model-ema", "--model-ema-decay", 0.7, "--checkpoint-interval", BAD_STEP - 1]
+    flags += {"skip": ["--on-nonfinite", "skip"], "go back": ["--rollback", 1], "stop": []}[after]
+    ends = []
+    for name, interval in (("at once", 1), ("late", 100)):
+        argv = [*flags, "--log-interval", interval]
+        codes, said, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, argv, "nan read late", name)
+        kinds = [{**row, "wall_seconds": 0} for row in rows if row["kind"] in ("skip", "rollback")]
+        line = [line.replace(str(output), "") for line in said.splitlines() if f"step {BAD_STEP}" in line]
+        weights = {path.name: load_file(path) for path in output.glob("*.safetensors")}
+        ends.append((codes, kinds, line, weights))
+    assert ends[0][0] == [3 if after == "stop" else 0] * world
+    assert ends[0][:3] == ends[1][:3]
+    assert [row["layer"] for row in ends[0][1]] == ["embed"] * (2 if after == "go back" else 1)
+    at_once, late = ends[0][3], ends[1][3]
+    assert at_once.keys() == late.keys()
+    assert len(at_once) == (0 if after == "stop" else 2), "the weights and their average"
+    for file in at_once:
+        assert all(torch.equal(at_once[file][name], late[file][name]) for name in at_once[file]), file
 
 
 @pytest.mark.slow

@@ -9,7 +9,13 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_vit.engine.workarounds import advance_where_applied, clip_by_global_norm, grad_norm, unscale_and_clip
+from ds_vit.engine.workarounds import (
+    advance_where_applied,
+    clip_by_global_norm,
+    grad_norm,
+    grad_norm_of_bf16,
+    unscale_and_clip,
+)
 from ds_vit.tools.counting import count_step
 
 
@@ -79,3 +85,20 @@ def test_zeros_norm_is_deepspeeds(what):
     assert counts.waits == 0
     assert (theirs == -1) == (what == "nan")
     assert counts.by_name.get("linalg_vector_norm", 0) == 0
+
+
+@pytest.mark.parametrize("what", ["fp32", "bf16", "nan"])
+def test_bf16_optimizers_norm_is_deepspeeds(what):
+    """Another sum, a norm under another parameter's name, one that is not finite and looks it."""
+    values, kept = gradients(torch.bfloat16 if what == "bf16" else torch.float32), []
+    if what == "nan":
+        values[1][3] = float("nan")
+    parameters = {id(value): place for place, value in enumerate(values[:2])}  # the third is nobody's
+    theirs = utils.get_global_norm_of_tensors(values)
+    ours = grad_norm_of_bf16(parameters, lambda *made_of: kept.append(made_of), values)
+    assert utils.is_invalid_grad_norm(ours) == utils.is_invalid_grad_norm(theirs) == (what == "nan")
+    [(places, norms)] = kept
+    assert places == [0, 1, None]
+    assert torch.allclose(norms, torch.stack([value.float().norm() for value in values]), rtol=1e-6, equal_nan=True)
+    if what != "nan":
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

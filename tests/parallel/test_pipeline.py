@@ -12,7 +12,7 @@ from project import ROOT
 from runs import KINDS, count_decodes, drift
 
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.models import ModelSpec, activations, balance, check_bounds, count_flops, create_model, flops, layer_costs
+from ds_vit.models import ModelSpec, alike, balance, check_bounds, count_flops, create_model, flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
 
@@ -89,8 +89,7 @@ def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
     wide.fc1 = torch.nn.Linear(wide.fc1.in_features, 7, device="meta")
     wide.fc2 = torch.nn.Linear(7, wide.fc2.out_features, device="meta")
     once, numbers = layer_costs(model), itertools.count()
-    for module in (flops, activations):
-        monkeypatch.setattr(module, "looks", lambda block: next(numbers))
+    monkeypatch.setattr(alike, "looks", lambda block: next(numbers))
     each = layer_costs(model)
     assert [cost.flops for cost in once] == [cost.flops for cost in each]
     # A first block without drop-path lacks its mask of four bytes an image.

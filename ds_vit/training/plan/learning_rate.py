@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
+from ds_vit.config.durations import parse_steps
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule, check_warmup
 
@@ -46,11 +47,19 @@ def scaled_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[fl
 
 
 def steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
-    """(steps that are run, the schedule's horizon). With --epochs, --max-steps only stops early."""
+    """(steps that are run, the schedule's horizon). With --epochs, --max-steps only stops early.
+
+    Raises:
+        UserError: --profile-steps asks for one that is not run.
+    """
     if config.epochs is None and config.max_steps is not None:
-        return config.max_steps, config.max_steps
-    horizon = (config.epochs or DEFAULT_EPOCHS) * steps_per_epoch
-    return min(horizon, config.max_steps or horizon), horizon
+        run = horizon = config.max_steps
+    else:
+        horizon = (config.epochs or DEFAULT_EPOCHS) * steps_per_epoch
+        run = min(horizon, config.max_steps or horizon)
+    if parse_steps(config.profile_steps, "--profile-steps").stop > run + 1:
+        raise UserError(f"--profile-steps {config.profile_steps}: the run has {run} steps")
+    return run, horizon
 
 
 # Flags beside a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.

@@ -1,0 +1,217 @@
+"""Some training steps under torch's profiler (`--profile-steps`): traces to open, and a page that sums them up.
+
+One rank of each pipeline stage is recorded: the others of its stage do the same. On a GPU its kernels are looked at; on
+a CPU torch's operations, and gloo's collectives beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ds_vit.parallel.groups import Groups
+
+WAITING = "waiting for data"
+_COLLECTIVE = re.compile(r"(gloo|nccl|xccl|hccl):|nccl\w*kernel", re.IGNORECASE)
+_TOP = 15
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """What one rank did in the steps that were profiled.
+
+    Attributes:
+        stage: of the pipeline.
+        rank: that was recorded.
+        seconds: from the first step's start to the last one's end.
+        computing: share of them in which the device computed.
+        communicating: share in which a collective or a transfer was under way.
+        hidden: share of that in which the device computed as well.
+        waiting: share of the seconds in which the host waited for a batch.
+        operations: name → (seconds of its own, calls), the longest first.
+    """
+
+    stage: int
+    rank: int
+    seconds: float
+    computing: float
+    communicating: float
+    hidden: float
+    waiting: float
+    operations: dict[str, tuple[float, int]]
+
+
+class StepProfiler:
+    """Records some steps on some ranks; every rank calls it alike.
+
+    Args:
+        steps: that are profiled, counted from 1.
+        folder: for the traces and `summary.md`.
+        groups: of the run.
+        device: that it runs on.
+    """
+
+    def __init__(self, steps: range, folder: Path, groups: Groups, device: torch.device) -> None:
+        self._steps, self._folder, self._groups, self._device = steps, folder, groups, device
+        self._records = groups.dp_rank == 0 and groups.tp_rank == 0
+        self._profile: profile | None = None
+        self._started = 0.0
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+        if step != self._steps.start or not self._records:
+            return
+        if self._profile is not None:
+            self._profile.stop()  # a rollback leads here once more
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its lines would go between those of the run
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._started = time.perf_counter()
+
+    def after(self, step: int, say: Callable[[str], object] | None = None) -> None:
+        """A step has ended; behind the last one that is profiled traces and page are written (a collective).
+
+        Args:
+            step: counted from 1.
+            say: of rank 0, to tell where they are, or that the disk refused.
+        """
+        if not self._steps or step != self._steps[-1]:
+            return
+        own: StageProfile | str | None = None
+        try:
+            own = self._finish() if self._profile is not None else None
+        except OSError as error:  # training goes on without it, and the other ranks wait for an answer
+            own = f"{self._folder}: {error.strerror}"
+        found: list[StageProfile | str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        stages = [stage for stage in found if isinstance(stage, StageProfile)]
+        failures = [failure for failure in found if isinstance(failure, str)]
+        if say is None or not (stages or failures):  # a run that goes on from the middle of the steps has neither
+            return
+        summary = self._folder / "summary.md"
+        try:
+            summary.write_text(page(stages, self._steps))
+        except OSError as error:
+            failures.append(f"{summary}: {error.strerror}")
+        said = f"steps {self._steps[0]} to {step} profiled: {summary}"
+        say(f"WARNING: the profile could not be written: {failures[0]}" if failures else said)
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the time that each is waited for has a name in the trace."""
+        iterator = iter(batches)
+        while True:
+            with record_function(WAITING) if self._profile is not None else contextlib.nullcontext():
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _finish(self) -> StageProfile:
+        recorded, self._profile = self._profile, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._started
+        recorded.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        groups = self._groups
+        recorded.export_chrome_trace(str(self._folder / f"stage{groups.pipeline_stage}-rank{groups.rank}.json"))
+        return sum_up(recorded.events(), groups.pipeline_stage, groups.rank, seconds)
+
+
+def sum_up(events: Sequence[Any], stage: int, rank: int, seconds: float) -> StageProfile:
+    """The shares of one rank's time.
+
+    Args:
+        events: torch's `FunctionEvent`s; those of a GPU are looked at where there are any.
+        stage, rank: whose they are.
+        seconds: that were recorded.
+    """
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
+    busy = kernels or [event for event in events if event.name.startswith("aten::") or _COLLECTIVE.match(event.name)]
+    collectives = [event for event in busy if _COLLECTIVE.search(event.name)]
+    computing = union(_span(event) for event in busy if not _COLLECTIVE.search(event.name))
+    communicating = union(map(_span, collectives))
+    waiting = union(_span(event) for event in events if event.name == WAITING)
+    both = max(0.0, length(computing) + length(communicating) - length(union([*computing, *communicating])))
+    operations: dict[str, tuple[float, int]] = {}
+    for event in busy:
+        # gloo's work runs beside the thread that asked for it, and has no time of a thread.
+        whole = kernels or _COLLECTIVE.match(event.name)
+        own = event.time_range.elapsed_us() if whole else event.self_cpu_time_total
+        total, calls = operations.get(event.name, (0.0, 0))
+        operations[event.name] = total + own / 1e6, calls + 1
+    longest = sorted(operations.items(), key=lambda item: item[1][0], reverse=True)
+    return StageProfile(
+        stage=stage,
+        rank=rank,
+        seconds=seconds,
+        computing=length(computing) / 1e6 / seconds,
+        communicating=length(communicating) / 1e6 / seconds,
+        hidden=both / length(communicating) if communicating else 0.0,
+        waiting=length(waiting) / 1e6 / seconds,
+        operations=dict(longest),
+    )
+
+
+def _span(event: Any) -> Span:
+    return event.time_range.start, event.time_range.end
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Spans that overlap made one, in order."""
+    out: list[Span] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, end))
+    return out
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Of spans that do not overlap."""
+    return sum(end - start for start, end in spans)
+
+
+def page(stages: Sequence[StageProfile], steps: range) -> str:
+    """What `summary.md` says: the time of each stage, and the operations that took longest."""
+    lines = [
+        f"# Steps {steps[0]} to {steps[-1]}",
+        "",
+        "Shares of the time; what a stage does not compute it waits: for data, for other ranks, for the host.",
+        "",
+        "| stage | rank | ms a step | computes | communicates | of it while computing | waits for data |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for stage in stages:
+        shares = (stage.computing, stage.communicating, stage.hidden, stage.waiting)
+        figures = " | ".join(f"{share:.1%}" for share in shares)
+        lines.append(f"| {stage.stage} | {stage.rank} | {1e3 * stage.seconds / len(steps):.1f} | {figures} |")
+    if len(stages) > 1:
+        idle = ", ".join(f"{1 - stage.computing:.1%}" for stage in stages)
+        lines += ["", f"Not computing (the pipeline's bubble and all other waiting), by stage: {idle}."]
+    for stage in stages:
+        lines += ["", f"## Longest operations of stage {stage.stage}", ""]
+        lines += ["| | ms a step | calls a step |", "|---|---|---|"]
+        for name, (seconds, calls) in list(stage.operations.items())[:_TOP]:
+            lines.append(f"| `{name[:80]}` | {1e3 * seconds / len(steps):.2f} | {calls / len(steps):g} |")
+    lines += ["", "Open the traces beside this file in https://ui.perfetto.dev or chrome://tracing.", ""]
+    return "\n".join(lines)

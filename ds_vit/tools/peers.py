@@ -1,0 +1,115 @@
+"""Training steps without DeepSpeed, as a good engineer writes them with timm and torch: what ours are compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.training.plan import Plan
+
+
+def _eager(model: nn.Module, half: bool) -> nn.Module:
+    return model
+
+
+def _compiled(model: nn.Module, half: bool) -> nn.Module:
+    model.compile()
+    return model
+
+
+def _ddp(model: nn.Module, half: bool) -> nn.Module:
+    device = next(model.parameters()).device
+    ids = [device.index] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
+    options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if policy else {})}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+_WRAPPERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
+    "timm": _eager,
+    "timm-compiled": _compiled,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+}
+PEERS = tuple(_WRAPPERS)
+
+
+def check_peer(name: str, world_size: int) -> None:
+    """Refuse a peer that is none, or that trains on one rank where there are several.
+
+    Raises:
+        UserError: names those that there are.
+    """
+    if name not in PEERS:
+        raise UserError(f"--against {name}: there is no such peer; choose among {', '.join(PEERS)}")
+    if world_size > 1 and name in ("timm", "timm-compiled"):
+        raise UserError(f"--against {name} is one process, and the launcher started {world_size}; use ddp or fsdp2")
+
+
+@contextlib.contextmanager
+def own_linear() -> Iterator[None]:
+    """torch's linear map, for the whole block: at stage 3 DeepSpeed puts one of its own, two operations for one, in
+    place of the whole process's."""
+    with mock.patch.object(nn.functional, "linear", torch._C._nn.linear):
+        yield
+
+
+def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    """An optimizer step with the plan's model, optimizer, precision and clipping (a collective of all ranks).
+
+    Fused where torch has that for the optimizer; 16 bits by autocast, or by FSDP2's own policy.
+
+    Args:
+        name: of `PEERS`.
+        plan: of a run of classification.
+        images: of this rank, fp32 [B, C, height, width].
+        targets: int64 [B].
+    """
+    import timm
+
+    optimizer, half = plan.optimizer, plan.deepspeed.precision.name != "fp32"
+    options: dict[str, Any] = {"drop_path_rate": plan.config.drop_path, "num_classes": plan.config.num_classes}
+    if plan.config.img_size:
+        options["img_size"] = plan.config.img_size
+    model = timm.create_model(plan.config.model, **options).to(images.device).train()
+    peer = _WRAPPERS[name](model, half)
+    timms = timm.optim.create_optimizer_v2(
+        peer,
+        opt=optimizer.cls.__name__.lower(),
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        betas=optimizer.arguments.get("betas"),
+        **({"fused": True} if "fused" in inspect.signature(optimizer.cls).parameters else {}),
+    )
+    autocast = half and name != "fsdp2"
+
+    def step() -> None:
+        with own_linear():
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+                logits = peer(images)
+            loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=plan.config.smoothing)
+            timms.zero_grad()
+            loss.backward()
+        if optimizer.clip:
+            nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
+        timms.step()
+
+    return step
