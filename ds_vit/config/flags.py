@@ -63,6 +63,12 @@ class RunConfig(MixConfig, AugmentConfig):
     img_size: int | None = flag(None, _M, "image side in pixels (default: the model's)", rule=AT_LEAST_1)
     drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)
+    drop_path_compute: str = flag(
+        "auto",
+        _M,
+        "compute a branch for all samples or for those alone that drop-path keeps (auto: where it is faster)",
+        choices=("auto", "all", "kept"),
+    )
     pretrained: bool = flag(False, _M, "start from timm's weights of this name, from the Hugging Face cache or Hub")
     initial_checkpoint: str = flag(
         "", _M, "weights to start from: .safetensors or .pth in timm's names", metavar="FILE"

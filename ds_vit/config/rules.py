@@ -123,6 +123,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [(name, "with --val-split '': nothing is evaluated") for name in names]
     if config.val_fraction is not None:
         idle += [("val_split", "with --val-fraction, which takes the images of evaluation from --train-split")]
+    if not config.drop_path:
+        idle += [("drop_path_compute", "without --drop-path")]
     if config.tp == 1:
         names = ("sequence_parallel", "class_parallel", "tp_across_hosts")
         idle += [(name, "without --tp") for name in names]

@@ -46,7 +46,9 @@ class PlainEngine(Engine):
         self._total = None
         for number in range(self.accumulation):
             batch = next(batches)
+            self.module.keys_on_host = batch.get("keys_on_host")
             loss = self._loss(self.engine(*self._inputs(batch)), batch)
+            self.module.keys_on_host = None
             if number == 0:
                 meanwhile()
             self.engine.backward(loss)

@@ -5,6 +5,7 @@ from ds_vit.models.alike import looks
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.flops import Flops, LayerCost, count_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
+from ds_vit.models.kept_rows import check_kept, compute_kept, count_kept, wants_kept
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, HeadLayer, Layer, block_stacks, take_apart
 from ds_vit.models.masked_autoencoder import (
@@ -54,8 +55,11 @@ __all__ = [
     "block_stacks",
     "cast_block_buffers",
     "check_bounds",
+    "check_kept",
     "classifier_names",
+    "compute_kept",
     "count_flops",
+    "count_kept",
     "create_autoencoder",
     "create_model",
     "decoder_names",
@@ -80,4 +84,5 @@ __all__ = [
     "take_apart",
     "timm_names",
     "unpatchify",
+    "wants_kept",
 ]

@@ -13,7 +13,7 @@ Shapes: B samples, S tokens, D width, M keyed modules.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -33,7 +33,10 @@ class KeyedDrop(nn.Module, ABC):
         name: of its draws.
         keys: of the samples, int64 [B], while its layer runs.
         shared: what was hashed for it and others, and its row there, while a run of layers lasts.
+        branch: the drop-path that ends its branch, where only what that keeps is computed (kept_rows.py).
     """
+
+    branch: KeyedDropPath | None = None
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -46,11 +49,22 @@ class KeyedDrop(nn.Module, ABC):
     def draws(self) -> bool:
         """Whether it draws anything in its present mode."""
 
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """Which rows of the micro-batch it is given, int64 [k]; None for all of them."""
+        shared = None if self.branch is None else self.branch.shared
+        return None if shared is None else shared[0].rows.get(self.branch)
+
+    def _own(self, of_all: torch.Tensor) -> torch.Tensor:
+        """Those of the rows it is given, of a tensor [B, ...]."""
+        rows = self.rows
+        return of_all if rows is None else of_all.index_select(0, rows)
+
     def bits(self) -> torch.Tensor:
-        """The samples' keys with this module's name mixed in, int64 [B]."""
+        """The samples' keys with this module's name mixed in, int64 [B], of the rows it is given."""
         if self.shared is not None:
             together, row = self.shared
-            return together.bits[row]
+            return self._own(together.bits[row])
         if self.keys is None:
             raise UserError(f"{self.name!r} is random: give the model the samples' keys")
         return randomness.mix_tensor(self.keys, randomness.name_key(self.name))
@@ -87,10 +101,10 @@ class KeyedDropPath(KeyedDrop):
         return 1.0 - self.drop_prob if self.scale_by_keep else 1.0
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """What to multiply the samples by, [B]."""
+        """What to multiply the samples by, [B], of the rows it is given."""
         if self.shared is not None:
             together, row = self.shared
-            return together.masks(dtype)[row]
+            return self._own(together.masks(dtype)[row])
         return _mask(self.uniform(), self.drop_prob, self.divisor).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,10 +216,13 @@ class Together:
     Attributes:
         drops: the modules, of which each has a row.
         bits: of `hash_together`, int64 [M, B].
+        rows: indices of the rows that a drop-path's branch is given, int64 [k], where they are not all.
     """
 
-    def __init__(self, drops: Sequence[KeyedDrop], bits: torch.Tensor) -> None:
-        self.drops, self.bits = tuple(drops), bits
+    def __init__(
+        self, drops: Sequence[KeyedDrop], bits: torch.Tensor, rows: Mapping[KeyedDrop, torch.Tensor] | None = None
+    ) -> None:
+        self.drops, self.bits, self.rows = tuple(drops), bits, rows or {}
         self._masks: dict[torch.dtype, torch.Tensor] = {}
 
     def masks(self, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.kept_rows import find_rows
 from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
 from ds_vit.models.layers import BlockLayer, Layer
 
@@ -26,10 +27,17 @@ class BlockRun(nn.Module):
     """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it.
 
     Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
+    Which rows are computed is known by then, and stays with the run.
     """
 
-    def __init__(self, blocks: Sequence[BlockLayer], drops: Sequence[KeyedDrop] = ()) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[BlockLayer],
+        drops: Sequence[KeyedDrop] = (),
+        rows: Mapping[KeyedDrop, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.rows = rows
         self.__dict__["blocks"] = tuple(blocks)  # not registered: the model has them already
         self.__dict__["drops"] = tuple(drops)
 
@@ -37,7 +45,7 @@ class BlockRun(nn.Module):
         if not self.drops:
             return self._through(inputs)
         *inputs, bits = inputs
-        with Together(self.drops, bits).lent():
+        with Together(self.drops, bits, self.rows).lent():
             return self._through(tuple(inputs))
 
     def _through(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -47,11 +55,16 @@ class BlockRun(nn.Module):
 
 
 def run_layers(
-    layers: Iterable[Layer], inputs: Any, checkpoint_interval: int, checkpoint_function: CheckpointFunction
+    layers: Iterable[Layer],
+    inputs: Any,
+    checkpoint_interval: int,
+    checkpoint_function: CheckpointFunction,
+    keys_on_host: torch.Tensor | None = None,
 ) -> Any:
     """What the last of the layers makes of `inputs`.
 
-    All that the layers draw is hashed before the first of them runs. Where a backward pass will come, every
+    All that the layers draw is hashed before the first of them runs; `keys_on_host` are the samples' keys on the CPU,
+    where they are known there. Where a backward pass will come, every
     `checkpoint_interval` blocks that follow each other are run by `checkpoint_function`, which recomputes them; 0 keeps
     all activations.
     """
@@ -60,15 +73,16 @@ def run_layers(
     if keys is None:  # a module that draws says so itself
         drops = []
     bits = [hash_together(drops, keys)] if drops else []
+    rows = find_rows(drops, *bits, keys_on_host) if drops else None
     recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
-    with Together(drops, *bits).lent() if drops else nullcontext():
+    with Together(drops, *bits, rows).lent() if drops else nullcontext():
         for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
             if not are_blocks:
                 for layer in group:
                     inputs = layer(inputs)
                 continue
             while blocks := list(itertools.islice(group, checkpoint_interval)):
-                inputs = (checkpoint_function(BlockRun(blocks, drops), *inputs, *bits), *inputs[1:])
+                inputs = (checkpoint_function(BlockRun(blocks, drops, rows), *inputs, *bits), *inputs[1:])
     return inputs
 
 
@@ -98,6 +112,7 @@ class SequentialViT(nn.Module):
         if checkpoint_function is not None and not checkpoint_interval:
             raise ValueError("a checkpoint_function without a checkpoint_interval has no effect")
         self.layers = nn.ModuleList(layers)
+        self.keys_on_host: torch.Tensor | None = None  # of the next forward pass, from the engine
         self.checkpoint_interval = checkpoint_interval
         self.checkpoint_function = checkpoint_function or partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
@@ -109,7 +124,9 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        return run_layers(self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function)
+        return run_layers(
+            self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
+        )
 
 
 def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from ds_vit.tasks import Batch
     from ds_vit.training.plan import Plan
 
+# As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
+# and the same in turns of as many steps.
+_SETS_OF_KEYS = 3
+
 
 @dataclass(frozen=True)
 class Side:
@@ -187,14 +191,21 @@ def random_batch(plan: Plan, rows: int, dtype: torch.dtype, device: torch.device
     return {"images": images, "targets": targets, "keys": torch.arange(rows, device=device)}
 
 
+def _under_keys(batch: Batch, number: int) -> Batch:
+    """The same images as other samples."""
+    keys = torch.arange(len(batch["keys"])) + number * len(batch["keys"])
+    return {**batch, "keys": keys.to(batch["keys"].device), "keys_on_host": keys}
+
+
 def _our_step(engine: Engine, batch: Batch) -> Callable[[], None]:
     """A step as the trainer takes it: it asks for the verdict on the one before."""
     before: list[StepResult] = []
+    batches = itertools.cycle([_under_keys(batch, number) for number in range(_SETS_OF_KEYS)])
 
     def step() -> None:
         with own_linear() if engine.stage < 3 else contextlib.nullcontext():
             result = engine.train_step(
-                itertools.repeat(batch, engine.accumulation), lambda: before and before.pop().applied
+                itertools.islice(batches, engine.accumulation), lambda: before and before.pop().applied
             )
         before.append(result)
 

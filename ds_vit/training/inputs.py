@@ -78,8 +78,11 @@ class InputPipeline:
         plan = self.plan
         fields = self._here(plan.model.task.fields(training=True))
         if not self.loads:
-            for _ in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
-                yield self._receive(fields, plan.data.batch.micro_batch)
+            for number in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
+                step, micro_index = divmod(number, plan.data.batch.accumulation)
+                rows = plan.share.rows(micro_index)
+                _, keys = plan.data.order.rows(first_step + skipped_batches + step, rows)
+                yield _with_host_keys(self._receive(fields, plan.data.batch.micro_batch), torch.from_numpy(keys))
             return
         batches = iter(
             train_loader(
@@ -104,7 +107,8 @@ class InputPipeline:
                 step = number // plan.data.batch.accumulation
                 self.skipped.found(plan.data.train_source, batch.skipped, step // plan.data.order.steps_per_epoch)
                 self._log_samples(number, batch)
-            yield self._share(self._finish(fields, batch, training=True))
+            shared = self._share(self._finish(fields, batch, training=True))
+            yield _with_host_keys(shared, batch.keys[: batch.num_rows])
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
         """Write down which samples a micro-batch is made of, counted over the run from 0."""
@@ -196,3 +200,8 @@ class InputPipeline:
         if valid:
             batch["valid"] = empty((), torch.bool)
         return self._broadcast(batch)
+
+
+def _with_host_keys(batch: Batch, keys: torch.Tensor) -> Batch:
+    """A batch of training with its samples' keys on the CPU too, so that the host need not wait for the device's."""
+    return {**batch, "keys_on_host": keys}

@@ -12,7 +12,7 @@ from functools import partial
 import deepspeed
 import torch
 
-from ds_vit.models import Layer, cast_block_buffers, freeze, norms_in_fp32
+from ds_vit.models import Layer, cast_block_buffers, compute_kept, freeze, norms_in_fp32, wants_kept
 from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.tensor import cut_layer
 from ds_vit.training.plan import Plan
@@ -50,6 +50,23 @@ def _freeze(plan: Plan, groups: Groups) -> Converter | None:
     return partial(freeze, names=plan.model.frozen)
 
 
+def _compute_kept(plan: Plan, groups: Groups) -> Converter | None:
+    """Branches that are run on the samples alone that drop-path keeps; behind the cut, whose forwards they call.
+
+    Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, so that theirs is the most.
+    """
+    choice = plan.config.drop_path_compute
+    if not plan.config.drop_path or choice == "all":
+        return None
+    micro_batch = plan.data.batch.micro_batch
+
+    def convert(layer: Layer) -> None:
+        device = next(layer.parameters()).device.type
+        compute_kept(layer, lambda rate: wants_kept(choice, rate, micro_batch, device))
+
+    return convert
+
+
 def _partition(plan: Plan, groups: Groups) -> Converter | None:
     """ZeRO-3's share of each parameter, of what is left of it by now."""
     if plan.deepspeed.zero_stage != 3:
@@ -64,4 +81,4 @@ def _partition(plan: Plan, groups: Groups) -> Converter | None:
     )
 
 
-_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _partition)
+_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _compute_kept, _partition)

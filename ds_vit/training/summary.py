@@ -23,7 +23,7 @@ from ds_vit.config.durations import Interval
 from ds_vit.config.run_folder import BEST, RunFolder, write_json
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.launching.last_word import is_mpirun, say_last, say_nothing_last
-from ds_vit.models import Flops, no_weight_decay_names, num_parameters
+from ds_vit.models import Flops, count_kept, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import Throughput, print_table
 from ds_vit.optim.build import rules_of
@@ -70,7 +70,7 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
         ("precision", _precision(plan, device)),
         ("data", images),
         ("global batch", f"{data.batch}{_batch_origins(told)}"),
-        *(_update_rows(plan, plan.optimizer) if plan.optimizer is not None else []),
+        *(_update_rows(plan, plan.optimizer, device) if plan.optimizer is not None else []),
         *([("--set", " ".join(plan.config.set))] if plan.config.set else []),
         ("output", str(folder)),
         *([("if it ends early", command_to_go_on(folder, plan.parallel.process.world_size))] if plan.optimizer else []),
@@ -93,7 +93,7 @@ def _parameters(plan: Plan) -> str:
     return f"{num_parameters(whole):,}, {trained:,} of them trained ({len(frozen)} tensors frozen)"
 
 
-def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
+def _update_rows(plan: Plan, optimizer: OptimizerPlan, device: torch.device) -> Rows:
     """How many steps, and what each does."""
     schedule, warmup = "the JSON's scheduler", ""
     if optimizer.schedule is not None:
@@ -108,6 +108,7 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan) -> Rows:
         ("steps", f"{optimizer.total_steps:,} ({course})"),
         ("checkpoints", _checkpoints(plan)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
+        *_drop_path(plan, device),
         *_rules(plan, optimizer),
     ]
 
@@ -128,6 +129,16 @@ def _precision(plan: Plan, device: torch.device) -> str:
     if plan.deepspeed.precision.compute != "float32" and plan.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
     return f"{name}, TF32 matrix products" if plan.config.tf32 else name
+
+
+def _drop_path(plan: Plan, device: torch.device) -> Rows:
+    """How many branches are run on the samples alone that drop-path keeps."""
+    micro_batch, choice = plan.data.batch.micro_batch, plan.config.drop_path_compute
+    kept, number = count_kept(plan.model.whole, choice, micro_batch, device.type)
+    if not number:
+        return []
+    how = f"{kept} of {number} branches computed for the samples alone that they keep" if kept else "all samples"
+    return [("drop-path", f"up to {plan.config.drop_path:g}, {how} ({choice})")]
 
 
 def _rules(plan: Plan, optimizer: OptimizerPlan) -> Rows:

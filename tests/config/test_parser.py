@@ -121,6 +121,7 @@ REFUSED = {
     "--model-kwargs depth": "key=value pieces, not 'depth'",
     "--sched cosin": "cosin",
     "--layer-decay 1.5": "--layer-decay must be above 0 and at most 1, not 1.5",
+    "--drop-path-compute kept": "--drop-path-compute has no effect without --drop-path",
     "--model-ema-decay 0.9": "--model-ema-decay has no effect without --model-ema",
     "--lr-base-size 512": "--lr-base-size has no effect without --lr-scale-by-batch",
     "--spike-factor 1": "--spike-factor must be above 1, not 1.0",

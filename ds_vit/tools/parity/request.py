@@ -19,7 +19,10 @@ DESCRIPTION = (
 )
 
 _WORD = re.compile(r"(pp|tp|zero)(\d+)")
-_LAYOUT_FLAGS = ("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing", "batch_size", "workers")
+_LAYOUT_NAMES = """
+    sequence_parallel class_parallel pp_partition grad_checkpointing drop_path_compute batch_size workers
+"""
+_LAYOUT_FLAGS = tuple(_LAYOUT_NAMES.split())
 
 
 @dataclass(frozen=True)

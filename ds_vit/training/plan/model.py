@@ -12,7 +12,7 @@ from ds_vit.data import ImageConfig
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, find_pretrained, frozen_names, image_size
+from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, check_kept, find_pretrained, frozen_names, image_size
 from ds_vit.parallel.stages import stage_bounds
 from ds_vit.parallel.tensor import check_cut, pays
 from ds_vit.tasks import Task
@@ -72,6 +72,8 @@ def resolve_model(
     notes += _few_patches(whole)
     if config.tp > 1:
         check_cut(whole, config.tp)
+    if config.drop_path_compute == "kept":
+        check_kept(whole)
     frozen = frozen_names(whole, config.freeze, config.linear_probe)
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     train_transform(image, config.augment)  # says now what it would say in a loader's worker
