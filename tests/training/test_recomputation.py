@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import oracle
 import pytest
+import torch
 from curves import assert_same_curve, train_in
 from project import ROOT
 from runs import KINDS
+
+from ds_vit.config import parse
+from ds_vit.config.parser import to_yaml
+from ds_vit.launching.process import Process
+from ds_vit.models import Flops
+from ds_vit.training.plan import prepare, resolved_flags
+from ds_vit.training.summary import start_rows
 
 # Drop-path, and dropout in the blocks, before the head and of the positions.
 DROPS = ("--drop", 0.1, "--drop-path", 0.3)
@@ -75,3 +83,27 @@ def test_every_kind_of_block(ranks, kind):
     plain = train(ranks, 1, 1, 16, 1, base=base)
     rows = train(ranks, 2, 3, 8, 1, "--grad-checkpointing", "selective", base=base)
     assert_same_curve(plain, rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "written"),
+    [
+        ((), "each block recomputed", "full"),
+        (("2",), "every 2 blocks recomputed", "2"),
+        (("selective",), "each block recomputed but for matrix products and attention", "selective"),
+        (("selective", "--no-grad-checkpointing"), None, False),
+    ],
+)
+def test_it_is_said_and_written_down(tmp_path, words, said, written):
+    # Catches: a start that does not say which, and a config.yaml that runs otherwise.
+    config = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    argv = [*DIGITS, *config, "--grad-checkpointing", *words]
+    process = Process("env", 0, 1, 0, 1)
+    plan = prepare(*parse([*map(str, argv)]), process, on_cpu=True)
+    layout = dict(start_rows(plan, Flops(1, 3), torch.device("cpu"), tmp_path))["layout"]
+    assert layout.endswith(said) if said else "recomputed" not in layout
+    assert resolved_flags(plan)["grad_checkpointing"] == written
+    (tmp_path / "config.yaml").write_text(to_yaml(resolved_flags(plan)))
+    recipe = ["--recipe", tmp_path / "config.yaml", *config]
+    again = prepare(*parse([*map(str, recipe)]), process, on_cpu=True)
+    assert again.deepspeed.checkpointing == plan.deepspeed.checkpointing
