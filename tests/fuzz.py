@@ -493,8 +493,9 @@ def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_
     if pp > 1 and rng.maybe(0.5):
         inner = sorted(rng.sample(range(1, layers), pp - 1))
         words += ["--pp-partition", ",".join(map(str, [0, *inner, layers]))]
-    if rng.maybe(0.3):
-        words += ["--grad-checkpointing"]
+    chance = rng.random()
+    if chance < 0.3:
+        words += ["--grad-checkpointing", *(() if chance < 0.1 else ("2",) if chance < 0.2 else ("selective",))]
     least = 1 if precision in ("bf16", "fp16", "pure bf16") else 0
     stage = rng.choice([stage for stage in (0, 1, 2, 3) if least <= stage <= (1 if pp > 1 else 3)])
     if dp * tp > 1 and stage < 3 and rng.maybe(0.4):

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 from vits import shake
 
-from ds_vit.models import Layer, ModelSpec, create_model, initialise, take_apart
+from ds_vit.models import CheckpointFunction, Layer, ModelSpec, create_model, initialise, take_apart
 from ds_vit.parallel.tensor import TensorParallel, assemble, cut_layer
 
 WIDTH = {"depth": 2, "embed_dim": 48, "num_heads": 6, "mlp_ratio": 3.0}  # heads and hidden size divide by 2 and by 3
@@ -141,16 +140,14 @@ def all_tokens(own: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tenso
     return everyone[0]
 
 
-def run(layer: Layer, inputs: tuple[torch.Tensor, ...], recompute: bool = False) -> torch.Tensor:
+def run(layer: Layer, inputs: tuple[torch.Tensor, ...], recompute: CheckpointFunction | None = None) -> torch.Tensor:
     """The tokens or logits that a layer makes of its inputs, with or without activation checkpointing."""
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
         out = layer(inputs)
         return out if isinstance(out, torch.Tensor) else out[0]
 
-    return (
-        checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False) if recompute else forward(*inputs)
-    )
+    return recompute(forward, *inputs) if recompute else forward(*inputs)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-11) -> None:
@@ -163,7 +160,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float =
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
-def compare_block(kind: str, sequence_parallel: bool, recompute: bool) -> None:
+def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunction | None = None) -> None:
     """Run a block whole and cut on the same tokens, backward from the same gradient, and compare everything."""
     tp = tensor_parallel(sequence_parallel)
     embed, block, *_ = whole_layers(spec_of(*KINDS[kind]), gated="gated" in kind)

@@ -35,10 +35,14 @@ class Precision:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Activation checkpointing: every `interval` blocks (0: off), kept on the CPU where `cpu` is set."""
+    """Activation checkpointing: every `interval` blocks (0: off), kept on the CPU where `cpu` is set.
+
+    `selective`: what matrix products and attention give is kept too.
+    """
 
     interval: int = 0
     cpu: bool = False
+    selective: bool = False
 
 
 def derived_path(path: str | Path) -> Path:
@@ -220,14 +224,21 @@ def check_types(data: Mapping[str, Any], found: Precision, path: str) -> None:
             ) from None
 
 
-def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) -> Checkpointing:
+def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: str) -> Checkpointing:
     """What `pipeline.activation_checkpoint_interval`, the `activation_checkpointing` block and the flag ask for.
 
+    Args:
+        data: the JSON.
+        path: of the file, for messages.
+        flag: --grad-checkpointing: "" (nothing is asked for), full (each block, or as many as the JSON says), selective
+            or a number of blocks.
+
     Raises:
-        UserError: the flag asks for it and the JSON turns it off, or the interval is no whole number.
+        UserError: the flag asks for one thing and the JSON for another, or the interval is no whole number.
     """
     interval = data.get("pipeline", {}).get("activation_checkpoint_interval")
     block = data.get("activation_checkpointing")
+    cpu = bool((block or {}).get("cpu_checkpointing", False))
     if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
         raise UserError(
             f"{path}: pipeline.activation_checkpoint_interval must be a whole number >= 0, not {interval!r}"
@@ -238,8 +249,21 @@ def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: bool) 
             f"{path}: pipeline.activation_checkpoint_interval 0 turns activation checkpointing off and {asker} turns "
             "it on; delete one of them"
         )
-    wanted = bool(interval) or flag or block is not None
-    return Checkpointing(interval or int(wanted), bool((block or {}).get("cpu_checkpointing", False)))
+    selective = flag == "selective"
+    asked = int(flag) if flag.isdecimal() else 1 if selective else None
+    if asked is not None and interval is not None and interval != asked:
+        blocks = "goes block by block" if selective else f"asks for {asked}"
+        raise UserError(
+            f"{path}: pipeline.activation_checkpoint_interval {interval} recomputes so many blocks together and "
+            f"--grad-checkpointing {flag} {blocks}; delete one of them"
+        )
+    if selective and cpu:
+        raise UserError(
+            f"{path}: activation_checkpointing.cpu_checkpointing keeps a block's inputs in host memory, which are a "
+            "small part of what --grad-checkpointing selective keeps; delete it, or say --grad-checkpointing full"
+        )
+    on = bool(flag) or block is not None
+    return Checkpointing(asked or interval or int(on), cpu, selective)
 
 
 # What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.

@@ -41,7 +41,7 @@ def flag(
 ) -> Any:
     """A field that is also a flag; its default and `neutral` values may be written even where they do nothing.
 
-    `const` is the value of a flag that is written without one.
+    `const` is the value of a flag that is written without one, and of a recipe's `true`.
     """
     meta = {
         "section": section,

@@ -24,6 +24,10 @@ SECTIONS = _R, _M, _D, _A, _L, _O, _S = "run", "model", "data", "augmentation", 
 _ABOVE_1 = Rule("must be above 1", lambda x: x > 1)
 _KEEP = Rule("must be at least 0 (0 keeps all)", lambda x: x >= 0)
 _SHARE = Rule("must be above 0 and below 1", lambda x: 0 < x < 1)
+_RECOMPUTED = Rule(
+    "must be full, selective or a number of blocks of at least 1",
+    lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
+)
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
@@ -74,7 +78,15 @@ class RunConfig(MixConfig, AugmentConfig):
         "", _M, "weights to start from: .safetensors or .pth in timm's names", metavar="FILE"
     )
     resample_patch_embed: bool = flag(False, _M, "let the kernels of weights of another patch size be resampled")
-    grad_checkpointing: bool = flag(False, _M, "recompute activations in the backward pass")
+    grad_checkpointing: str = flag(
+        "",
+        _M,
+        "recompute activations in the backward pass: full (each block; so without a word), selective (all but matrix "
+        "products and attention), or so many blocks together",
+        rule=_RECOMPUTED,
+        const="full",
+        metavar="full|selective|N",
+    )
     freeze: Sequence[str] = flag((), _M, "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, _M, "train the classifier head alone")
 

@@ -71,11 +71,13 @@ def build_parser(
         if dashed not in names:
             names.append(dashed)
         options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
-        if isinstance(f.default, bool):
-            group.add_argument(*names, action="store_true", **options)
+        if isinstance(f.default, bool) or meta["const"] is not None:
             # The twin has the last word over a recipe's "true".
             twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
-            group.add_argument(twin, action="store_false", dest=name, help=argparse.SUPPRESS)
+            off = default_of(name)
+            group.add_argument(twin, action="store_const", const=off, dest=name, help=argparse.SUPPRESS)
+        if isinstance(f.default, bool):
+            group.add_argument(*names, action="store_true", **options)
             continue
         options |= {key: meta[key] for key in ("nargs", "choices", "metavar", "const") if meta[key] is not None}
         if meta["const"] is not None:
@@ -170,6 +172,8 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
         if not isinstance(value, bool):
             raise wrong
         return value
+    if meta["const"] is not None and isinstance(value, bool):
+        return meta["const"] if value else f.default
     convert = TYPES[name]
 
     def one(item: Any) -> Any:
@@ -197,6 +201,14 @@ def _refuse_second_side(argv: Sequence[str], word: str) -> None:
     if place >= 2 and argv[place - 2] == "--img-size":
         sides = f"{argv[place - 1]} {word}"
         raise UserError(f"--img-size takes one number, not {sides}: images are square here")
+
+
+def _refuse_folder(given: Mapping[str, Any]) -> None:
+    """A data folder that a flag has taken for its value, which may be left out."""
+    for name, f in FIELDS.items():
+        word, rule = given.get(name), f.metadata["rule"]
+        if f.metadata["const"] and isinstance(word, str) and word and not rule.holds(word) and Path(word).is_dir():
+            raise UserError(f"{spelling(name)} {rule.words}, not {word}: give the data folder by --data-dir {word}")
 
 
 def _instead(name: str) -> str:
@@ -251,6 +263,7 @@ def read_words(
         folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
         raise UserError(f"{word!r} follows no flag{folder}")
     given = vars(namespace)
+    _refuse_folder(given)
     for name in ("local_rank", "deepspeed"):
         given.pop(name, None)
     recipe = given.pop("recipe", None)
@@ -294,9 +307,14 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
         UserError: an unknown name (the nearest flag is named), or flags that cannot stand together.
     """
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name in values:
+    for name, value in values.items():
         if name not in FIELDS:
             raise UserError(f'there is no setting "{name}"{_instead(name)}')
+        const = FIELDS[name].metadata["const"]
+        if const is not None and isinstance(value, bool):
+            values[name] = const if value else default_of(name)
+    if isinstance(values.get("grad_checkpointing"), int):
+        values["grad_checkpointing"] = str(values["grad_checkpointing"])
     if values.get("aa") == "none":
         values["aa"] = ""
     config = RunConfig(**values)

@@ -397,3 +397,22 @@ def advance_where_applied(scheduler: Any, applied: Callable[[], bool]) -> None:
             advance(*args, **kwargs)
 
     scheduler.step = step
+
+
+def leave_products_alone() -> None:
+    """Have ZeRO-3's linear map add its bias beside the product of the matrices, to the same bits, for this process.
+
+    DeepSpeed adds it in place. Where activations are recomputed selectively the product is kept for the second run,
+    which would find the bias in it and add it once more; torch's check of versions does not see through the view. The
+    map stays in torch's place after the run that brought it.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if input.dim() == 2 and bias is not None:
+            return torch.addmm(bias, input, weight.t())
+        product = input.matmul(weight.t())
+        # Under autocast the product is in 16 bits and the bias in 32.
+        return product if bias is None else (product + bias).to(product.dtype)
+
+    LinearFunctionForZeroStage3.forward = staticmethod(forward)

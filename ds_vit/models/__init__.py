@@ -2,6 +2,12 @@
 
 from ds_vit.models.activations import Kept, kept_by_layers, saved_bytes
 from ds_vit.models.alike import looks
+from ds_vit.models.checkpointing import (
+    CheckpointFunction,
+    recompute_all,
+    recompute_from_host_memory,
+    recompute_selectively,
+)
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.flops import Flops, LayerCost, count_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
@@ -38,6 +44,7 @@ __all__ = [
     "BlockLayer",
     "BlockRun",
     "BridgeLayer",
+    "CheckpointFunction",
     "DecoderBlockLayer",
     "EmbedLayer",
     "Flops",
@@ -78,6 +85,9 @@ __all__ = [
     "norms_in_fp32",
     "num_parameters",
     "patchify",
+    "recompute_all",
+    "recompute_from_host_memory",
+    "recompute_selectively",
     "run_layers",
     "saved_bytes",
     "supported_names",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ds_vit.models.alike import look_at_each
+from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
 from ds_vit.models.layers import Layer
 from ds_vit.models.zoo import TimmViT
 
@@ -21,10 +22,23 @@ _IMAGES = 2  # of one alone some copies are views
 
 
 class Kept(NamedTuple):
-    """What a layer keeps of one image in bytes, and what it was given: tensors on the meta device."""
+    """What a layer keeps of one image in bytes, and what it was given: tensors on the meta device.
+
+    Attributes:
+        bytes: that autograd saves.
+        inputs: what it was given.
+        given: bytes of the tokens that it was given.
+        given_saved: of those, what is among `bytes`.
+        dear: bytes that its dear operations give (checkpointing.py).
+        dear_saved: of those, what is among `bytes`.
+    """
 
     bytes: int
     inputs: Any
+    given: int
+    given_saved: int
+    dear: int
+    dear_saved: int
 
 
 def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
@@ -36,14 +50,17 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         dtype: of the images.
     """
 
-    def count(layer: Layer, inputs: Any) -> tuple[int, Any]:
-        with _FusedAttention():
-            return saved_bytes(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
+    def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
+        with _FusedAttention(), GivenByDear() as dear:
+            saved, out = _saved(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
+        given = storages_of([inputs[0]])
+        sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)
+        return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     for layer in layers:
         layer.train()
     found = look_at_each(model, layers, count, images=_IMAGES, dtype=dtype)
-    return [Kept(num_bytes // _IMAGES, inputs) for num_bytes, inputs in found]
+    return [Kept(total // _IMAGES, inputs, *(part // _IMAGES for part in parts)) for (total, *parts), inputs in found]
 
 
 def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
@@ -53,18 +70,21 @@ def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]
         function: a forward pass.
         held_anyway: tensors that are not counted: the weights.
     """
-    not_counted = {tensor.untyped_storage()._cdata for tensor in held_anyway}
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved, out = _saved(function, held_anyway)
+    return sum(storage.nbytes() for storage in saved.values()), out
+
+
+def _saved(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> tuple[Storages, Any]:
+    not_counted = storages_of(held_anyway)
+    kept: Storages = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()  # all of it stays, however small the view
-        if storage._cdata not in not_counted:
-            kept[storage._cdata] = storage
+        kept.update(storages_of([tensor]))  # all of it stays, however small the view
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = function()
-    return sum(storage.nbytes() for storage in kept.values()), out
+    return {key: storage for key, storage in kept.items() if key not in not_counted}, out
 
 
 class _FusedAttention(TorchFunctionMode):

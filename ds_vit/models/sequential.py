@@ -6,21 +6,18 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
 from ds_vit.models.kept_rows import find_rows
 from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
 from ds_vit.models.layers import BlockLayer, Layer
-
-CheckpointFunction = Callable[..., torch.Tensor]
 
 
 class BlockRun(nn.Module):
@@ -99,9 +96,7 @@ class SequentialViT(nn.Module):
         """Args:
         layers: from `take_apart`, initialised.
         checkpoint_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
-        checkpoint_function: `function(run, *tensors) -> tensor` that does it; by default torch's. It must be
-            non-reentrant (a reentrant one gives the blocks no gradient when the embedding is frozen) and need not
-            keep the state of a random generator: every draw is keyed.
+        checkpoint_function: that does it (checkpointing.py); by default `recompute_all`.
 
         Raises:
             UserError: a negative interval, or a function without an interval.
@@ -114,9 +109,7 @@ class SequentialViT(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.keys_on_host: torch.Tensor | None = None  # of the next forward pass, from the engine
         self.checkpoint_interval = checkpoint_interval
-        self.checkpoint_function = checkpoint_function or partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=False
-        )
+        self.checkpoint_function = checkpoint_function or recompute_all
 
     def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
         """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or what the last layer gives.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from ds_vit.engine.base import Engine
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
+from ds_vit.engine.workarounds import leave_products_alone
 from ds_vit.models import (
+    CheckpointFunction,
     Layer,
     SequentialViT,
     initialise,
     no_weight_decay_names,
+    recompute_all,
+    recompute_from_host_memory,
+    recompute_selectively,
     timm_names,
 )
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
@@ -30,6 +32,8 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective)."""
     if plan.config.tf32:
         torch.set_float32_matmul_precision("high")
+    if plan.deepspeed.checkpointing.selective:
+        leave_products_alone()
     layers = _build_layers(plan, device, groups)
     tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
     cut_over_classes = tp if plan.model.class_parallel else None
@@ -42,10 +46,10 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
     if cut_over_classes is not None:
         shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
     config, interval = dict(plan.deepspeed.json), plan.deepspeed.checkpointing.interval
-    recompute = recompute_function(plan)
+    function = recompute_function(plan)
     engine: Engine
     if plan.parallel.layout.pp == 1:
-        model = SequentialViT(layers, checkpoint_interval=interval, checkpoint_function=recompute if interval else None)
+        model = SequentialViT(layers, checkpoint_interval=interval, checkpoint_function=function if interval else None)
         optimizer = _optimizer(plan, model, device)
         engine = PlainEngine(model, optimizer, loss, config, **shared)
     else:
@@ -57,7 +61,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
             loss,
             targets,
             checkpoint_interval=interval,
-            checkpoint_function=recompute,
+            checkpoint_function=function,
         )
         optimizer = _optimizer(plan, staged, device)
         engine = PipeEngine(staged, optimizer, config, **shared)
@@ -107,15 +111,9 @@ def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torc
     return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
 
 
-def recompute_function(plan: Plan) -> Callable:
+def recompute_function(plan: Plan) -> CheckpointFunction:
     """What runs a group of blocks whose activations are recomputed: `function(run, *tensors)`."""
-    return _checkpoint_on_cpu if plan.deepspeed.checkpointing.cpu else _checkpoint
-
-
-_checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-def _checkpoint_on_cpu(function: Callable, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Activation checkpointing whose saved inputs wait in host memory."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return _checkpoint(function, *tensors)
+    told = plan.deepspeed.checkpointing
+    if told.selective:
+        return recompute_selectively
+    return recompute_from_host_memory if told.cpu else recompute_all

@@ -17,7 +17,15 @@ import torch
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import sums_in_fp32
-from ds_vit.models import Layer, cast_block_buffers, freeze, kept_by_layers, norms_in_fp32
+from ds_vit.models import (
+    BlockLayer,
+    Kept,
+    Layer,
+    cast_block_buffers,
+    freeze,
+    kept_by_layers,
+    norms_in_fp32,
+)
 from ds_vit.optim.build import STATES_OF_FALLBACK, states_per_element
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.plan import OptimizerPlan, Plan
@@ -91,7 +99,7 @@ def by_stage(plan: Plan) -> list[StageMemory]:
     model, pp = plan.model, plan.parallel.layout.pp
     layers = layers_of_rank(plan)
     dtype = getattr(torch, plan.deepspeed.precision.compute)
-    kept = [kept.bytes for kept in kept_by_layers(model.whole, layers, dtype)] if plan.optimizer else [0] * len(layers)
+    kept = kept_by_layers(model.whole, layers, dtype) if plan.optimizer else []
     found = []
     for stage, (start, stop) in enumerate(itertools.pairwise(model.bounds)):
         of_stage = layers[start:stop]
@@ -175,22 +183,35 @@ def _of_stage(plan: Plan, layers: Sequence[Layer]) -> RankMemory:
     )
 
 
-def _activations(plan: Plan, layers: Sequence[Layer], kept: Sequence[int]) -> tuple[float, float]:
+def _activations(plan: Plan, layers: Sequence[Layer], kept: Sequence[Kept]) -> tuple[float, float]:
     """Bytes of an image: (what waits for the backward pass, what is recomputed at a time besides).
 
     Args:
         plan: the run.
         layers: of a stage.
-        kept: bytes that each keeps of an image.
+        kept: by each of an image.
     """
-    told = plan.deepspeed
-    kept = [num * (_AUTOCAST_OF_FP32 if "autocast" in told.precision.name else 1.0) for num in kept]
-    interval = told.checkpointing.interval
-    if not interval:
-        return sum(kept), 0.0
-    tp = plan.parallel.layout.tp
-    of_type = 2 if told.precision.compute != "float32" else 4
-    tokens = layers[0].num_tokens.training / (tp if plan.config.sequence_parallel else 1)
-    inputs = of_type * tokens * plan.model.whole.embed_dim
-    parts = [sum(kept[i : i + interval]) for i in range(0, len(kept), interval)]
-    return 0.0 if told.checkpointing.cpu else inputs * len(parts), max(parts)
+    told = plan.deepspeed.checkpointing
+    autocast = "autocast" in plan.deepspeed.precision.name
+    of_saved, of_dear = (_AUTOCAST_OF_FP32, 0.5) if autocast else (1.0, 1.0)
+    waiting, live = 0.0, 0.0
+    for are_recomputed, run in itertools.groupby(
+        zip(layers, kept, strict=True), lambda pair: told.interval > 0 and isinstance(pair[0], BlockLayer)
+    ):
+        of_run = [kept for _, kept in run]
+        if not are_recomputed:
+            waiting += of_saved * sum(layer.bytes for layer in of_run)
+            continue
+        for start in range(0, len(of_run), told.interval):
+            group = of_run[start : start + told.interval]
+            first, again = group[0], of_saved * sum(layer.bytes for layer in group)
+            if not again:  # frozen, and nothing before is trained: torch lets go of what it kept
+                continue
+            if not told.cpu:
+                waiting += first.given
+                again -= first.given_saved
+            if told.selective:
+                waiting += of_dear * first.dear
+                again -= of_dear * first.dear_saved
+            live = max(live, again)
+    return waiting, live

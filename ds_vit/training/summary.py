@@ -58,6 +58,7 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
     if interval := told.checkpointing.interval:
         blocks = "each block" if interval == 1 else f"every {interval} blocks"
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if told.checkpointing.cpu else "")
+        layout += " but for matrix products and attention" if told.checkpointing.selective else ""
     images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"

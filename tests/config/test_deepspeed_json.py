@@ -373,19 +373,28 @@ def test_precision_refused(data, message):
 def test_activation_checkpointing():
     """The three ways to ask for it, and contradictions."""
 
-    def get(data, flag=False):
+    def get(flag, interval=None, **block):
+        data = {} if interval is None else {"pipeline": {"activation_checkpoint_interval": interval}}
+        data |= {"activation_checkpointing": block} if block else {}
         found = deepspeed_json.activation_checkpointing(data, "c.json", flag=flag)
-        return found.interval, found.cpu
+        return found.interval, found.cpu, found.selective
 
-    assert get({}) == (0, False)
-    assert get({}, flag=True) == (1, False)
-    assert get({"pipeline": {"activation_checkpoint_interval": 2}}) == (2, False)
-    assert get({"pipeline": {"activation_checkpoint_interval": 2}}, flag=True) == (2, False)
-    assert get({"activation_checkpointing": {"cpu_checkpointing": True}}) == (1, True)
-    with pytest.raises(ValueError, match="turns activation checkpointing off and --grad-checkpointing turns it on"):
-        get({"pipeline": {"activation_checkpoint_interval": 0}}, flag=True)
-    with pytest.raises(ValueError, match="whole number"):
-        get({"pipeline": {"activation_checkpoint_interval": 0.5}})
+    assert get("") == get("", 0) == (0, False, False)
+    assert get("full") == get("full", 1) == get("1", 1) == (1, False, False)
+    assert get("", 2) == get("full", 2) == get("2") == get("2", 2) == (2, False, False)
+    assert get("selective") == get("selective", 1) == (1, False, True)
+    assert get("", cpu_checkpointing=True) == get("full", cpu_checkpointing=True) == (1, True, False)
+    assert get("3", cpu_checkpointing=True) == (3, True, False)
+    for asked, interval, block, message in (
+        ("full", 0, {}, "turns activation checkpointing off and --grad-checkpointing turns it on"),
+        ("selective", 0, {}, "turns activation checkpointing off and --grad-checkpointing turns it on"),
+        ("3", 2, {}, "interval 2 recomputes so many blocks together and --grad-checkpointing 3 asks for 3; delete one"),
+        ("selective", 2, {}, "interval 2 recomputes so many blocks together and --grad-checkpointing selective goes"),
+        ("selective", None, {"cpu_checkpointing": True}, "say --grad-checkpointing full"),
+        ("", 0.5, {}, "whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get(asked, interval, **block)
 
 
 def test_resolve_replaces_every_auto_and_nothing_else():

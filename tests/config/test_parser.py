@@ -26,7 +26,12 @@ SPELLINGS = {
     "--img-size 32": ("img_size", 32),
     "--drop-path 0.2": ("drop_path", 0.2),
     "--initial-checkpoint w.pth": ("initial_checkpoint", "w.pth"),
-    "--grad-checkpointing": ("grad_checkpointing", True),
+    "--grad-checkpointing": ("grad_checkpointing", "full"),
+    "--grad-checkpointing full": ("grad_checkpointing", "full"),
+    "--grad-checkpointing selective": ("grad_checkpointing", "selective"),
+    "--grad-checkpointing 2 -b 4": ("grad_checkpointing", "2"),
+    "--grad-checkpointing -b 4": ("grad_checkpointing", "full"),
+    "--grad-checkpointing selective --no-grad-checkpointing": ("grad_checkpointing", ""),
     "--dataset torch/cifar10": ("dataset", "torch/cifar10"),
     "--data-dir /data": ("data_dir", "/data"),
     "--train-split a": ("train_split", "a"),
@@ -118,6 +123,10 @@ REFUSED = {
     "--img-size 32 48": "--img-size takes one number, not 32 48: images are square here",
     "--seed 1 2": "'2' follows no flag",
     "--epochs two": "--epochs",
+    "--grad-checkpointing some": "must be full, selective or a number of blocks of at least 1, not some",
+    "--grad-checkpointing 0": "--grad-checkpointing must be full, selective or a number of blocks of at least 1, not 0",
+    "--grad-checkpointing .": "of at least 1, not .: give the data folder by --data-dir .",
+    "--eval-only --grad-checkpointing": "--grad-checkpointing has no effect with --eval-only",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
     "--sched cosin": "cosin",
     "--layer-decay 1.5": "--layer-decay must be above 0 and at most 1, not 1.5",
@@ -240,6 +249,30 @@ def test_every_switch_can_be_turned_off_over_a_recipe(tmp_path, name):
     assert name in explicit
     config, _ = parse([*BASE, twin])
     assert getattr(config, name) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("grad_checkpointing", "true", "full"),
+        ("grad_checkpointing", "false", ""),
+        ("grad_checkpointing", "full", "full"),
+        ("grad_checkpointing", "selective", "selective"),
+        ("grad_checkpointing", "2", "2"),
+        ("eval_knn", "true", 20),
+    ],
+)
+def test_a_flag_whose_value_may_be_left_out(tmp_path, name, value, expected):
+    """A recipe of a time when it was a switch; a twin that does not turn it off; a program's True or number."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"{name}: {value}\n")
+    words = ["--recipe", str(recipe), *BASE]
+    assert getattr(parse(words)[0], name) == expected
+    config, explicit = parse([*words, "--no-" + name.replace("_", "-")])
+    assert getattr(config, name) == flags.default_of(name)
+    assert name in explicit
+    settings = {"deepspeed_config": "x.json", "data_dir": "d", name: yaml.safe_load(value)}
+    assert getattr(flags.from_values(settings)[0], name) == expected
 
 
 def test_a_recipe_of_training_evaluates(tmp_path):

@@ -3,7 +3,9 @@
 When one of these fails after an upgrade, the workaround that its docstring names can go.
 """
 
+import functools
 import hashlib
+import importlib.util
 import inspect
 import pkgutil
 from types import SimpleNamespace
@@ -538,3 +540,40 @@ def test_a_replaced_method_is_still_what_was_read(name):
     # Its decorator for traces hides what it wraps.
     source = inspect.getsource(inspect.getclosurevars(function).nonlocals.get("func", function))
     assert hashlib.sha256(source.encode()).hexdigest()[:16] == READ[name]
+
+
+def test_zero3s_linear_map_writes_into_the_product():
+    """workarounds.leave_products_alone has it add beside: selective recomputation keeps the product and adds again."""
+    from deepspeed.runtime.zero import linear
+
+    from ds_vit.engine.workarounds import leave_products_alone
+    from ds_vit.models import recompute_selectively
+
+    # As shipped, whatever a run of this process has done to it; at the end the class that DeepSpeed's own code uses.
+    spec = importlib.util.spec_from_file_location("linear_as_shipped", linear.__file__)
+    shipped = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shipped)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(2, 3, 3, generator=generator) for _ in range(2))
+    bias = torch.ones(3, dtype=torch.float32)
+
+    def twice(module, function):
+        """The input's gradient of a linear map, twice, and of a function that needs the first one's output."""
+        given = x.clone().requires_grad_()
+        first = functools.partial(module.zero3_linear_wrap, weight=weight[0], bias=bias)
+        out = function(lambda given: first(first(given).square()), given)
+        out.square().sum().backward()
+        return given.grad
+
+    def at_once(function, *tensors):
+        return function(*tensors)
+
+    expected = twice(shipped, at_once)
+    assert not torch.allclose(twice(shipped, recompute_selectively), expected, rtol=1e-2)
+    leave_products_alone()
+    assert torch.equal(twice(linear, recompute_selectively), expected)
+    # Under autocast the result stays in 16 bits, to the last one.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = [module.zero3_linear_wrap(x, weight[0], bias / 3) for module in (shipped, linear)]
+    assert [out.dtype for out in outs] == [torch.bfloat16] * 2
+    assert torch.equal(*outs)

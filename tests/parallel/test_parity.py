@@ -54,7 +54,7 @@ def stages(pp):
 FACTORS = {
     "layout": list(LAYOUTS),
     "stage": [0, 1, 2, 3],
-    "recompute": [False, True],
+    "recompute": ["", "full", "selective"],
     "accumulation": [1, 4, 8],
     "optimizer": list(OPTIMIZERS),
 }
@@ -80,7 +80,7 @@ def pairwise_cover():
 
 def name(case):
     """A test's id."""
-    recompute = "recompute" if case["recompute"] else "keep"
+    recompute = case["recompute"] or "keep"
     return (
         f"{case['layout']}, ZeRO-{case['stage']}, {recompute}, accumulation {case['accumulation']}, {case['optimizer']}"
     )
@@ -105,7 +105,8 @@ def train(ranks, folder, case, output):
     micro = GLOBAL_BATCH // dp // case["accumulation"]
     argv = [*BASE, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
     argv += ["--deepspeed_config", config, "--pp", pp, "--tp", tp, "-b", micro, "--output", output, *words]
-    argv += ["--grad-accum-steps", case["accumulation"], *(["--grad-checkpointing"] if case["recompute"] else [])]
+    argv += ["--grad-accum-steps", case["accumulation"]]
+    argv += ["--grad-checkpointing", case["recompute"]] if case["recompute"] else []
     if dp * tp == 1 or case["stage"] == 3:
         argv[argv.index("--check-replicas") + 1] = 0
     return train_in(ranks, pp * dp * tp, argv), load_file(str(output / "model.safetensors"))
@@ -115,7 +116,7 @@ def train(ranks, folder, case, output):
 def reference(ranks, cifar, tmp_path_factory):
     """One rank, everything at once, per optimizer."""
     folder = tmp_path_factory.mktemp("reference")
-    base = {"layout": "", "stage": 1, "recompute": False, "accumulation": 1}
+    base = {"layout": "", "stage": 1, "recompute": "", "accumulation": 1}
     return {o: train(ranks, cifar, {**base, "optimizer": o}, folder / o) for o in OPTIMIZERS}
 
 

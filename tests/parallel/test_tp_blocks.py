@@ -21,13 +21,15 @@ from tp_models import (
     whole_layers,
 )
 
+from ds_vit.models import recompute_all, recompute_selectively
+
 pytestmark = pytest.mark.slow
 
 
 def compare_blocks(sequence_parallel: bool) -> None:
-    """Every kind, activations kept and recomputed; the traceback of a failure shows its `kind`."""
+    """Every kind, activations kept and recomputed, all and some; the traceback of a failure shows its `kind`."""
     for kind in KINDS:
-        for recompute in (False, True):
+        for recompute in (None, recompute_all, recompute_selectively):
             compare_block(kind, sequence_parallel, recompute)
 
 

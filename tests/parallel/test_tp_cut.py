@@ -92,17 +92,17 @@ def bias_on_every_rank(self, x):
 
 def with_a_doubled_bias() -> None:
     with mock.patch.object(region.RowLinear, "forward", bias_on_every_rank):
-        compare_block("Attention and Mlp", sequence_parallel=False, recompute=False)
+        compare_block("Attention and Mlp", sequence_parallel=False)
 
 
 def without_gradient_sums(kind: str, sequence_parallel: bool) -> None:
     with mock.patch.object(cut, "_sum_gradient", return_value=None):
-        compare_block(kind, sequence_parallel, recompute=False)
+        compare_block(kind, sequence_parallel)
 
 
 def with_local_norms() -> None:
     with mock.patch.object(cut, "_cut_norm", local_norm):
-        compare_block("norms over features", sequence_parallel=False, recompute=False)
+        compare_block("norms over features", sequence_parallel=False)
 
 
 def local_norm(norm, tp) -> None:
@@ -113,7 +113,7 @@ def local_norm(norm, tp) -> None:
 
 def with_qkv_in_one_piece() -> None:
     with mock.patch.object(cut, "_lengths", lambda sections, module, total: (total,)):
-        compare_block("Attention and Mlp", sequence_parallel=False, recompute=False)
+        compare_block("Attention and Mlp", sequence_parallel=False)
 
 
 @pytest.mark.parametrize(

@@ -166,22 +166,22 @@ def count_bytes(argv):
     return per_step[-1]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_bytes_moved_by_tensor_slices(ranks, tmp_path, checkpointing):
+@pytest.mark.parametrize("mode", ["", "full", "selective"])
+def test_bytes_moved_by_tensor_slices(ranks, tmp_path, mode):
     """Megatron's count: two all-reduces of B x S x D a block forward, two backward; recomputation repeats forward."""
     batch, tokens, width, depth = 8, 5, TINY["embed_dim"], TINY["depth"]
     argv = [*BASE, "--dataset", "digits", "--tp", 2, "-b", batch, "--max-steps", 2, "--val-split", ""]
     argv += [
         "--deepspeed_config",
         CONFIGS / "cpu_zero0_fp32.json",
-        *(["--grad-checkpointing"] if checkpointing else []),
+        *(["--grad-checkpointing", mode] if mode else []),
     ]
     moved = ranks.run(2, count_bytes, [str(a) for a in [*argv, "--output", tmp_path / "run"]])
     activation = batch * tokens * width * 4
     # The second of a recomputed block's two forward sums is its output, which nothing in the backward pass needs;
     # torch's checkpoint may stop before it.
     forward = 2 * depth * activation
-    expected = {2 * forward, 3 * forward, 2 * forward + depth * activation} if checkpointing else {2 * forward}
+    expected = {2 * forward, 3 * forward, 2 * forward + depth * activation} if mode else {2 * forward}
     for rank in moved:
         assert rank["all_reduce"] in expected
         assert set(rank) == {"all_reduce"}

@@ -135,7 +135,7 @@ LAYOUTS = {
     "tp2 sequence parallel": (2, 1, 16, 1, "SGD", ["--tp", 2, "--sequence-parallel"]),
     "tp2 dp2 ZeRO-3": (4, 3, 4, 2, "SGD", ["--tp", 2]),
     "tp2 pp2 sequence parallel": (4, 1, 4, 4, "AdamW", ["--tp", 2, "--pp", 2, "--sequence-parallel"]),
-    "pp2 dp2, blocks recomputed": (4, 1, 4, 2, "SGD", ["--pp", 2, "--grad-checkpointing"]),
+    "pp2 dp2, recomputed selectively": (4, 1, 4, 2, "SGD", ["--pp", 2, "--grad-checkpointing", "selective"]),
 }
 
 

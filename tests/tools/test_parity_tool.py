@@ -140,7 +140,7 @@ def test_layouts_as_written():
     assert [cut.flags for cut in cuts] == [
         {"pp": 2, "tp": 2},
         {"pp": 3, "pp_partition": "0,2,7,9"},
-        {"grad_checkpointing": True, "batch_size": 4},
+        {"grad_checkpointing": "full", "batch_size": 4},
     ]
     assert [(cut.stage, cut.fp32) for cut in cuts] == [(1, False), (None, False), (3, True)]
 

@@ -29,6 +29,7 @@ RUN = [
     *("--max-steps", "4", "--warmup-steps", "1", "--log-interval", "1", "--mixup", "0.8"),
     *("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),
 ]
+AUTOCAST = ("--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}')
 BATCH = ["--set", "train_batch_size=24"]
 
 
@@ -216,6 +217,10 @@ def test_trying_stops_at_the_first_that_fails():
         (2, 1, ("--tp", "2", "--sequence-parallel")),
         (1, 0, ("--set", "bf16.enabled=true")),
         (1, 0, ("--grad-checkpointing",)),
+        (1, 0, ("--grad-checkpointing", "2")),
+        (1, 0, ("--grad-checkpointing", "selective")),
+        (1, 0, ("--grad-checkpointing", "selective", *AUTOCAST)),
+        (2, 1, ("--grad-checkpointing", "selective", "--tp", "2", "--sequence-parallel")),
     ],
 )
 def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
@@ -228,8 +233,7 @@ def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
         weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
         kept, _ = saved_bytes(lambda: trial._forward(6), weights)
         assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
-        if "--grad-checkpointing" not in words:
-            assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
+        assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
         for batch in legal(plan)[:3]:
             assert trial(batch) >= 0
         assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())

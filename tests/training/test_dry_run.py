@@ -11,7 +11,7 @@ from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
 from ds_vit.train import main
-from ds_vit.training.memory import estimate
+from ds_vit.training.memory import by_stage, estimate
 from ds_vit.training.plan import prepare
 
 RUN = [
@@ -85,8 +85,10 @@ def test_activations_follow_the_layout():
     assert first.activations + 2 * last.activations == pytest.approx(2 * one.activations, rel=0.01)
     [cut] = estimate(plan_of(2, 1, "--tp", "2"))
     assert one.activations / 2 < cut.activations < one.activations
-    [recomputed] = estimate(plan_of(1, 1, "--grad-checkpointing"))
-    assert 0 < recomputed.activations < one.activations
+    modes = ("full", "2", "selective")
+    full, two, selective = (estimate(plan_of(1, 1, "--grad-checkpointing", mode))[0].activations for mode in modes)
+    assert 0 < full < selective < one.activations
+    assert full < two  # with two blocks, all of them live again at once
     [kept] = estimate(plan_of(1, 1, "-b", "8"))
     assert kept.activations == pytest.approx(2 * one.activations, rel=1e-6)
 
@@ -151,6 +153,10 @@ def train_and_count(argv):
     [
         (1, ("--model", "vit_small_patch16_rope_mixed_224", "--drop-path", "0.1", "--set", "bf16.enabled=true")),
         (2, ("--tp", "2")),
+        (1, ("--grad-checkpointing", "2", "--drop-path", "0.1")),
+        (1, ("--grad-checkpointing", "selective", "--drop-path", "0.1")),
+        (1, ("--grad-checkpointing", "selective", "--set", "bf16.enabled=true")),
+        (2, ("--grad-checkpointing", "selective", "--tp", "2")),
     ],
 )
 def test_activations_are_what_training_saves(ranks, tmp_path, world, words):
@@ -158,5 +164,6 @@ def test_activations_are_what_training_saves(ranks, tmp_path, world, words):
     argv = [*RUN, "--deepspeed_config", config_of(1), "--max-steps", "1", "--warmup-steps", "0", *words]
     argv += ["--output", str(tmp_path / "run"), "--checkpoint-interval", "0"]
     saved = ranks.run(world, train_and_count, argv)
-    [rank] = estimate(plan_of(world, 1, *words))
-    assert saved == pytest.approx([rank.activations] * world, rel=0.1)
+    plan = plan_of(world, 1, *words)
+    [stage] = by_stage(plan)
+    assert saved == pytest.approx([stage.waiting * plan.data.batch.micro_batch] * world, rel=0.1)

@@ -34,22 +34,22 @@ def test_the_oracle_clips_hard_and_learns(cifar):
 
 def layouts():
     """ZeRO stage x ranks x batch whole or in four x recomputation: every pair of choices; the product if asked for."""
-    factors = {"stage": (0, 1, 2, 3), "world": (1, 2, 4), "pieces": (1, 4), "checkpointing": (False, True)}
+    factors = {"stage": (0, 1, 2, 3), "world": (1, 2, 4), "pieces": (1, 4), "mode": ("", "full", "selective")}
     product = [dict(zip(factors, choice, strict=True)) for choice in itertools.product(*factors.values())]
     chosen = cover(product[::-1])  # of two as good the one with more ranks
     for case in product:
-        stage, world, pieces, checkpointing = case.values()
-        name = f"{stage}-{world}-{'pieces' if pieces > 1 else 'whole'}-{'checkpointing' if checkpointing else ''}"
+        stage, world, pieces, mode = case.values()
+        name = f"{stage}-{world}-{'pieces' if pieces > 1 else 'whole'}-{mode}"
         marks = () if case in chosen else pytest.mark.exhaustive
         yield pytest.param(*case.values(), id=name, marks=marks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "world", "pieces", "checkpointing"), list(layouts()))
-def test_cifar10_equals_plain_timm(ranks, cifar, stage, world, pieces, checkpointing):
+@pytest.mark.parametrize(("stage", "world", "pieces", "mode"), list(layouts()))
+def test_cifar10_equals_plain_timm(ranks, cifar, stage, world, pieces, mode):
     """A wrong average, norm, clip, decay, order or cast in any ZeRO stage, rank count, micro-batch or recomputation."""
     folder, plain = cifar
-    words = ["--data-dir", folder, *(["--grad-checkpointing"] if checkpointing else [])]
+    words = ["--data-dir", folder, *(["--grad-checkpointing", mode] if mode else [])]
     micro = 64 // world // pieces
     rows = train(ranks, world, folder, stage, *words, micro=micro, accumulation=pieces)
     assert_same_curve(plain, rows, rtol=RTOL)

@@ -14,14 +14,14 @@ EVERYTHING = [
 ]
 # world, workers, micro-batch, accumulation, ZeRO stage, recomputation
 LAYOUTS = [
-    (1, 2, 24, 1, 1, False),
-    (1, 0, 3, 8, 2, True),
-    (2, 0, 12, 1, 0, False),
-    (2, 2, 4, 3, 3, True),
-    (2, 0, 3, 4, 1, False),
-    (4, 0, 6, 1, 1, False),
-    (4, 0, 3, 2, 3, False),
-    (4, 2, 1, 6, 2, True),
+    (1, 2, 24, 1, 1, ""),
+    (1, 0, 3, 8, 2, "2"),
+    (2, 0, 12, 1, 0, ""),
+    (2, 2, 4, 3, 3, "selective"),
+    (2, 0, 3, 4, 1, ""),
+    (4, 0, 6, 1, 1, ""),
+    (4, 0, 3, 2, 3, ""),
+    (4, 2, 1, 6, 2, "full"),
 ]
 
 
@@ -38,13 +38,13 @@ def train(ranks, folder, world, workers, micro, accumulation, stage, recompute, 
     """Two epochs with everything on."""
     argv = [*EVERYTHING, "--data-dir", folder, "--workers", workers, "-b", micro, "--grad-accum-steps", accumulation]
     argv += ["--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"]
-    return train_in(ranks, world, [*argv, *(["--grad-checkpointing"] if recompute else []), *words])
+    return train_in(ranks, world, [*argv, *(["--grad-checkpointing", recompute] if recompute else []), *words])
 
 
 @pytest.fixture(scope="module")
 def reference(ranks, cifar):
     """One rank, no workers, the whole batch at once."""
-    return train(ranks, cifar, 1, 0, 24, 1, 1, False)
+    return train(ranks, cifar, 1, 0, 24, 1, 1, "")
 
 
 def evals(rows):
@@ -56,7 +56,7 @@ def test_the_reference_is_random_and_complete(ranks, cifar, reference):
     """Two epochs of 103 // 24 steps, every validation image counted, and another seed is another curve."""
     assert [row["step"] for row in reference if row["kind"] == "train"] == list(range(1, 9))
     assert [row["images"] for row in reference if row["kind"] == "eval"] == [53, 53]
-    other = train(ranks, cifar, 1, 0, 24, 1, 1, False, "--seed", 43)
+    other = train(ranks, cifar, 1, 0, 24, 1, 1, "", "--seed", 43)
     with pytest.raises(AssertionError, match="the curves part"):
         assert_same_curve(reference, other, rtol=1e-3)
 
@@ -76,6 +76,6 @@ def test_layout_does_not_change_the_curve(ranks, cifar, reference, layout):
 @pytest.mark.parametrize("off", ["--drop-path 0", "--mixup 0", "--cutmix 0", "--reprob 0", "--aa none", "--scale 1 1"])
 def test_every_random_part_is_felt(ranks, cifar, reference, off):
     """A switch that does nothing would make the test above prove less than it says."""
-    rows = train(ranks, cifar, 1, 0, 24, 1, 1, False, *off.split(), "--max-steps", 2)
+    rows = train(ranks, cifar, 1, 0, 24, 1, 1, "", *off.split(), "--max-steps", 2)
     with pytest.raises(AssertionError, match="the curves part"):
         assert_same_curve([r for r in reference if r["step"] <= 2], rows, rtol=1e-4)

@@ -220,7 +220,7 @@ def resolved_flags(plan: Plan) -> dict[str, Any]:
         **{name: getattr(plan.model.image, name) for name in PIXEL_FLAGS},
     }
     if plan.deepspeed.checkpointing.interval and config.grad_checkpointing:
-        values["grad_checkpointing"] = True
+        values["grad_checkpointing"] = config.grad_checkpointing
     if optimizer is not None and optimizer.schedule is not None:
         values |= {"warmup_steps": optimizer.schedule.warmup_steps, "warmup_epochs": None}
         if config.epochs is None and config.max_steps is None:
