@@ -28,7 +28,7 @@ _EVALUATION_NAMES = """
     img_size pretrained initial_checkpoint resample_patch_embed
     dataset data_dir train_split val_split val_fraction dataset_download workers on_bad_image
     allow_empty_classes mean std
-    interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
+    interpolation crop_pct crop_mode bce_loss norm_dtype compile compile_mode tf32 batch_size output seed validation_batch_size eval_only
     eval_knn eval_linear_probe stall_seconds dry_run verbose
 """
 _EVALUATION = frozenset(_EVALUATION_NAMES.split())
@@ -142,6 +142,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("lr_base_size", "without --lr-scale-by-batch")]
     if not config.model_ema:
         idle += [(name, "without --model-ema") for name in ("model_ema_decay", "model_ema_warmup")]
+    if not config.compile:
+        idle += [("compile_mode", "without --compile")]
     if not config.auto_batch:
         idle += [("memory", "without --auto-batch")]
     if config.sched != "wsd":

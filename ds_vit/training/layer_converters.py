@@ -13,6 +13,7 @@ import deepspeed
 import torch
 
 from ds_vit.models import Layer, cast_block_buffers, freeze, norms_in_fp32
+from ds_vit.models.compiled import compile_block, compile_function
 from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.tensor import cut_layer
 from ds_vit.training.plan import Plan
@@ -64,4 +65,11 @@ def _partition(plan: Plan, groups: Groups) -> Converter | None:
     )
 
 
-_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _partition)
+def _compile(plan: Plan, groups: Groups) -> Converter | None:
+    """Blocks that run compiled."""
+    if not plan.config.compile:
+        return None
+    return partial(compile_block, function=compile_function(plan.config.compile_mode))
+
+
+_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _partition, _compile)
