@@ -1,18 +1,14 @@
-"""Runs with --compile, by a backend that makes no code, and how often a graph was made in them."""
+"""Runs with --compile by a backend that makes no code, and how many graphs were made in them."""
 
 import contextlib
-import json
 from unittest import mock
 
 from curves import train_main
-from project import ROOT
-
-MODEL = ("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=48", "num_heads=6")
 
 
 @contextlib.contextmanager
-def counting_graphs(graphs, backend="aot_eager"):
-    """Compile by `backend`; each graph that is made is appended to the list."""
+def counting_graphs(graphs, backend="aot_eager", before=lambda: None):
+    """Compile by one of torch's backends that make no code; `before` is called for each graph, which joins the list."""
     from torch._dynamo.backends.registry import lookup_backend
 
     from ds_vit.models import compiled
@@ -20,29 +16,30 @@ def counting_graphs(graphs, backend="aot_eager"):
     make = lookup_backend(backend)
 
     def counted(graph, inputs, **options):
-        graphs.append(len(list(graph.graph.nodes)))
+        before()
+        graphs.append(graph)
         return make(graph, inputs, **options)
 
     with mock.patch.object(compiled, "BACKEND", counted):
         yield
 
 
-def train_counting(argv, backend="aot_eager"):
-    """On a rank: train; how many graphs there were after each step and each evaluation, by name."""
+def train_counting(argv, before=lambda: None):
+    """On a rank: train; how many graphs there were after each step and each evaluation."""
     from ds_vit.training.trainer import Trainer
 
-    graphs, seen = [], []
+    graphs, counts = [], []
 
-    def after(name):
+    def counted(name):
         own = getattr(Trainer, name)
 
-        def wrapped(self, *args):
+        def call(self, *args):
             out = own(self, *args)
-            seen.append((name.strip("_").split("_")[0], len(graphs)))
+            counts.append((name, len(graphs)))
             return out
 
-        return mock.patch.object(Trainer, name, wrapped)
+        return mock.patch.object(Trainer, name, call)
 
-    with counting_graphs(graphs, backend), after("_take_step"), after("_evaluate_weights"):
+    with counting_graphs(graphs, before=before), counted("_take_step"), counted("_evaluate_weights"):
         train_main(argv)
-    return seen
+    return counts

@@ -28,8 +28,8 @@ _EVALUATION_NAMES = """
     img_size pretrained initial_checkpoint resample_patch_embed
     dataset data_dir train_split val_split val_fraction dataset_download workers on_bad_image
     allow_empty_classes mean std
-    interpolation crop_pct crop_mode bce_loss norm_dtype compile compile_mode tf32 batch_size output seed validation_batch_size eval_only
-    eval_knn eval_linear_probe stall_seconds dry_run verbose
+    interpolation crop_pct crop_mode bce_loss norm_dtype compile compile_mode tf32 batch_size output seed
+    validation_batch_size eval_only eval_knn eval_linear_probe stall_seconds dry_run verbose
 """
 _EVALUATION = frozenset(_EVALUATION_NAMES.split())
 

@@ -3,7 +3,7 @@
 What is compiled is a function of a block, its tokens and its rotary table, not a block: its graph takes the weights as
 inputs, and serves every block that passes its guards. Those look at whatever a graph read in Python, so nothing that
 differs from block to block or from step to step may be read in one. A random module is therefore lent its row of the
-micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; name and rate stay outside.
+micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; its name stays outside.
 
 Shapes: B samples, S tokens, D width.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath
 from ds_vit.models.layers import BlockLayer, Layer
 
@@ -109,9 +109,9 @@ def compile_block(layer: Layer, function: Compiled) -> None:
             try:
                 return function(block, tokens, arguments)
             except torch._dynamo.exc.TorchDynamoException as error:
-                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise UserError(
-                    f"--compile: torch {torch.__version__} cannot compile {type(block).__name__}: {first}; drop --compile"
+                    f"--compile: torch {torch.__version__} cannot compile {type(block).__name__}: {first_line(error)}; "
+                    "drop --compile"
                 ) from error
 
     block.forward = forward
