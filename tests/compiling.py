@@ -24,7 +24,7 @@ def counting_graphs(graphs, backend="aot_eager", before=lambda: None):
         yield
 
 
-def train_counting(argv, before=lambda: None):
+def train_counting(argv, backend="aot_eager", before=lambda: None):
     """On a rank: train; how many graphs there were after each step and each evaluation."""
     from ds_vit.training.trainer import Trainer
 
@@ -40,6 +40,6 @@ def train_counting(argv, before=lambda: None):
 
         return mock.patch.object(Trainer, name, call)
 
-    with counting_graphs(graphs, before=before), counted("_take_step"), counted("_evaluate_weights"):
+    with counting_graphs(graphs, backend, before), counted("_take_step"), counted("_evaluate_weights"):
         train_main(argv)
     return counts
