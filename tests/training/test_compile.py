@@ -214,7 +214,7 @@ def test_the_json_has_no_other_compiler(tmp_path):
     assert code == 2
     assert "compile by --compile" in err
     argv = words(output, changes={"compile": {"deepcompile": False}})
-    code, out, _ = run_quietly([*argv, "--dry-run"])
+    code, _, _ = run_quietly([*argv, "--dry-run"])
     assert code == 0
 
 
