@@ -8,7 +8,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.layer_converters import layer_converters
 
-ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_partition"]
+ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_partition", "compile_block"]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_partition
 def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     plan = SimpleNamespace(
-        config=SimpleNamespace(norm_dtype=norms, sequence_parallel=False),
+        config=SimpleNamespace(
+            norm_dtype=norms, sequence_parallel=False, compile=expected is ALL, compile_mode="default"
+        ),
         model=SimpleNamespace(class_parallel=False, frozen=frozenset()),
         deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),
     )
