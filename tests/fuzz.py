@@ -528,6 +528,8 @@ def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_
             blocks["data_types"] = {"grad_accum_dtype": "fp32"}
     if rng.maybe(0.1) and "--grad-checkpointing" not in words:
         blocks["pipeline"] = {"activation_checkpoint_interval": rng.choice([1, 2])}
+    if rng.maybe(0.15):
+        words += ["--compile"]
     return Layout(world, tuple(map(str, words)), blocks)
 
 
@@ -610,6 +612,7 @@ def train_on_rank(
             stack.enter_context(mock.patch("ds_vit.training.trainer.count_flops", return_value=Flops(1, 1)))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(mock.patch("ds_vit.models.compiled.BACKEND", "eager"))  # graphs, and no code of them
         if fp16:
             stack.enter_context(pretend_fp16())
         if stop is not None:

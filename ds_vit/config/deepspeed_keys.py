@@ -116,7 +116,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "compile": (
         lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
-        "(DeepCompile) is not supported; delete the block",
+        "(DeepCompile) puts ZeRO into the graph of a whole model, where optimizers and checkpoints do not find it; "
+        "delete the block and compile by --compile",
     ),
 }
 

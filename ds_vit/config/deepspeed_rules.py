@@ -58,7 +58,7 @@ _IDLE_TOP_LEVEL = {
     "checkpoint": _DEEPSPEEDS_CHECKPOINTS,
     "datastates_ckpt": _DEEPSPEEDS_CHECKPOINTS,
     "aio": "nothing is offloaded to NVMe here",
-    "compile": "DeepSpeed's compiler is not asked",
+    "compile": "DeepSpeed's compiler is not asked; --compile compiles the blocks",
     "disable_allgather": "DeepSpeed 0.19.8 reads it and goes on as before",
     "dataloader_drop_last": "the sample order is ours",
     "vocabulary_size": "a ViT has no vocabulary",

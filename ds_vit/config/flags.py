@@ -21,6 +21,8 @@ from ds_vit.config.flag import (
 
 SECTIONS = _R, _M, _D, _A, _L, _O, _S = "run", "model", "data", "augmentation", "loss", "optimizer", "schedule"
 """The groups of --help and of config.yaml, in their order."""
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""torch.compile's."""
 _ABOVE_1 = Rule("must be above 1", lambda x: x > 1)
 _KEEP = Rule("must be at least 0 (0 keeps all)", lambda x: x >= 0)
 _SHARE = Rule("must be above 0 and below 1", lambda x: 0 < x < 1)
@@ -87,6 +89,8 @@ class RunConfig(MixConfig, AugmentConfig):
         const="full",
         metavar="full|selective|N",
     )
+    compile: bool = flag(False, _M, "run the blocks through torch.compile; the first step takes a minute or more")
+    compile_mode: str = flag("default", _M, "what torch.compile is to look for", choices=COMPILE_MODES)
     freeze: Sequence[str] = flag((), _M, "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, _M, "train the classifier head alone")
 

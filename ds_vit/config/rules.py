@@ -28,8 +28,8 @@ _EVALUATION_NAMES = """
     img_size pretrained initial_checkpoint resample_patch_embed
     dataset data_dir train_split val_split val_fraction dataset_download workers on_bad_image
     allow_empty_classes mean std
-    interpolation crop_pct crop_mode bce_loss norm_dtype tf32 batch_size output seed validation_batch_size eval_only
-    eval_knn eval_linear_probe stall_seconds dry_run verbose
+    interpolation crop_pct crop_mode bce_loss norm_dtype compile compile_mode tf32 batch_size output seed
+    validation_batch_size eval_only eval_knn eval_linear_probe stall_seconds dry_run verbose
 """
 _EVALUATION = frozenset(_EVALUATION_NAMES.split())
 
@@ -48,6 +48,16 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
         raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
+    if config.compile and config.drop_path_compute == "kept":
+        raise UserError(
+            "--drop-path-compute kept gives each step other numbers of rows, and --compile a graph is of one; drop one "
+            "of them"
+        )
+    if config.compile and config.grad_checkpointing == "selective":
+        raise UserError(
+            "--grad-checkpointing selective tells single operations apart, which --compile makes one graph of; use "
+            "--grad-checkpointing full, or drop --compile"
+        )
     if config.freeze and config.linear_probe:
         raise UserError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
@@ -144,6 +154,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [("lr_base_size", "without --lr-scale-by-batch")]
     if not config.model_ema:
         idle += [(name, "without --model-ema") for name in ("model_ema_decay", "model_ema_warmup")]
+    if not config.compile:
+        idle += [("compile_mode", "without --compile")]
     if not config.auto_batch:
         idle += [("memory", "without --auto-batch")]
     if config.sched != "wsd":

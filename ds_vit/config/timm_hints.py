@@ -21,7 +21,9 @@ _HINTS = {
     "amp amp_* *_amp model_dtype": f'{_JSON}: "bf16": {{"enabled": true}}, "fp16" or "torch_autocast"; ds_configs/ has '
     "a file for each",
     "torchscript fuser": "a run trains the eager model; a trained one is exported by ds-vit export RUN --to onnx",
-    "torchcompile torchcompile_*": "there is no compilation here yet; drop it",
+    "torchcompile": "blocks are compiled by --compile",
+    "torchcompile_mode": "torch.compile's mode is given by --compile-mode beside --compile",
+    "torchcompile_*": "there are --compile and --compile-mode alone",
     "channels_last fast_norm": "ViTs gain nothing from it; drop it (--norm-dtype model computes norms in 16 bits)",
     "device device_modules": "DeepSpeed finds the accelerator; DS_ACCELERATOR=cpu in the environment chooses the CPU",
     "no_ddp_bb synchronize_step": "DeepSpeed exchanges the gradients; drop it",

@@ -29,6 +29,7 @@ from ds_vit.engine.workarounds import (
     copy_reduced_at_once,
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
+    gather_around,
     judge_by_the_norm_alone,
     leave_the_verdict_to_the_device,
     partition_at_once,
@@ -36,6 +37,7 @@ from ds_vit.engine.workarounds import (
     take_norms_at_once,
 )
 from ds_vit.models import timm_names
+from ds_vit.models.compiled import compiled_blocks
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import build_zero_map
@@ -120,6 +122,8 @@ class Engine(ABC):
         quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+        if self.stage == 3:
+            gather_around(compiled_blocks(self.engine.module))
         if self.stage == 0:
             copy_reduced_at_once(self.engine)
             take_step = self.engine._take_model_step

@@ -227,6 +227,25 @@ def partition_at_once(optimizer: Any) -> None:
     optimizer.partition_grads = partition_grads
 
 
+def gather_around(modules: Iterable[torch.nn.Module]) -> None:
+    """Have ZeRO-3 gather all weights of each of these modules around its call, in place of each part's around its own.
+
+    Their graphs cannot run DeepSpeed's hooks of a part. Its leaf modules would be the same with fewer lines, but lose
+    the gradients of a module whose input has none: they are taken when the gradient of the input is there.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    for module in modules:
+        own = set(module.parameters(recurse=False))
+        for part in module.modules():
+            if part is not module:
+                part._forward_pre_hooks.clear()
+                part._forward_hooks.clear()
+        for parameter in module.parameters():
+            if parameter not in own:
+                register_external_parameter(module, parameter)
+
+
 def grad_norm(
     optimizer: Any,
     gradients: Iterable[torch.Tensor],

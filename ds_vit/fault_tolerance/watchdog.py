@@ -113,14 +113,14 @@ class Watchdog:
         self._progress = time.monotonic()
 
     def micro_batches(self, batches: Iterator[T]) -> Iterator[T]:
-        """Pass batches on, with a beat before (waiting for data) and after each is there; the phase stays."""
+        """Pass batches on, with a beat before (waiting for data) and after each is there; phase and patience stay."""
         while True:
-            place = self._place
+            place, patience = self._place, self._patience
             self.beat(place.step, "waiting for data", micro_batch=place.micro_batch)
             batch = next(batches, None)
             if batch is None:
                 return
-            self.beat(place.step, place.phase, micro_batch=place.micro_batch + 1)
+            self.beat(place.step, place.phase, micro_batch=place.micro_batch + 1, patience=patience)
             yield batch
 
     def __enter__(self) -> Watchdog:

@@ -222,14 +222,19 @@ def _made(candidate: Candidate, device: torch.device, stack: contextlib.ExitStac
 
 
 def _counted(runner: _Runner, device: torch.device) -> tuple[StepCounts, int | None]:
-    """The counts of a step, and the memory of its peak."""
+    """The counts of a step, run eagerly where it is compiled, and the memory of its peak."""
     if device.type != "cuda":
-        return count_step(runner.step), None
+        return _count_eagerly(runner.step), None
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.step()
     peak = torch.cuda.max_memory_allocated(device) - before + runner.memory
-    return count_step(runner.step), peak
+    return _count_eagerly(runner.step), peak
+
+
+def _count_eagerly(step: Callable[[], object]) -> StepCounts:
+    with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
+        return count_step(step)
 
 
 def _in_turns(

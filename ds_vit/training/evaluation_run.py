@@ -76,7 +76,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
     show_start(plan, folder, count_flops(plan.model.whole) if console else Flops(0, 0), device, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
-        watchdog.beat(0, "evaluation")
+        watchdog.beat(0, "evaluation", patience=plan.patience_of_first)
         return watchdog.micro_batches(batches)
 
     pictures: dict[str, torch.Tensor] = {}

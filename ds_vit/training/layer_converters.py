@@ -13,6 +13,7 @@ import deepspeed
 import torch
 
 from ds_vit.models import Layer, cast_block_buffers, compute_kept, freeze, norms_in_fp32, wants_kept
+from ds_vit.models.compiled import compile_block, compile_function
 from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.tensor import cut_layer
 from ds_vit.training.plan import Plan
@@ -56,7 +57,7 @@ def _compute_kept(plan: Plan, groups: Groups) -> Converter | None:
     Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, so that theirs is the most.
     """
     choice = plan.config.drop_path_compute
-    if not plan.config.drop_path or choice == "all":
+    if not plan.config.drop_path or choice == "all" or plan.config.compile:  # a graph is of one number of rows
         return None
     micro_batch = plan.data.batch.micro_batch
 
@@ -81,4 +82,11 @@ def _partition(plan: Plan, groups: Groups) -> Converter | None:
     )
 
 
-_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _compute_kept, _partition)
+def _compile(plan: Plan, groups: Groups) -> Converter | None:
+    """Blocks that run compiled."""
+    if not plan.config.compile:
+        return None
+    return partial(compile_block, function=compile_function(plan.config.compile_mode))
+
+
+_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _compute_kept, _partition, _compile)

@@ -134,7 +134,8 @@ def _precision(plan: Plan, device: torch.device) -> str:
 
 def _drop_path(plan: Plan, device: torch.device) -> Rows:
     """How many branches are run on the samples alone that drop-path keeps."""
-    micro_batch, choice = plan.data.batch.micro_batch, plan.config.drop_path_compute
+    micro_batch = plan.data.batch.micro_batch
+    choice = "all" if plan.config.compile else plan.config.drop_path_compute
     kept, number = count_kept(plan.model.whole, choice, micro_batch, device.type)
     if not number:
         return []

@@ -80,6 +80,7 @@ class Trainer:
         self.ema_evaluations: list[dict[str, float]] = []
         self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.deepspeed.precision.name)
         self.evaluated_step = 0
+        self.phases: set[str] = set()  # what this process has begun once
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
         self.profiler = StepProfiler(
@@ -249,7 +250,7 @@ class Trainer:
         looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
         if looks:
             self.health.arm()
-        self.watchdog.beat(step, "forward, backward and update")
+        self._begin(step, "forward, backward and update")
         result = self.engine.train_step(batches, self._conclude)
         self._open = step, scale, result
         if looks:
@@ -286,6 +287,12 @@ class Trainer:
         self.bad_steps.applied()
         if self.ema is not None:
             self.ema.update()
+
+    def _begin(self, step: int, phase: str) -> None:
+        """Tell the watchdog what comes now; what this process does for the first time may have to be compiled."""
+        patience = 1.0 if phase in self.phases else self.plan.patience_of_first
+        self.phases.add(phase)
+        self.watchdog.beat(step, phase, patience=patience)
 
     def _boundary(self, done: int) -> None:
         """Between two steps: save if it is time.
@@ -399,7 +406,7 @@ class Trainer:
             if self.reporter:
                 self.reporter.pictures(step, pictures, kind)
 
-        self.watchdog.beat(step, "evaluation")
+        self._begin(step, "evaluation")
         watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, self._doing)
         figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)

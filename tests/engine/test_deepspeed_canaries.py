@@ -429,6 +429,34 @@ def test_a_leaf_that_is_handed_a_tuple_loses_its_weights(ranks):
     assert all(said and "size" in said for said in ranks.run(2, leaf_on_a_rank))
 
 
+def leaf_without_gradient_of_its_input(leaf):
+    """On a rank: the gradients of a model's first layer in ZeRO-3, whose input has none; a list of their norms."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)]
+    model = torch.nn.Sequential(torch.nn.Sequential(*layers), torch.nn.Linear(4, 1))
+    model[0]._z3_leaf = leaf
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    try:
+        engine.backward(engine(torch.ones(1, 4)).square().sum())
+    except RuntimeError as error:
+        return str(error)
+    return [float(safe_get_full_grad(parameter).norm()) for parameter in model[0].parameters()]
+
+
+def test_a_leaf_whose_input_has_no_gradient_loses_its_own(ranks):
+    """engine/workarounds.py gathers around a compiled block itself: the first trained one may stand on frozen ones."""
+    [as_parts] = ranks.run(1, leaf_without_gradient_of_its_input, False)
+    [as_leaf] = ranks.run(1, leaf_without_gradient_of_its_input, True)
+    assert min(as_parts) > 0
+    assert as_leaf != as_parts
+
+
 def waits_on_a_rank(config):
     """How often a step of DeepSpeed's own engine waits, and how many operations it has for each of many parameters."""
     import deepspeed

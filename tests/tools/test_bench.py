@@ -145,7 +145,7 @@ def run_ladder(*words):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, monkeypatch, world):
+def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, world):
     """A rung that does nothing, a ratio to another rung, a batch that is not counted."""
     config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
     words = ["--model", "vit_tiny_patch16_224", "-b", 2, "--img-size", 32, "--turns", 2, "--steps", 1]
@@ -157,7 +157,7 @@ def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, monkeypatch, worl
     assert [side["images"] for _, side in sides] == [2 * world] * 4 + [4 * world] * 2
     names = [side["counts"]["by_name"] for _, side in sides]
     assert names[1].get("_to_copy", 0) > names[0].get("_to_copy", 0) + 50, "casts of autocast"
-    for (a, before), (b, side) in itertools.pairwise(sides):
+    for (_, before), (b, side) in itertools.pairwise(sides):
         rate = side["images_per_second"] / before["images_per_second"]
         assert result["to_the_one_before"][b]["images_per_second"] == pytest.approx(rate)
     assert list(result["to_the_first"]) == [rung.name for rung in RUNGS[1:]]

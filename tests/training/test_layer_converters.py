@@ -12,19 +12,27 @@ ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_compute_k
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute", "norms", "tp", "drop_path", "expected"),
+    ("stage", "compute", "norms", "tp", "drop_path", "compiled", "expected"),
     [
-        (1, "float32", "float32", 1, "all", ["freeze"]),
-        (2, "bfloat16", "model", 1, "all", ["cast_block_buffers", "freeze"]),
-        (1, "bfloat16", "float32", 2, "all", ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze"]),
-        (3, "float32", "float32", 2, "all", ["cut_layer", "freeze", "_partition"]),
-        (3, "bfloat16", "float32", 2, "auto", ALL),
+        (1, "float32", "float32", 1, "all", False, ["freeze"]),
+        (2, "bfloat16", "model", 1, "all", False, ["cast_block_buffers", "freeze"]),
+        (1, "bfloat16", "float32", 2, "all", False, ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze"]),
+        (3, "float32", "float32", 2, "all", False, ["cut_layer", "freeze", "_partition"]),
+        (3, "bfloat16", "float32", 2, "auto", False, ALL),
+        (3, "float32", "float32", 1, "auto", True, ["freeze", "_partition", "compile_block"]),
     ],
 )
-def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, expected):
+def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     plan = SimpleNamespace(
-        config=SimpleNamespace(norm_dtype=norms, sequence_parallel=False, drop_path=0.1, drop_path_compute=drop_path),
+        config=SimpleNamespace(
+            norm_dtype=norms,
+            sequence_parallel=False,
+            drop_path=0.1,
+            drop_path_compute=drop_path,
+            compile=compiled,
+            compile_mode="default",
+        ),
         data=SimpleNamespace(batch=SimpleNamespace(micro_batch=4)),
         model=SimpleNamespace(class_parallel=False, frozen=frozenset()),
         deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),

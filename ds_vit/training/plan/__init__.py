@@ -27,6 +27,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models import names_and_shapes
 from ds_vit.optim.build import rules_of
 from ds_vit.tasks import find_task, idle_flags
+from ds_vit.training.plan.compilation import check_compilation
 from ds_vit.training.plan.data import DataPlan, check_readable, resolve_data
 from ds_vit.training.plan.data import with_batch as data_with_batch
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan, read, write_out
@@ -39,6 +40,7 @@ from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
 from ds_vit.training.resume import find as find_resume
 
 DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
+COMPILE_SECONDS = 3600.0  # of the slowest mode, with as many ranks as cores
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,13 @@ class Plan:
         return DEFAULT_STALL_SECONDS if self.parallel.layout.world_size > 1 else 0.0
 
     @property
+    def patience_of_first(self) -> float:
+        """How many times `stall_seconds` the first step and the first evaluation may take, which compile."""
+        if not self.config.compile or not self.stall_seconds:
+            return 1.0
+        return max(4.0, COMPILE_SECONDS / self.stall_seconds)
+
+    @property
     def share(self) -> Share:
         """This rank's share of a global batch."""
         layout, batch = self.parallel.layout, self.data.batch
@@ -175,6 +184,8 @@ def prepare(
         )
     told = read(config, on_cpu=on_cpu)
     parallel = resolve_parallel(config, process, told)
+    compilation = check_compilation(config, on_cpu=on_cpu)
+    told = dataclasses.replace(told, notes=(*told.notes, *compilation))
     resume = find_resume(config)
     data = resolve_data(config, told, parallel.layout, resume, sources)
     if process.rank == 0 and config.on_bad_image == "skip" and resume is None:

@@ -1,0 +1,140 @@
+"""Blocks compiled by `torch.compile`: one graph for all blocks that do the same, without a break in it.
+
+What is compiled is a function of a block, its tokens and its rotary table, not a block: its graph takes the weights as
+inputs, and serves every block that passes its guards. Those look at whatever a graph read in Python, so nothing that
+differs from block to block or from step to step may be read in one. A random module is therefore lent its row of the
+micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; its name stays outside.
+
+Shapes: B samples, S tokens, D width.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath
+from ds_vit.models.layers import BlockLayer, Layer
+
+BACKEND: Any = "inductor"
+"""What makes code of a graph, as `torch.compile` takes it."""
+
+_LIMIT = 64  # graphs of one run: kinds of blocks, each in training, evaluation and giving features; torch's is 8
+_DIFFERING = ("lambda_init",)  # numbers that timm's blocks have by their depth
+
+Compiled = Callable[[nn.Module, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+
+
+class _Lent:
+    """Mixed in before a keyed module: gives the row that it was lent, and asks for nothing else."""
+
+    row: torch.Tensor
+
+    @property
+    def draws(self) -> bool:
+        return self.training
+
+    def bits(self) -> torch.Tensor:
+        return self.row
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.row.to(dtype)
+
+    def lend(self) -> None:
+        """Take the row of the micro-batch under way, as the module would by itself."""
+        if not self.training:
+            return
+        self.row = super().bits()
+        if isinstance(self, KeyedDropPath):
+            self.row = super().mask(torch.float32)
+
+
+@cache
+def _lent(kind: type[KeyedDrop]) -> type[KeyedDrop]:
+    return type(kind.__name__, (_Lent, kind), {"__module__": kind.__module__})
+
+
+def compile_function(mode: str = "default") -> Compiled:
+    """A function `(block, tokens, further arguments) -> tokens` that compiles itself at its first calls.
+
+    Args:
+        mode: as `torch.compile` takes it.
+    """
+    torch._dynamo.config.recompile_limit = max(_LIMIT, torch._dynamo.config.recompile_limit)
+    # Code of its own: what another run in this process compiled does not count, and is not looked through.
+    function = types.FunctionType(_run.__code__.replace(), globals(), _run.__name__)
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **_mode(mode))
+
+
+def _mode(mode: str) -> dict[str, str]:
+    return {} if BACKEND != "inductor" or mode == "default" else {"mode": mode}
+
+
+def _run(block: nn.Module, tokens: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
+    return type(block).forward(block, tokens, **arguments)
+
+
+def compile_block(layer: Layer, function: Compiled) -> None:
+    """Have a layer's block run compiled, in place; its names and those of its parameters stay.
+
+    Hooks of the block itself run outside its graph.
+
+    Args:
+        layer: filled, cut and cast as it will be; one without a block is left as it is.
+        function: from `compile_function`, the same for all layers of a run.
+    """
+    if not isinstance(layer, BlockLayer):
+        return
+    block = layer.block
+    drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and _rate(drop) > 0.0]
+    for drop in drops:
+        drop.__class__ = _lent(type(drop))
+    for module in block.modules():
+        for name in _DIFFERING:
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, torch.tensor(getattr(module, name), device=next(block.parameters()).device))
+
+    def forward(tokens: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
+        for drop in drops:
+            drop.lend()
+        with _own_linear():
+            try:
+                return function(block, tokens, arguments)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise UserError(
+                    f"--compile: torch {torch.__version__} cannot compile {type(block).__name__}: {first_line(error)}; "
+                    "drop --compile"
+                ) from error
+
+    block.forward = forward
+    block._is_compiled = True
+
+
+def compiled_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks inside any container that run compiled."""
+    return [child for child in module.modules() if getattr(child, "_is_compiled", False)]
+
+
+def _rate(drop: KeyedDrop) -> float:
+    return drop.drop_prob if isinstance(drop, KeyedDropPath) else drop.p
+
+
+@contextmanager
+def _own_linear() -> Iterator[None]:
+    """torch's linear map, in whose place DeepSpeed puts one of its own at ZeRO-3, for the whole process.
+
+    That one frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
+    """
+    replaced, F.linear = F.linear, torch._C._nn.linear
+    try:
+        yield
+    finally:
+        F.linear = replaced

@@ -1,0 +1,234 @@
+"""--compile: the curve of a run without it, in every layout, from graphs that are made once."""
+
+import contextlib
+import io
+import json
+import time
+from unittest import mock
+
+import pytest
+from compiling import train_counting
+from curves import assert_same_curve, evals, read_rows, train_in, train_main
+from project import ROOT
+from runs import run_quietly
+from safetensors.torch import load_file
+
+RTOL = 1e-5
+# Two steps are an epoch, and evaluation's last batch is not full. The first block has no drop-path: another kind.
+BASE = [
+    *("--model", "vit_tiny_patch16_224", "--img-size", 16, "--dataset", "digits", "--workers", 0),
+    *("--model-kwargs", "patch_size=8", "embed_dim=48", "depth=3", "num_heads=6", "proj_drop_rate=0.1"),
+    *("--drop-path", 0.3, "--mixup", 0.8, "--lr", 1e-3, "--warmup-epochs", 0, "--epochs", 2, "--log-interval", 1),
+    *("--validation-batch-size", 100, "--checkpoint-interval", 0),
+]
+GLOBAL_BATCH = 512
+# name: ranks, ZeRO stage, accumulation, further flags
+LAYOUTS = {
+    "ZeRO-0": (2, 0, 1, ()),
+    "ZeRO-1": (1, 1, 2, ()),
+    "ZeRO-2, recomputed": (2, 2, 2, ("--grad-checkpointing",)),
+    "ZeRO-3": (2, 3, 2, ()),
+    "ZeRO-3, recomputed": (2, 3, 1, ("--grad-checkpointing",)),
+    "pp2": (2, 1, 4, ("--pp", 2)),
+    "pp2, recomputed": (2, 1, 2, ("--pp", 2, "--grad-checkpointing")),
+    "tp2": (2, 1, 1, ("--tp", 2)),
+    "tp2, sequence": (2, 3, 1, ("--tp", 2, "--sequence-parallel")),
+}
+
+
+def words(output, stage=1, world=1, accumulation=1, changes=()):
+    """The command line of a run."""
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text()) | dict(changes)
+    if stage == 3:  # nothing is small enough to stay whole, nothing is kept for its next use or fetched ahead
+        names = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
+        data["zero_optimization"] |= {f"stage3_{name}": 0 for name in names}
+    config = output.with_suffix(".json")
+    config.write_text(json.dumps(data))
+    micro = GLOBAL_BATCH // world // accumulation
+    argv = ["--deepspeed_config", config, "-b", micro, "--grad-accum-steps", accumulation, "--output", output]
+    return [str(word) for word in (*BASE, *argv)]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    """One rank, eager."""
+    output = tmp_path_factory.mktemp("reference") / "run"
+    return train_in(ranks, 1, words(output)), load_file(output / "model.safetensors")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
+    """A mask of another block or step, a weight that is gone, a graph that is made at every step or for every block."""
+    world, stage, accumulation, flags = LAYOUTS[layout]
+    dp = 1 if {"--pp", "--tp"} & set(flags) else world
+    argv = [*words(tmp_path / "run", stage, dp, accumulation), *map(str, flags), "--compile"]
+    for counts in ranks.run(world, train_counting, argv):
+        names, graphs = zip(*counts, strict=True)
+        assert names == 2 * ("_take_step", "_take_step", "_evaluate_weights")
+        kinds = graphs[0]
+        assert kinds == 2 or ("--pp" in flags and kinds == 1), "with drop-path and without"
+        assert graphs == (kinds, kinds, *4 * (2 * kinds,)), "in training and in evaluation"
+    rows, weights = read_rows(tmp_path / "run"), load_file(tmp_path / "run" / "model.safetensors")
+    assert_same_curve(reference[0], rows, rtol=RTOL)
+    assert evals(rows) == evals(reference[0])
+    assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in reference[1].items()}
+
+
+def train_with_stale_masks(argv):
+    """On a rank: train compiled, each drop lent its first row for good, as a constant in the graph would be."""
+    from ds_vit.models import compiled
+
+    lend = compiled._Lent.lend
+
+    def once(self):
+        if not hasattr(self, "row"):
+            lend(self)
+
+    with mock.patch.object(compiled._Lent, "lend", once):
+        return train_counting(argv)
+
+
+def test_a_mask_that_stays_is_seen(ranks, reference, tmp_path):
+    """The comparison above must be able to fail."""
+    ranks.run(1, train_with_stale_masks, [*words(tmp_path / "run"), "--compile"])
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=1e-3)
+
+
+def test_frozen_blocks_at_stage_3(ranks, tmp_path):
+    """A block whose input has no gradient: DeepSpeed's leaf modules take its gradients before they are there."""
+    frozen = ["--freeze", "patch_embed", "pos_embed", "cls_token", "blocks.0"]
+    eager = train_in(ranks, 1, [*words(tmp_path / "eager"), *frozen])
+    ranks.run(2, train_counting, [*words(tmp_path / "run", 3, 2), *frozen, "--compile"])
+    assert_same_curve(eager, read_rows(tmp_path / "run"), rtol=RTOL)
+
+
+def weights_around_a_block(argv):
+    """On a rank: elements of blocks that are whole while a block's graph runs and after the step, and how many pieces
+    of memory that they were gathered into are still held when the loss is taken."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from ds_vit.engine.plain import PlainEngine
+    from ds_vit.models import compiled
+
+    seen, gathered, blocks = {"inside": [], "held": [], "after": []}, [], []
+    own_init, own_step, own_function = PlainEngine.__init__, PlainEngine.train_step, compiled.compile_function
+
+    def whole():
+        return sum(p.numel() for block in blocks for p in block.parameters())
+
+    def init(self, model, optimizer, loss, *args, **kwargs):
+        blocks.extend(compiled.compiled_blocks(model))
+
+        def loss_with_a_look(*inputs):
+            seen["held"].append(sum(not memory.expired() for memory in gathered))
+            return loss(*inputs)
+
+        own_init(self, model, optimizer, loss_with_a_look, *args, **kwargs)
+
+    def step(self, *args):
+        gathered.clear()
+        result = own_step(self, *args)
+        seen["after"].append(whole())
+        return result
+
+    def function(mode):
+        run = own_function(mode)
+
+        def watched(block, *args):
+            gathered.extend(StorageWeakRef(p.untyped_storage()) for p in block.parameters())
+            seen["inside"].append(whole())
+            return run(block, *args)
+
+        return watched
+
+    with (
+        mock.patch.object(PlainEngine, "__init__", init),
+        mock.patch.object(PlainEngine, "train_step", step),
+        mock.patch("ds_vit.training.layer_converters.compile_function", function),
+    ):
+        train_counting(argv, backend="aot_eager_decomp_partition")  # inductor's choice of what is saved
+    return seen
+
+
+def test_stage_3_holds_one_block_whole(ranks, reference, tmp_path):
+    """Weights that are gathered and never let go; views of them that a graph saves for its backward pass."""
+    size = sum(tensor.numel() for name, tensor in reference[1].items() if name.startswith("blocks.0."))
+    for seen in ranks.run(2, weights_around_a_block, [*words(tmp_path / "run", 3, 2), "--compile"]):
+        assert set(seen["inside"]) == {size}
+        assert set(seen["held"]) == set(seen["after"]) == {0}
+    assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=RTOL)
+
+
+def slow_compiler(argv):
+    """On a rank: train with a compiler that takes twice as long as a rank may stand still."""
+    slept = []
+
+    def sleep():
+        if not slept:
+            time.sleep(4.0)
+        slept.append(1)
+
+    return train_counting(argv, before=sleep)
+
+
+def test_the_watchdog_waits_for_the_compiler(ranks, tmp_path):
+    """A run that is ended as stalled while it compiles."""
+    argv = [*words(tmp_path / "run"), "--compile", "--max-steps", "1", "--stall-seconds", "2"]
+    assert ranks.run(1, slow_compiler, argv)
+
+
+REFUSED = {
+    "has no effect without --compile": ["--compile-mode", "max-autotune"],
+    "a CPU has no CUDA graphs": ["--compile", "--compile-mode", "reduce-overhead"],
+    "max-autotune-no-cudagraphs": ["--compile", "--compile-mode", "fastest"],
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_refused(tmp_path, says):
+    """A mode that does nothing."""
+    code, _, err = run_quietly([*words(tmp_path / "run"), *REFUSED[says]])
+    assert code == 2
+    assert says in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_without_compiler(tmp_path):
+    """A run that would fail in its first step."""
+    from torch._inductor import cpp_builder, exc
+
+    with mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=exc.InvalidCxxCompiler):
+        code, _, err = run_quietly([*words(tmp_path / "run"), "--compile"])
+    assert code == 2
+    assert "--compile needs a C++ compiler (g++ or clang++)" in err
+    assert "install it or drop --compile" in err
+    assert err.count("\n") == 1
+
+
+def test_the_json_has_no_other_compiler(tmp_path):
+    """DeepSpeed's compiler beside ours, or instead of it."""
+    output = tmp_path / "run"
+    code, _, err = run_quietly(words(output, changes={"compile": {"deepcompile": True}}))
+    assert code == 2
+    assert "compile by --compile" in err
+    argv = words(output, changes={"compile": {"deepcompile": False}})
+    code, _, _ = run_quietly([*argv, "--dry-run"])
+    assert code == 0
+
+
+@pytest.mark.slow
+def test_inductor(ranks, reference, tmp_path):
+    """The compiler itself, in fp32 and in 16 bits."""
+    argv = [*words(tmp_path / "fp32"), "--compile"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert ranks.run(1, train_main, argv, timeout=600) == [0]
+    rows = read_rows(tmp_path / "fp32")
+    assert_same_curve(reference[0], rows, rtol=RTOL)
+    assert evals(rows) == evals(reference[0])
+    bf16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+    eager = train_in(ranks, 1, words(tmp_path / "eager", changes=bf16))
+    assert ranks.run(1, train_main, [*words(tmp_path / "bf16", changes=bf16), "--compile"], timeout=600) == [0]
+    assert_same_curve(eager, read_rows(tmp_path / "bf16"), rtol=3e-3, keys=("loss",))
