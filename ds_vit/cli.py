@@ -117,8 +117,7 @@ _EXAMPLES = {
     "step": _BENCH,
     "ladder": """
 ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
-torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config \\
-    ds_configs/zero1_fp32.json
+torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config zero1.json
 """,
     "hosts": """
 ds-vit hosts --from slurm --output hostfile

@@ -459,9 +459,13 @@ def _with_words(layout: Layout, *words: str) -> Layout:
 
 
 def _drop_path(rng: _Draw, layout: Layout) -> Layout:
-    """Which samples a branch is computed for."""
+    """Which samples a branch is computed for; a graph is of one number of them."""
     choice = rng.choice(["kept", "kept", "auto", "all"])
-    return layout if choice == "auto" else _with_words(layout, "--drop-path-compute", choice)
+    return (
+        layout
+        if choice == "auto" or (choice == "kept" and "--compile" in layout.words)
+        else _with_words(layout, "--drop-path-compute", choice)
+    )
 
 
 def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_batch: int) -> Layout:
@@ -528,7 +532,7 @@ def _layout(rng: _Draw, degrees: list[int], layers: int, precision: str, global_
             blocks["data_types"] = {"grad_accum_dtype": "fp32"}
     if rng.maybe(0.1) and "--grad-checkpointing" not in words:
         blocks["pipeline"] = {"activation_checkpoint_interval": rng.choice([1, 2])}
-    if rng.maybe(0.15):
+    if rng.maybe(0.15) and "selective" not in words:
         words += ["--compile"]
     return Layout(world, tuple(map(str, words)), blocks)
 

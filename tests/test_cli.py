@@ -15,7 +15,19 @@ from project import ROOT
 
 from ds_vit import cli
 
-COMMANDS = ("train", "eval", "predict", "embed", "export", "import", "bench", "bench step", "hosts", "doctor")
+COMMANDS = (
+    "train",
+    "eval",
+    "predict",
+    "embed",
+    "export",
+    "import",
+    "bench",
+    "bench step",
+    "bench ladder",
+    "hosts",
+    "doctor",
+)
 COMMANDS += ("gradients",)
 
 
@@ -52,8 +64,11 @@ def test_every_command_shows_examples(capsys, command):
     examples = [line.strip() for line in out.partition("\nexamples:\n")[2].splitlines() if line.strip()]
     assert examples
     assert any(line.startswith(f"ds-vit {command}") for line in examples)
-    known = out.partition("\nexamples:\n")[0] + (help_of(capsys, "bench step") if command == "bench" else "")
-    flags = {word for line in examples for word in shlex.split(line) if word.startswith("-")}
+    known = out.partition("\nexamples:\n")[0]
+    if command.startswith("bench"):  # takes flags of training
+        known += help_of(capsys, "bench step") + help_of(capsys, "train")
+    own = [line.partition(" -m ds_vit.cli ")[2] or line for line in examples]  # behind a launcher
+    flags = {word for line in own for word in shlex.split(line) if word.startswith("-")}
     assert not [flag for flag in flags if not re.search(rf"{re.escape(flag)}\b", known)]
 
 

@@ -124,7 +124,7 @@ REFUSED = {
     "--seed 1 2": "'2' follows no flag",
     "--epochs two": "--epochs",
     "--compile --grad-checkpointing selective": "use --grad-checkpointing full, or drop --compile",
-    "--compile --drop-path 0.1 --drop-path-compute kept": "--drop-path-compute kept gives each step other numbers of rows",
+    "--compile --drop-path 0.1 --drop-path-compute kept": "gives each step other numbers of rows",
     "--grad-checkpointing some": "must be full, selective or a number of blocks of at least 1, not some",
     "--grad-checkpointing 0": "--grad-checkpointing must be full, selective or a number of blocks of at least 1, not 0",
     "--grad-checkpointing .": "of at least 1, not .: give the data folder by --data-dir .",
