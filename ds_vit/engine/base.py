@@ -150,13 +150,13 @@ class Engine(ABC):
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             device_judges = self._device_can_judge()
             if device_judges and self.stage > 0:
-                leave_the_verdict_to_the_device(self.engine.optimizer)
+                leave_the_verdict_to_the_device(self.engine.optimizer, lambda: self.guard.device_judges)
             self.guard = StepGuard(
                 self.zero_map,
                 self._current_norm,
                 self._current_loss,
                 self.clipped_by,
-                judged=not device_judges and self._norm_is_judged(),
+                judged=self._norm_is_judged(),
                 square_norms=self._square_norms if device_judges else None,
             )
             if self.engine.lr_scheduler is not None:

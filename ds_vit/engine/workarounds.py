@@ -129,16 +129,21 @@ def take_norms_at_once(optimizer: Any, keep: Keep) -> None:
         optimizer.get_grad_norm_direct = functools.partial(by_stage, optimizer, keep=keep)
 
 
-def leave_the_verdict_to_the_device(optimizer: Any) -> None:
+def leave_the_verdict_to_the_device(optimizer: Any, wanted: Callable[[], bool]) -> None:
     """Keep ZeRO-1, ZeRO-2 and BF16_Optimizer from reading the norm before they call the optimizer, which then judges.
 
     A norm that is not finite leaves the weights as they are (`found_inf`), and all that follows repeats what was.
+
+    Args:
+        optimizer: ZeRO's.
+        wanted: whether they shall be kept from it in this step.
     """
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import stage_1_and_2
 
     module = bf16_optimizer if isinstance(optimizer, bf16_optimizer.BF16_Optimizer) else stage_1_and_2
-    _within_step(optimizer, module, "is_invalid_grad_norm", lambda norm: False)
+    own_question = module.is_invalid_grad_norm
+    _within_step(optimizer, module, "is_invalid_grad_norm", lambda norm: not wanted() and own_question(norm))
 
 
 def _within_step(optimizer: Any, module: Any, name: str, function: Callable[..., Any]) -> None:
