@@ -1,7 +1,7 @@
 """One face over DeepSpeed's engines: initialise, train a step, run the model, sum and mean over the ranks.
 
-What DeepSpeed's engines do otherwise than we need is worked around here, in start.py and in workarounds.py, with a
-canary test each in tests/engine/test_deepspeed_canaries.py.
+What DeepSpeed's engines do otherwise than we need is worked around here, in start.py, norms.py and workarounds.py, with
+a canary test each in tests/engine/test_deepspeed_canaries.py.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.engine.norms import (
+    clip_on_the_device,
+    judge_by_the_norm_alone,
+    leave_the_verdict_to_the_device,
+    take_norms_at_once,
+)
 from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, SquareNorms, StepGuard, Verdict
 from ds_vit.engine.workarounds import (
     advance_where_applied,
-    clip_on_the_device,
     copy_buckets_at_once,
     copy_reduced_at_once,
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
     gather_around,
-    judge_by_the_norm_alone,
-    leave_the_verdict_to_the_device,
     partition_at_once,
     settle_the_scale_after_the_step,
-    take_norms_at_once,
 )
 from ds_vit.models import timm_names
 from ds_vit.models.compiled import compiled_blocks

@@ -484,7 +484,7 @@ def waits_on_a_rank(config):
     ids=["ZeRO-2", "BF16_Optimizer"],
 )
 def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks):
-    """engine/workarounds.py clips on the device and lets the norm alone say what is not finite: one read is left."""
+    """engine/norms.py clips on the device and lets the norm alone say what is not finite: one read is left."""
     assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks)]
 
 
@@ -513,7 +513,7 @@ def operations_a_parameter(stage):
 
 @pytest.mark.parametrize(("stage", "norms", "copies"), [(0, 1, 1), (1, 1, 2), (2, 1, 2), (3, 1, 2)])
 def test_norms_and_copies_of_each_gradient(ranks, stage, norms, copies):
-    """engine/workarounds.py takes the norms, and copies a bucket, in one operation."""
+    """engine/norms.py takes the norms, and workarounds.py copies a bucket, in one operation."""
     assert ranks.run(1, operations_a_parameter, stage) == [{"linalg_vector_norm": norms, "copy_": copies}]
 
 
@@ -546,7 +546,7 @@ def test_a_scale_that_grows_halves_the_step(ranks, stage):
     assert halved == pytest.approx(whole / 2, rel=1e-3)
 
 
-# Of each method that engine/workarounds.py replaces: what it was read as.
+# Of each method that engine/norms.py and engine/workarounds.py replace: what it was read as.
 READ = {
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.copy_grads_in_partition": "110f723937b99fb9",

@@ -9,13 +9,8 @@ from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ds_vit.engine.workarounds import (
-    advance_where_applied,
-    clip_by_global_norm,
-    grad_norm,
-    grad_norm_of_bf16,
-    unscale_and_clip,
-)
+from ds_vit.engine.norms import clip_by_global_norm, grad_norm, grad_norm_of_bf16, unscale_and_clip
+from ds_vit.engine.workarounds import advance_where_applied
 from ds_vit.tools.counting import count_step
 
 
