@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -32,12 +31,10 @@ def _ddp(model: nn.Module, half: bool) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
-    options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if policy else {})}
+    options: dict[str, Any] = {"mp_policy": policy} if policy else {}
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
