@@ -50,3 +50,16 @@ def test_a_script_measures_on_ranks():
     done = run(FOLDER / "checkpoint_cost.py", "--rounds", "2", "--model", "test_vit", "--dp", "2")
     assert done.returncode == 0, done.stderr
     assert "| 2 | 1 |" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_table_of_steps_is_made():
+    # Catches: the one command for a GPU's table that fails there first; a side that does not fit and ends it all.
+    words = ["--models", "vit_tiny_patch16_224", "--batch-sizes", "2", "4", "--peers", "timm", "megatron", "--img-size"]
+    words += ["32", "--turns", "1", "--steps", "1", "--configs", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
+    done = run(FOLDER / "step_table.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert "vit_tiny_patch16_224, 2, cpu_zero1_fp32 against megatron: " in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if "│" in line]
+    assert sum("best" in row for row in rows) == 1
+    assert sum("4" in row for row in rows) >= 1
