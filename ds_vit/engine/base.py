@@ -324,7 +324,8 @@ class Engine(ABC):
             names = {id(parameter): timm[name] for name, parameter in self.module.named_parameters()}
             for parameters, norms in kept if counts else ():
                 for parameter, square in zip(parameters, norms.double().square().tolist(), strict=True):
-                    yield names[id(parameter)], square
+                    if parameter is not None:
+                        yield names[id(parameter)], square
 
         return read
 

@@ -19,8 +19,9 @@ Keep = Callable[[Sequence[torch.Tensor | None], torch.Tensor], object]
 def clip_on_the_device(optimizer: Any) -> None:
     """Have ZeRO-1, ZeRO-2 and BF16_Optimizer clip without reading the norm.
 
-    By then `step` has looked whether the norm is finite, once; their clipping asks again for each group of parameters,
-    or whether there is anything to clip, and the device's queue runs empty each time. A coefficient of 1 says the same.
+    Whether the norm is finite `step` has asked already, or the device judges; their clipping asks again for each group
+    of parameters, or whether there is anything to clip, and the device's queue runs empty each time. A coefficient of 1
+    says the same.
     """
     from deepspeed.runtime import bf16_optimizer
 
@@ -196,7 +197,10 @@ def clip_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """What `deepspeed.runtime.utils.clip_tensors_by_global_norm` does with a norm that is finite."""
+    """What `deepspeed.runtime.utils.clip_tensors_by_global_norm` does with a norm that is finite.
+
+    By one that is not it spoils the gradients, which nobody uses then.
+    """
     if global_norm is None:
         from deepspeed.runtime import utils
 

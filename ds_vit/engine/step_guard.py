@@ -199,14 +199,19 @@ class StepGuard:
 
     @property
     def device_judges(self) -> bool:
-        """Whether the device decides and the host reads later; spikes are told by the host."""
-        return self._square_norms is not None and self._losses is None
+        """Whether the device decides and the host reads later; spikes are told by the host.
+
+        So is the first step: torch's fused SGD would keep a momentum that its kernel, turned away, never wrote.
+        """
+        return self._square_norms is not None and self._losses is None and bool(self._base.state)
 
     def begin(self) -> None:
         """A new step."""
         self._decided = False
         self._late = None
         self.rejection = None
+        if self._square_norms is not None:
+            self._base.found_inf = None
 
     def verdict(self, *, applied: bool) -> Verdict:
         """On the step that was taken.

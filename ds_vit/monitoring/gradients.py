@@ -36,7 +36,8 @@ def layers_of(names: Sequence[str]) -> dict[str, str]:
             "decoder_embed" if name == "mask_token" else name,
         )
         found = found or bool(match)
-        layers[name] = match[0] if match else ("head" if found else "embed")
+        is_behind = found or name.startswith("head")  # of a frozen model the blocks may not be among the names
+        layers[name] = match[0] if match else ("head" if is_behind else "embed")
     return layers
 
 

@@ -84,8 +84,10 @@ def cifar(tmp_path_factory, real_images):
     return folder
 
 
-def run(ranks: RankPool, cifar: Path, tmp_path: Path, world, stage, changes, flags, what, name="run"):
-    """A short run with an accident at BAD_STEP; its codes, words and rows."""
+def run(
+    ranks: RankPool, cifar: Path, tmp_path: Path, world, stage, changes, flags, what, name="run", bad_step=BAD_STEP
+):
+    """A short run with an accident at `bad_step`; its codes, words and rows."""
     output = tmp_path / name
     argv = words(cifar, stage, changes, tmp_path / f"{name}.json")
     argv[argv.index("--max-steps") + 1] = STEPS
@@ -94,7 +96,7 @@ def run(ranks: RankPool, cifar: Path, tmp_path: Path, world, stage, changes, fla
     argv[argv.index("-b") + 1] = 8 // dp
     argv += ["--grad-accum-steps", 2, "--log-interval", 1, "--lr", 1e-3, "--output", output, *flags]
     argv += ["--sched", "constant", "--warmup-steps", 0]
-    results = ranks.run(world, train_with_accident, argv, what, BAD_STEP)
+    results = ranks.run(world, train_with_accident, argv, what, bad_step)
     return [code for code, _ in results], results[0][1], read_rows(output), output
 
 
@@ -192,6 +194,28 @@ def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, 
     assert len(at_once) == (0 if after == "stop" else 2), "the weights and their average"
     for file in at_once:
         assert all(torch.equal(at_once[file][name], late[file][name]) for name in at_once[file]), file
+
+
+@pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-2 tp2"])
+def test_a_first_step_that_is_turned_down_leaves_no_momentum(ranks, cifar, tmp_path, layout):
+    """torch's fused SGD keeps a momentum that its kernel, turned away by the flag, has not written."""
+    world, stage, changes, flags = LAYOUTS[layout]
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}}
+    skip = [*flags, "--on-nonfinite", "skip", "--max-steps", 4]
+    codes, _, rows, _ = run(ranks, cifar, tmp_path, world, stage, {**changes, **sgd}, skip, "nan", bad_step=1)
+    assert codes == [0] * world
+    assert [row["step"] for row in rows if row["kind"] == "skip"] == [1]
+    after = [row for row in rows if row["kind"] == "train" and row["step"] > 1]
+    assert len(after) == 3
+    assert all(row["loss"] is not None and row["loss"] < 3 and row["grad_norm"] < 100 for row in after)
+
+
+def test_a_bad_step_is_named_where_a_rank_counts_nothing(ranks, cifar, tmp_path):
+    """A norm of nothing that is looked up by name on one rank while the other waits for it."""
+    skip = ["--tp", 2, "--linear-probe", "--class-parallel", "off", "--on-nonfinite", "skip"]
+    codes, said, rows, _ = run(ranks, cifar, tmp_path, 2, 1, WRAPPER, skip, "nan")
+    assert codes == [0, 0], said
+    assert [(row["step"], row["layer"]) for row in rows if row["kind"] == "skip"] == [(BAD_STEP, "head")]
 
 
 @pytest.mark.slow
