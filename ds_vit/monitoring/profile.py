@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.parallel.groups import Groups
 
 WAITING = "waiting for data"
@@ -68,37 +69,54 @@ class StepProfiler:
         self._steps, self._folder, self._groups, self._device = steps, folder, groups, device
         self._records = groups.dp_rank == 0 and groups.tp_rank == 0
         self._profile: profile | None = None
-        self._started = 0.0
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._started = self._seconds = 0.0
 
     def before(self, step: int) -> None:
         """A step begins."""
-        if step != self._steps.start or not self._records:
+        if step not in self._steps or not self._records:
             return
-        if self._profile is not None:
-            self._profile.stop()  # a rollback leads here once more
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its lines would go between those of the run
-        self._profile = profile(activities=activities)
-        self._profile.start()
+        if step == self._steps.start:
+            if self._profile is not None:
+                self._profile.stop()  # a rollback leads here once more
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its lines would go between those of the run
+            self._profile, self._seconds = profile(activities=self._activities), 0.0
+            self._wait()
+            self._profile.start()
+        elif self._profile is not None:
+            self._profile.toggle_collection_dynamic(True, self._activities)
         self._started = time.perf_counter()
 
-    def after(self, step: int, say: Callable[[str], object] | None = None) -> None:
-        """A step has ended; behind the last one that is profiled traces and page are written (a collective).
+    def after(self, step: int) -> bool:
+        """A step has ended; what comes between it and the next, such as an evaluation, is not recorded.
+
+        Returns:
+            Whether it was the last one: `finish` is to be called, on all ranks.
+        """
+        if step not in self._steps:
+            return False
+        if self._profile is not None:
+            self._wait()
+            self._seconds += time.perf_counter() - self._started
+            if step != self._steps[-1]:
+                self._profile.toggle_collection_dynamic(False, self._activities)
+        return step == self._steps[-1]
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def finish(self, say: Callable[[str], object] | None = None) -> None:
+        """Write the traces and the page (a collective).
 
         Args:
-            step: counted from 1.
-            say: of rank 0, to tell where they are, or that the disk refused.
+            say: of rank 0, to tell where they are, or why they are not.
         """
-        if not self._steps or step != self._steps[-1]:
-            return
         own: StageProfile | str | None = None
         try:
-            own = self._finish() if self._profile is not None else None
-        except OSError as error:  # training goes on without it, and the other ranks wait for an answer
-            own = f"{self._folder}: {error.strerror}"
+            own = self._write_trace() if self._profile is not None else None
+        except Exception as error:  # training goes on without it, and the other ranks wait for an answer
+            own = f"{self._folder}: {first_line(error)}"
         found: list[StageProfile | str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         stages = [stage for stage in found if isinstance(stage, StageProfile)]
@@ -110,7 +128,7 @@ class StepProfiler:
             summary.write_text(page(stages, self._steps))
         except OSError as error:
             failures.append(f"{summary}: {error.strerror}")
-        said = f"steps {self._steps[0]} to {step} profiled: {summary}"
+        said = f"steps {self._steps[0]} to {self._steps[-1]} profiled: {summary}"
         say(f"WARNING: the profile could not be written: {failures[0]}" if failures else said)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -123,16 +141,13 @@ class StepProfiler:
                 return
             yield batch
 
-    def _finish(self) -> StageProfile:
+    def _write_trace(self) -> StageProfile:
         recorded, self._profile = self._profile, None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - self._started
         recorded.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         groups = self._groups
         recorded.export_chrome_trace(str(self._folder / f"stage{groups.pipeline_stage}-rank{groups.rank}.json"))
-        return sum_up(recorded.events(), groups.pipeline_stage, groups.rank, seconds)
+        return sum_up(recorded.events(), groups.pipeline_stage, groups.rank, self._seconds)
 
 
 def sum_up(events: Sequence[Any], stage: int, rank: int, seconds: float) -> StageProfile:
