@@ -47,8 +47,13 @@ class Ema:
         """Move the average towards the weights as they are now."""
         self.updates += 1
         weight = 1.0 - self.decay_at(self.updates)
-        weights = [shard.tensor.float() for shard in self.zero_map.shards]
-        torch._foreach_lerp_(self.tensors, weights, weight)
+        pairs = [(average, shard.tensor) for average, shard in zip(self.tensors, self.zero_map.shards, strict=True)]
+        alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
+        if alike:
+            torch._foreach_lerp_(*map(list, zip(*alike, strict=True)), weight)
+        for average, weights in pairs:
+            if average.dtype != weights.dtype:  # one copy in fp32 at a time: activations may be there as well
+                average.lerp_(weights.float(), weight)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
