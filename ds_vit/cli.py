@@ -196,12 +196,12 @@ def _bench_step(arguments: argparse.Namespace) -> int:
     result = bench.bench_step(words, arguments.deepspeed_config, against, turns=arguments.turns, steps=arguments.steps)
     if process.rank != 0:
         return exit_codes.OK
-    if arguments.output is not None:
-        save_figure(bench.draw(result), Path(arguments.output))
     if arguments.json:
         print(result.to_json())
-        return exit_codes.OK
-    print_columns(make_console(), bench.title(result), bench.table(result))
+    else:
+        print_columns(make_console(), bench.title(result), bench.table(result))
+    if arguments.output is not None:
+        save_figure(bench.draw(result), Path(arguments.output))
     return exit_codes.OK
 
 

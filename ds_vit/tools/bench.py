@@ -33,7 +33,7 @@ from ds_vit.tools.measure import (
     ratio,
     versions,
 )
-from ds_vit.tools.peers import check_peer, peer_step
+from ds_vit.tools.peers import check_comparable, check_peer, peer_step
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,6 +89,7 @@ def bench_step(
     precisions = sorted({plan.deepspeed.precision.name for plan in plans.values()})
     if len(precisions) > 1:
         raise UserError(f"--deepspeed_config: files of one precision can be compared, not of {', '.join(precisions)}")
+    check_comparable(plan)
     candidates = {name: Candidate(own, make_ours) for name, own in plans.items()}
     candidates |= {name: Candidate(plan, partial(_make_peer, name)) for name in peers}
     with ranks_met(process) as device:

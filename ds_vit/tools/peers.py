@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -69,6 +68,29 @@ def own_linear() -> Iterator[None]:
         yield
 
 
+def check_comparable(plan: Plan) -> None:
+    """Refuse what ours would do and the peers would not.
+
+    Raises:
+        UserError: names it.
+    """
+    config, precision = plan.config, plan.deepspeed.precision.name
+    ours_alone = {
+        "--freeze": config.freeze,
+        "--linear-probe": config.linear_probe,
+        "--bce-loss": config.bce_loss,
+        "--layer-decay": config.layer_decay not in (None, 1.0),
+        "--model-ema": config.model_ema,
+        "--task": config.task != "classification",
+    }
+    if found := [flag for flag, is_given in ours_alone.items() if is_given]:
+        raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; drop it")
+    if "fp16" in precision:
+        raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
+    if (cls := plan.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
+
+
 def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
     """An optimizer step with the plan's model, optimizer, precision and clipping (a collective of all ranks).
 
@@ -83,19 +105,15 @@ def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor
     import timm
 
     optimizer, half = plan.optimizer, plan.deepspeed.precision.name != "fp32"
-    options: dict[str, Any] = {"drop_path_rate": plan.config.drop_path, "num_classes": plan.config.num_classes}
-    if plan.config.img_size:
-        options["img_size"] = plan.config.img_size
-    model = timm.create_model(plan.config.model, **options).to(images.device).train()
+    config = plan.config
+    options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": config.num_classes}
+    options |= {"drop_rate": config.drop, **config.model_kwargs}
+    if config.img_size:
+        options["img_size"] = config.img_size
+    model = timm.create_model(config.model, **options).to(images.device).train()
     peer = _WRAPPERS[name](model, half)
-    timms = timm.optim.create_optimizer_v2(
-        peer,
-        opt=optimizer.cls.__name__.lower(),
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        betas=optimizer.arguments.get("betas"),
-        **({"fused": True} if "fused" in inspect.signature(optimizer.cls).parameters else {}),
-    )
+    groups = timm.optim.param_groups_weight_decay(peer, optimizer.weight_decay)
+    timms = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
     autocast = half and name != "fsdp2"
 
     def step() -> None:

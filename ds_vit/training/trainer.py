@@ -192,7 +192,8 @@ class Trainer:
             try:
                 return self._train_from(first_step)
             except RollBack as bad:
-                first_step = self._roll_back(bad)
+                bad_step = bad.with_traceback(None)  # which would hold the activations of the step after it
+            first_step = self._roll_back(bad_step)
 
     def _roll_back(self, bad: RollBack) -> int:
         """Take up the last checkpoint, and leave out the samples of the steps since then (a collective).
@@ -232,7 +233,8 @@ class Trainer:
         for step in range(first_step, self.plan.optimizer.total_steps):
             self.profiler.before(step + 1)
             self._take_step(step + 1, batches)
-            self.profiler.after(step + 1, self.reporter.say if self.reporter else None)
+            if self.profiler.after(step + 1):
+                self._write_profile(step + 1)
             self.step = step + 1
             self._evaluate_if_due(self.step)
             self._boundary(self.step)
@@ -288,11 +290,23 @@ class Trainer:
         if self.ema is not None:
             self.ema.update()
 
-    def _begin(self, step: int, phase: str) -> None:
-        """Tell the watchdog what comes now; what this process does for the first time may have to be compiled."""
+    def _write_profile(self, step: int) -> None:
+        """What was recorded of the steps up to this one (a collective)."""
+        self.throughput.pause()
+        self.watchdog.beat(step, "writing the profile", patience=4)
+        self.profiler.finish(self.reporter.say if self.reporter else None)
+        self.throughput.resume()
+
+    def _begin(self, step: int, phase: str) -> float:
+        """Tell the watchdog what comes now; what this process does for the first time may have to be compiled.
+
+        Returns:
+            How many times `stall_seconds` it may take.
+        """
         patience = 1.0 if phase in self.phases else self.plan.patience_of_first
         self.phases.add(phase)
         self.watchdog.beat(step, phase, patience=patience)
+        return patience
 
     def _boundary(self, done: int) -> None:
         """Between two steps: save if it is time.
@@ -397,8 +411,11 @@ class Trainer:
     def _evaluate_weights(self, step: int, evaluations: list[dict[str, float]], kind: str) -> None:
         """Judge the weights that the model has now (a collective)."""
 
+        patience = self._begin(step, "evaluation")
+
         def stop_if_told_to() -> None:
-            self.watchdog.beat(step, "evaluation")  # a middle stage of a pipeline sees no batch pass
+            # A middle stage of a pipeline sees no batch pass.
+            self.watchdog.beat(step, "evaluation", patience=patience)
             if self.checkpoint_manager.asked_to_stop():
                 raise _Stop
 
@@ -406,7 +423,6 @@ class Trainer:
             if self.reporter:
                 self.reporter.pictures(step, pictures, kind)
 
-        self._begin(step, "evaluation")
         watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, self._doing)
         figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)

@@ -130,6 +130,8 @@ def test_a_comparison_that_cannot_be_is_refused(ranks, tmp_path):
     assert (code, "the launcher started 2; use ddp or fsdp2" in said) == (2, True)
     [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, "--against", "megatron", *WORDS)
     assert (code, "choose among timm, timm-compiled, ddp, fsdp2" in said) == (2, True)
+    [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, "--linear-probe", "--bce-loss", *WORDS)
+    assert (code, "the peers know nothing of --linear-probe, --bce-loss; drop it" in said) == (2, True)
     [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, bf16, *WORDS)
     assert (code, "files of one precision can be compared, not of bf16, fp32" in said) == (2, True)
 
