@@ -30,9 +30,9 @@ def flops_of_last_step(argv):
     for kind in (plain.PlainEngine, pipeline.PipeEngine):
         step = kind.train_step
 
-        def counting(self, inputs, step=step):
+        def counting(self, *arguments, step=step):
             with FlopCounterMode(display=False) as counter:
-                result = step(self, inputs)
+                result = step(self, *arguments)
             counted.append(counter.get_total_flops())
             return result
 
@@ -86,9 +86,9 @@ def bytes_sent(argv):
         sent[name] = sent.get(name, 0) + tensor.numel() * tensor.element_size()
         return send(tensor, *args, **kwargs)
 
-    def fresh_step(self, inputs):
+    def fresh_step(self, *arguments):
         sent.clear()
-        return step(self, inputs)
+        return step(self, *arguments)
 
     dist.send = torch.distributed.send = counting_send
     pipeline.PipeEngine.train_step = fresh_step

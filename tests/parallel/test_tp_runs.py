@@ -143,13 +143,13 @@ def count_bytes(argv):
     step = plain.PlainEngine.train_step
     per_step = []
 
-    def counted_step(self, inputs):
+    def counted_step(self, inputs, *meanwhile):
         batch = next(inputs)  # the broadcast of the inputs is not the layers' traffic
         moved.clear()
         # The optimizer's own traffic is left out: count until the last backward pass has ended.
         take, self.engine.step = self.engine.step, lambda: (per_step.append(dict(moved)), take())[1]
         try:
-            return step(self, iter([batch]))
+            return step(self, iter([batch]), *meanwhile)
         finally:
             self.engine.step = take
 
