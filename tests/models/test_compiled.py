@@ -40,11 +40,13 @@ def outputs(model, pixels, step):
 def test_one_graph_a_kind(kind):
     """A block that breaks the graph, or has one of its own; a mask of another block; weights of another block."""
     graphs = []
+    # A number that differential attention has by its depth enters the graph in fp32, and 1 less it is rounded twice.
+    within = {"rtol": 1e-6, "atol": 1e-6} if kind == "differential attention" else {"rtol": 0, "atol": 0}
     with counting_graphs(graphs, "eager"):
         eager, compiled, pixels = two_models(NAMES[kind], proj_drop_rate=0.1)
         assert timm_names(compiled) == timm_names(eager)
         for step in range(3):
-            torch.testing.assert_close(outputs(compiled, pixels, step), outputs(eager, pixels, step), rtol=0, atol=0)
+            torch.testing.assert_close(outputs(compiled, pixels, step), outputs(eager, pixels, step), **within)
             assert len(graphs) == 4, "the first block, which drops no path, and the others; training and evaluation"
 
 
