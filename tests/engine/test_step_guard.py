@@ -166,7 +166,7 @@ LATE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("after", ["skip", "skip, watching for spikes", "go back", "stop"])
 @pytest.mark.parametrize("layout", LATE)
 def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, layout, after):

@@ -77,6 +77,7 @@ def said_by_bench(config):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", LIMITS)
 def test_a_step_stays_within_its_counts(ranks, tmp_path, case):
     """An operation for each parameter or layer, or a read by the host, that creeps back."""
@@ -95,6 +96,7 @@ def test_a_step_stays_within_its_counts(ranks, tmp_path, case):
     assert ratio["operations"] == pytest.approx(ours["counts"]["operations"] / plain["counts"]["operations"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     """A peer that trains something else, a side that is not measured, two ranks that both speak, no picture."""
@@ -146,6 +148,7 @@ def run_ladder(*words):
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, world):
     """A rung that does nothing, a ratio to another rung, a batch that is not counted."""

@@ -56,7 +56,7 @@ def reference(ranks, tmp_path_factory):
     return train_in(ranks, 1, words(output)), load_file(output / "model.safetensors")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     """A mask of another block or step, a weight that is gone, a graph that is made at every step or for every block."""
@@ -96,6 +96,7 @@ def test_a_mask_that_stays_is_seen(ranks, reference, tmp_path):
         assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_frozen_blocks_at_stage_3(ranks, tmp_path):
     """A block whose input has no gradient: DeepSpeed's leaf modules take its gradients before they are there."""
     frozen = ["--freeze", "patch_embed", "pos_embed", "cls_token", "blocks.0"]
@@ -152,6 +153,7 @@ def weights_around_a_block(argv):
     return seen
 
 
+@pytest.mark.slow
 def test_stage_3_holds_one_block_whole(ranks, reference, tmp_path):
     """Weights that are gathered and never let go; views of them that a graph saves for its backward pass."""
     size = sum(tensor.numel() for name, tensor in reference[1].items() if name.startswith("blocks.0."))

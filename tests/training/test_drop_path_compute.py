@@ -38,7 +38,7 @@ def reference(ranks):
     return train_in(ranks, 1, argv_of(oracle.MODEL, TINY, 1, "-b", 8, "--drop-path-compute", "all"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_all_rows(ranks, reference, layout):
     """Rows that differ in a group or in a repetition, a gradient that ZeRO waits for in vain, a scale that is lost."""
@@ -47,7 +47,7 @@ def test_the_curve_is_that_of_all_rows(ranks, reference, layout):
     assert_same_curve(reference, train_in(ranks, world, argv), rtol=RTOL)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -51,7 +51,7 @@ def kept(ranks):
     return train(ranks, 1, 1, 16, 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_the_one_without(ranks, kept, layout, mode):
@@ -62,7 +62,7 @@ def test_the_curve_is_the_one_without(ranks, kept, layout, mode):
     assert_same_curve(kept, rows, rtol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stage", "words"),
     [(3, BF16), (2, BF16), (3, AUTOCAST), (1, AUTOCAST)],
