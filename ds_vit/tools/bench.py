@@ -7,9 +7,8 @@ torchrun --nproc_per_node 2 --module ds_vit.cli bench step --against ddp fsdp2 -
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from ds_vit.monitoring.figures import new_figure
 from ds_vit.tools.measure import (
     Candidate,
     Ratio,
+    Report,
     Side,
     machine,
     make_ours,
@@ -42,24 +42,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepBench:
+class StepBench(Report):
     """Training steps of several sides: name → side, ours by their files' names; and one of ours → a peer → ratio."""
 
-    model: str
-    options: str
     global_batch: int
-    layout: str
     precision: str
-    device: str
-    threads: int
-    versions: dict[str, str]
     ours: dict[str, Side]
     peers: dict[str, Side]
     ratios: dict[str, dict[str, Ratio]]
-
-    def to_json(self) -> str:
-        """One line for a file of figures."""
-        return json.dumps(asdict(self))
 
 
 def bench_step(
@@ -123,11 +113,7 @@ def _name(path: str, among: Sequence[str]) -> str:
 
 def title(result: StepBench) -> str:
     """What was measured, on what."""
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    return (
-        f"{result.model}, {result.precision}, batch {result.global_batch}, {result.layout}; a step, fastest of the "
-        f"turns; {result.device}, {result.threads} threads; {versions}"
-    )
+    return f"{result.model}, {result.precision}, batch {result.global_batch}, {result.layout}; {result.where}"
 
 
 def table(result: StepBench) -> list[tuple[str, ...]]:

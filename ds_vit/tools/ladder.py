@@ -8,15 +8,15 @@ ours always are.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover
 from ds_vit.tools.measure import (
     Candidate,
     Ratio,
+    Report,
     Side,
     machine,
     make_ours,
@@ -57,22 +57,12 @@ RUNGS = (
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Ladder(Report):
     """The rungs as they were measured: name → side, and name → ratio to the rung before and to the first."""
 
-    model: str
-    options: str
-    layout: str
-    device: str
-    threads: int
-    versions: dict[str, str]
     sides: dict[str, Side]
-    to_the_one_before: dict[str, Ratio] = field(default_factory=dict)
-    to_the_first: dict[str, Ratio] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line for a file of figures."""
-        return json.dumps(asdict(self))
+    to_the_one_before: dict[str, Ratio]
+    to_the_first: dict[str, Ratio]
 
 
 def climb(words: Sequence[str], batch_size: int, *, turns: int = 12, steps: int = 3) -> Ladder:
@@ -115,9 +105,7 @@ def climb(words: Sequence[str], batch_size: int, *, turns: int = 12, steps: int 
 
 def title(ladder: Ladder) -> str:
     """What was measured, on what."""
-    found = ", ".join(f"{name} {version}" for name, version in ladder.versions.items())
-    where = f"{ladder.device}, {ladder.threads} threads"
-    return f"{ladder.model}, {ladder.layout}; a step, fastest of the turns; {where}; {found}"
+    return f"{ladder.model}, {ladder.layout}; {ladder.where}"
 
 
 def table(ladder: Ladder) -> list[tuple[str, ...]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,28 @@ class Ratio:
     high: float
     operations: float
     allocated: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured on what; a subclass has the figures."""
+
+    model: str
+    options: str
+    layout: str
+    device: str
+    threads: int
+    versions: dict[str, str]
+
+    def to_json(self) -> str:
+        """One line for a file of figures."""
+        return json.dumps(asdict(self))
+
+    @property
+    def where(self) -> str:
+        """How it was measured, and on what."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"a step, fastest of the turns; {self.device}, {self.threads} threads; {versions}"
 
 
 @dataclass
