@@ -28,7 +28,6 @@ import os
 import pickle
 import resource
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -41,6 +40,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from ds_vit.launching.ports import free_port
 
 MAX_WORLD_SIZE = 8
 """A job of more ranks is refused: on a small machine it would only measure the scheduler."""
@@ -175,7 +176,7 @@ class RankPool:
         """Start the ranks, wait for all of them, and leave none behind, whatever happens."""
         start = time.monotonic()
         deadline = start + timeout
-        port = _free_port()
+        port = free_port()  # for MASTER_PORT: the ranks meet through a file, only code under test may look at it
         outcomes: list[_Outcome] = []
         processes: dict[int, BaseProcess] = {}
         try:
@@ -264,13 +265,6 @@ def _tail(path: Path) -> str:
     """The last `_OUTPUT_CHARS` characters of a file, if there is one."""
     text = path.read_text(errors="replace").rstrip() if path.exists() else ""
     return text if len(text) <= _OUTPUT_CHARS else f"[… {len(text) - _OUTPUT_CHARS} more]\n{text[-_OUTPUT_CHARS:]}"
-
-
-def _free_port() -> int:
-    """A port free right now, for MASTER_PORT: the ranks meet through a file, only code under test may look at it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # What follows runs in the ranks.

@@ -27,7 +27,8 @@ from typing import Any
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import forwarded, render
 from ds_vit.launching.hosts import Host, expand_nodelist, read_hosts
-from ds_vit.launching.rank import PROBED, Job, free_port, signal_ranks
+from ds_vit.launching.ports import free_port
+from ds_vit.launching.rank import PROBED, Job, signal_ranks
 
 RANK_PY = Path(__file__).resolve().parents[2] / "launch" / "rank.py"
 _SSH_SECONDS = 60

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import expand_counts, expand_nodelist
+from ds_vit.launching.ports import free_port
 
 _OMPI = "OMPI_COMM_WORLD_"
 # (launcher, rank, world size, local rank, local world size), in the order in which they are looked for. DeepSpeed's
@@ -108,9 +109,7 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
     number. Under mpirun they meet there if both are set, else mpi4py tells them where.
     """
     if process.launcher == "none":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environ.update(alone)
     if process.launcher in ("none", "env"):

@@ -31,6 +31,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching import host_identity
 from ds_vit.launching.errors import ErrorFinder
+from ds_vit.launching.ports import free_port
 from ds_vit.launching.process import Process, discover
 
 MARK = "ds-vit-rank "
@@ -211,21 +212,6 @@ def signal_ranks(run: str, signum: int) -> int:
                 os.kill(int(folder.name), signum)
                 count += 1
     return count
-
-
-def free_port(port: int = 0) -> int:
-    """A TCP port that is free, `port` itself where it is given.
-
-    Raises:
-        UserError: `port` is in use.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise UserError(f"port {port} on {socket.gethostname()}: {error.strerror}") from None
-        return probe.getsockname()[1]
 
 
 def probe(port: int = 0) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from project import ROOT
 from ds_vit.checkpoint import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Deadline
-from ds_vit.launching.rank import free_port
+from ds_vit.launching.ports import free_port
 
 CONFIG = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
 NEVER = {"step": 10**9, "delay": 0.0}

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ import psutil
 import pytest
 from curves import assert_same_curve, read_rows, train_in
 from project import ROOT, project_files
+
+from ds_vit.launching.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +36,6 @@ TRAINING = [
 TOOLS = ("bash", "sh", "git", "cat", "cp", "dirname", "env", "ls", "mkdir", "mv", "rm", "uname")
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def launch(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess:
     """Run a launcher on the CPU, as a person would: from another folder, without a rank's variables."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -51,10 +46,11 @@ def launch(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.Comp
 def launchers() -> dict[str, tuple[list[str], int]]:
     """Launcher → (its command before `launch/train.py`, its number of ranks)."""
     python = sys.executable
+    port = ["--master_port", str(free_port())]
     return {
         "python": ([python], 1),
-        "deepspeed": ([python, str(BIN / "deepspeed"), "--num_accelerators", "2", "--master_port", free_port()], 2),
-        "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", free_port()], 2),
+        "deepspeed": ([python, str(BIN / "deepspeed"), "--num_accelerators", "2", *port], 2),
+        "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "2", *port], 2),
         "mpirun": ([str(BIN / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none", python], 2),
     }
 
@@ -73,7 +69,8 @@ def test_every_launcher_trains_the_same(launcher, reference, tmp_path):
     if launcher == "mpirun":
         if not (BIN / "mpirun").exists():
             pytest.skip("no mpirun: pip install 'ds-vit[mpi]'")
-        environ = {"MASTER_PORT": free_port(), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        port = str(free_port())
+        environ = {"MASTER_PORT": port, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     output = tmp_path / "out"
     arguments = [*TRAINING, "--batch-size", str(16 // num_ranks), "--output", str(output)]
     done = launch([*command, str(ROOT / "launch" / "train.py"), *arguments], tmp_path, **environ)

@@ -25,7 +25,8 @@ from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
 from ds_vit.launching.hosts import Host
 from ds_vit.launching.launchers import filtered, mpi_family, refuse_unfit
-from ds_vit.launching.rank import MARK, Job, free_port
+from ds_vit.launching.ports import free_port
+from ds_vit.launching.rank import MARK, Job
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
 
 # Environment files.
@@ -497,6 +498,17 @@ def test_a_used_port_is_refused():
         with pytest.raises(ValueError, match=f"port {taken.getsockname()[1]} on .*: Address already in use"):
             free_port(taken.getsockname()[1])
     assert free_port(free_port()) > 0
+
+
+def test_no_connection_takes_the_port_before_the_ranks_meet():
+    # Catches: a port of the kernel's own range, which whatever connects during the ranks' imports may be given.
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not ephemeral.exists():
+        pytest.skip("Linux tells the range of its ephemeral ports")
+    lowest = int(ephemeral.read_text().split()[0])
+    ports = {free_port() for _ in range(8)}
+    assert max(ports) < lowest
+    assert len(ports) > 1
 
 
 def test_a_payload_needs_no_quotes():

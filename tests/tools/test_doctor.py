@@ -17,6 +17,7 @@ import pytest
 
 from ds_vit import cli
 from ds_vit.launching.hosts import Host
+from ds_vit.launching.ports import free_port
 from ds_vit.tools.doctor.checks import CHECKS, examine
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
 from ds_vit.tools.doctor.findings import Finding, Run
@@ -579,9 +580,7 @@ def test_the_collectives_of_this_machine(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     before = threading.active_count()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     assert cli.main(["doctor", "--json", "--master_port", port, "--timeout", "200"]) == 0
     network = json.loads(capsys.readouterr().out)["network"]
     assert {row["name"] for row in network["measured"]["collectives"]} == {"all_reduce", "all_gather", "reduce_scatter"}
@@ -596,9 +595,7 @@ def test_as_ranks_of_a_launcher(launcher, tmp_path):
     bin_folder = Path(sys.executable).parent
     if not (bin_folder / launcher).exists():
         pytest.skip(f"no {launcher}: pip install 'ds-vit[mpi]'")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     start = {
         "torchrun": ["--nproc_per_node", "2", "--master_port", port, "-m", "ds_vit.cli"],
         "mpirun": ["-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "ds_vit.cli"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from project import ROOT
 from safetensors.torch import save_file
 
+from ds_vit.launching.ports import free_port
 from ds_vit.tools.parity import Row, deviation, matrix
 from ds_vit.tools.parity.request import default_layouts, parse, parse_cut, parse_layouts
 from ds_vit.tools.parity.runs import worst_weight
@@ -53,11 +53,8 @@ def start(script: Path, cwd: Path, *words: str, num_ranks: int = 0) -> subproces
     """Run the tool as a person would: under deepspeed's launcher, or (0 ranks) by plain python."""
     command = [sys.executable]
     if num_ranks:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         command += [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(num_ranks)]
-        command += ["--master_port", port]
+        command += ["--master_port", str(free_port())]
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     argv = [*command, str(script), *TRAINING, *words]

@@ -27,9 +27,9 @@ import torch
 from torch.distributed import Store, rendezvous
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.ports import free_port
 from ds_vit.launching.process import Process, port_in_words
 from ds_vit.launching.process import rendezvous as launcher_rendezvous
-from ds_vit.launching.rank import free_port
 
 GRACE_SECONDS = 10.0
 """What the processes of a job get to end by themselves once one of them has failed."""
