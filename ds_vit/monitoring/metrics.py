@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -27,118 +26,6 @@ from ds_vit.tasks import Figure
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-# Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
-# name that is part of the device's name counts.
-_PEAK_TFLOPS = {
-    "H200": (989.0, 67.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100 NVL": (835.0, 60.0),
-    "H100": (989.0, 67.0),
-    "H20": (148.0, 44.0),
-    "A100": (312.0, 19.5),
-    "A40": (149.7, 37.4),
-    "A30": (165.0, 10.3),
-    "A10": (125.0, 31.2),
-    "L40S": (362.0, 91.6),
-    "L40": (181.0, 90.5),
-    "L4": (121.0, 30.3),
-    "V100": (125.0, 15.7),
-    "T4": (65.0, 8.1),
-    "B200": (2250.0, 80.0),
-}
-
-
-def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """Peak TFLOP/s of the accelerator for this precision, or None where we know none (CPUs, other GPUs)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    known = [key for key in _PEAK_TFLOPS if key in name]
-    if not known:
-        return None
-    half, single = _PEAK_TFLOPS[max(known, key=len)]
-    return single if precision == "fp32" else half
-
-
-class Throughput:
-    """Images a second and the share of time spent waiting for data, over the window since the last look.
-
-    The clock is meant to be read where the device has just been waited for; evaluation is taken out with `pause` and
-    `resume`.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self.total_images = 0
-        self.total_seconds = 0.0
-        self._paused = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Start a new window now; what was in the old one is forgotten."""
-        self._start = self._clock()
-        self._waited = 0.0
-        self._images = 0
-
-    def waited(self, seconds: float) -> None:
-        """Time that the training loop spent waiting for a batch."""
-        self._waited += seconds
-
-    def step(self, images: int) -> None:
-        """An optimizer step over a global batch of `images` has been launched."""
-        self._images += images
-
-    def pause(self) -> None:
-        """Time from here to `resume` is not training."""
-        self._paused = self._clock()
-
-    def resume(self) -> None:
-        """The window goes on, as if it had begun later."""
-        self._start += self._clock() - self._paused
-
-    def window(self, *, count: bool = True) -> tuple[float, float]:
-        """(images a second, share of time waiting for data) since the last call; starts a new window.
-
-        Args:
-            count: add the window to the run's totals (not done for the first step, which warms up).
-        """
-        seconds = max(self._clock() - self._start, 1e-9)
-        rate, waiting = self._images / seconds, min(1.0, self._waited / seconds)
-        if count:
-            self.total_images += self._images
-            self.total_seconds += seconds
-        self.restart()
-        return rate, waiting
-
-
-class Lagging:
-    """A figure of the device as it was a step or more ago, so that reading it waits for nothing.
-
-    Args:
-        device: where the figure comes from.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._here = torch.zeros((), pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._sent = False
-
-    def exchange(self, figure: torch.Tensor) -> float | None:
-        """Send for a figure (a scalar tensor); gives the one that was sent for before, None where there is none.
-
-        While that one is on its way, the new one is passed over.
-        """
-        if self._sent and self._copied is not None and not self._copied.query():
-            return None
-        before = float(self._here) if self._sent else None
-        self._here.copy_(figure.detach(), non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        self._sent = True
-        return before
-
 
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
 Events = Callable[[Sequence[tuple[str, float, int]]], None]

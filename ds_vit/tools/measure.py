@@ -23,7 +23,7 @@ from ds_vit import config as flags
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed, share_cores
 from ds_vit.launching.process import Process, rendezvous
 from ds_vit.models import count_flops
-from ds_vit.monitoring.metrics import peak_tflops
+from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import own_linear
 

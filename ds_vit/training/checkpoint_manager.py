@@ -29,7 +29,8 @@ from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
 from ds_vit.models import names_and_shapes
 from ds_vit.models.weight_files import names_as_metadata
-from ds_vit.monitoring.metrics import Reporter, Throughput, in_bytes
+from ds_vit.monitoring.metrics import Reporter, in_bytes
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.training.plan import Plan, resolved_flags
 from ds_vit.training.resume import first_step, skipped_batches

@@ -14,8 +14,9 @@ from ds_vit.engine.base import Engine
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import Flops, count_flops
-from ds_vit.monitoring.metrics import Reporter, Throughput, make_console
+from ds_vit.monitoring.metrics import Reporter, make_console
 from ds_vit.monitoring.progress import Line
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
 from ds_vit.training.build import build_engine

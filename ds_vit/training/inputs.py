@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds_vit.data import Loader, MicroBatch, Source, eval_loader, finish_keys, finish_valid, train_loader
 from ds_vit.engine.base import Engine
-from ds_vit.monitoring.metrics import Throughput
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.tasks import Batch, Field
 from ds_vit.training.plan import Plan
 from ds_vit.training.skipped_images import SkippedImages

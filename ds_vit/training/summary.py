@@ -25,7 +25,8 @@ from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.launching.last_word import is_mpirun, say_last, say_nothing_last
 from ds_vit.models import Flops, count_kept, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
-from ds_vit.monitoring.metrics import Throughput, print_table
+from ds_vit.monitoring.metrics import print_table
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.placement import Placement

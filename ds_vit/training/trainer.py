@@ -20,9 +20,10 @@ from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.models import Flops, count_flops
 from ds_vit.monitoring.gradients import GradientHealth
-from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
+from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
+from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch

@@ -13,8 +13,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds_vit.monitoring import progress
-from ds_vit.monitoring.metrics import Lagging
 from ds_vit.monitoring.progress import Line
+from ds_vit.monitoring.throughput import Lagging
 
 
 def terminal(width=80, *, is_terminal=True):

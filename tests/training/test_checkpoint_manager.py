@@ -10,7 +10,7 @@ import pytest
 from ds_vit.checkpoint import Checkpoint
 from ds_vit.checkpoint.snapshot import Save
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.monitoring.metrics import Throughput
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.training import checkpoint_manager
 from ds_vit.training.checkpoint_manager import CheckpointManager
 

@@ -221,7 +221,7 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
     from ds_vit.checkpoint.snapshot import collect_weights
     from ds_vit.engine.start import device_of
     from ds_vit.models import names_and_shapes
-    from ds_vit.monitoring.metrics import Throughput
+    from ds_vit.monitoring.throughput import Throughput
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build import build_engine
     from ds_vit.training.inputs import InputPipeline
