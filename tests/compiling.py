@@ -27,19 +27,24 @@ def counting_graphs(graphs, backend="aot_eager", before=lambda: None):
 def train_counting(argv, backend="aot_eager", before=lambda: None):
     """On a rank: train; how many graphs there were after each step and each evaluation."""
     from ds_vit.training.trainer import Trainer
+    from ds_vit.training.validation import Validation
 
     graphs, counts = [], []
 
-    def counted(name):
-        own = getattr(Trainer, name)
+    def counted(owner, name):
+        own = getattr(owner, name)
 
         def call(self, *args):
             out = own(self, *args)
             counts.append((name, len(graphs)))
             return out
 
-        return mock.patch.object(Trainer, name, call)
+        return mock.patch.object(owner, name, call)
 
-    with counting_graphs(graphs, backend, before), counted("_take_step"), counted("_evaluate_weights"):
+    with (
+        counting_graphs(graphs, backend, before),
+        counted(Trainer, "_take_step"),
+        counted(Validation, "_judge_weights"),
+    ):
         train_main(argv)
     return counts

@@ -23,7 +23,7 @@ from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
-from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
+from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
@@ -31,15 +31,12 @@ from ds_vit.training.bad_steps import BadSteps, RollBack
 from ds_vit.training.build import build_engine
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.epoch_mean import EpochMean
-from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
+from ds_vit.training.step_log import StepLog
 from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
-
-
-class _Stop(Exception):
-    """Leaves an evaluation in the middle, on all ranks at the same batch."""
+from ds_vit.training.validation import Stopped, Validation
 
 
 class Trainer:
@@ -73,14 +70,9 @@ class Trainer:
         self.signals = signals
         self.device = device_of(plan.parallel.process.local_rank)
         is_first = plan.parallel.process.rank == 0
-        # Of rank 0, which tells them.
-        self.flops = count_flops(plan.model.whole, plan.model.frozen) if is_first else Flops(0, 0)
-        self.peak = peak_tflops(self.device, plan.deepspeed.precision.name)
+        self.flops = count_flops(plan.model.whole, plan.model.frozen) if is_first else Flops(0, 0)  # rank 0 tells them
         self.throughput = Throughput()
-        self.evaluations: list[dict[str, float]] = []
-        self.ema_evaluations: list[dict[str, float]] = []
         self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.deepspeed.precision.name)
-        self.evaluated_step = 0
         self.phases: set[str] = set()  # what this process has begun once
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
@@ -92,7 +84,6 @@ class Trainer:
         self.epoch_loss = EpochMean(self.device)
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
-        self.loss_of_late = Lagging(self.device)
         # TensorBoard gets 200 points of a short run too.
         self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
         if is_first:
@@ -153,6 +144,19 @@ class Trainer:
         self.checkpoint_manager = CheckpointManager(
             plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
         )
+        self.step_log = StepLog(
+            plan, self.engine, self.inputs, self.flops, self.throughput, self.epoch_loss, self.bad_steps, self.reporter
+        )
+        self.validation = Validation(
+            plan,
+            self.engine,
+            self.inputs,
+            self.ema,
+            self.checkpoint_manager,
+            self.watchdog,
+            self._begin,
+            self.reporter,
+        )
 
     def _carry_out(self) -> str:
         """Train and save (a collective); gives the word that summary.json ends with."""
@@ -168,8 +172,8 @@ class Trainer:
         """The contents of summary.json (a collective)."""
         return summarise(
             self.plan,
-            self.evaluations,
-            self.ema_evaluations,
+            self.validation.evaluations,
+            self.validation.ema_evaluations,
             self.throughput,
             self.inputs.skipped.state_dict(),
             self._wall_seconds(),
@@ -188,8 +192,7 @@ class Trainer:
         """Steps until the end; after each rollback from the step that it led to."""
         self._boundary(first_step)
         while True:
-            if first_step and self.evaluated_step != first_step:
-                self._evaluate_if_due(first_step)  # the run was interrupted within this evaluation
+            self._evaluate_if_due(first_step)  # where the run was interrupted within this evaluation
             try:
                 return self._train_from(first_step)
             except RollBack as bad:
@@ -215,9 +218,7 @@ class Trainer:
         skipped = used - self.step - manager.skipped_batches
         manager.skipped_batches = used - self.step
         # Time, images and skipped steps go on counting; what was measured after that step is forgotten.
-        self.evaluations = self.evaluations[: len(state["evaluations"])]
-        self.ema_evaluations = self.ema_evaluations[: len(state["ema_evaluations"])]
-        self.evaluated_step = state["evaluated_step"]
+        self.validation.load_state_dict(state)
         self.engine.guard.remember(state["spikes"])
         self.epoch_loss.load_state_dict(state.get("epoch_loss"))
         self.bad_steps.rolled_back(bad, self.step, skipped, self.reporter)
@@ -258,7 +259,7 @@ class Trainer:
         self._open = step, scale, result
         if looks:
             self._conclude()
-            self._log_gradients(step, scale, result)
+            self.step_log.gradients(step, self.health.finish(), scale, result)
         self.throughput.step(plan.data.batch.global_batch)
         if config.check_replicas and step % config.check_replicas == 0:
             check_replicas(self.engine, step)
@@ -266,10 +267,7 @@ class Trainer:
             self._log(step, lr, scale, result)
         elif step % self.draw_interval == 0:
             self._draw(step, lr, scale, result)
-        if self.reporter and self.reporter.line.moves:
-            # This rank's own loss: the mean over all ranks would have to wait for them.
-            late = self.loss_of_late.exchange(result.loss)
-            self.reporter.line.step(step, loss=late, images=plan.data.batch.global_batch)
+        self.step_log.line(step, result)
 
     def _conclude(self) -> None:
         """What waits for the verdict on the last step: counts and averages (a collective).
@@ -286,10 +284,18 @@ class Trainer:
         if not result.applied:
             self.bad_steps.skip(step, scale, result, float(self.engine.mean(result.loss)), self.reporter)
             return
-        self.epoch_loss.add(result.loss, self._epoch(step))
+        self.epoch_loss.add(result.loss, self.plan.data.order.epoch_of(max(step - 1, 0)))
         self.bad_steps.applied()
         if self.ema is not None:
             self.ema.update()
+
+    def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+        self._conclude()
+        self.step_log.row(step, lr, scale, result)
+
+    def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+        self._conclude()
+        self.step_log.point(step, lr, scale, result)
 
     def _write_profile(self, step: int) -> None:
         """What was recorded of the steps up to this one (a collective)."""
@@ -319,64 +325,24 @@ class Trainer:
         self.checkpoint_manager.boundary(done)
 
     def _evaluate_if_due(self, done: int) -> None:
-        plan = self.plan
-        if plan.data.val_source is None or not done:
+        """Judge the weights if it is time (a collective).
+
+        Raises:
+            Interrupted: the ranks were told to stop meanwhile; the step is saved.
+        """
+        if not self.validation.is_due(done):
             return
-        epochs, rest = divmod(done, plan.data.order.steps_per_epoch)
-        interval = plan.config.eval_interval
-        if (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.optimizer.total_steps:
-            self._evaluate(done)
-
-    def _log_gradients(self, step: int, scale: float, result: StepResult) -> None:
-        """A row of kind "gradients" (a collective)."""
-        row = self.health.finish()
-        if self.reporter and result.applied:
-            self.reporter.gradients({"step": step, **row, "loss_scale": scale, "skipped_steps": self.bad_steps.skipped})
-
-    def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
-        """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
         self._conclude()
-        plan = self.plan
-        epoch = self._epoch(step)
-        losses = torch.stack((result.loss.float(), self.epoch_loss.own(epoch)))
-        loss, epoch_loss = self.engine.mean(losses).tolist()
-        norm = _norm(result)
-        rate, waiting = self.throughput.window(count=step > 1)
-        counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
-        if self.reporter is None:
-            return
-        tflops = self.flops.training * rate / plan.parallel.layout.world_size / 1e12
-        self.reporter.train(
-            {
-                "step": step,
-                "loss": loss,
-                "epoch_loss": epoch_loss if self.epoch_loss.steps else None,
-                "lr": lr,
-                "grad_norm": norm,
-                "loss_scale": scale,
-                "images_per_second": rate,
-                "tflops_per_accelerator": tflops,
-                "mfu": tflops / self.peak if self.peak else None,
-                "data_wait_fraction": waiting,
-                "images_seen": step * plan.data.batch.global_batch,
-                **counted,
-            }
-        )
-
-    def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
-        """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
-        self._conclude()
-        loss, norm = float(self.engine.mean(result.loss)), _norm(result)
-        if self.reporter:
-            self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
+        self.throughput.pause()
+        try:
+            self.validation.judge(done)
+        except Stopped:
+            self._boundary(done)
+        self.throughput.resume()
 
     def _doing(self, what: str, total: int | None = None) -> contextlib.AbstractContextManager[Counted]:
         """A line on rank 0's terminal for the block."""
         return self.reporter.line.doing(what, total) if self.reporter else contextlib.nullcontext(iter)
-
-    def _epoch(self, step: int) -> int:
-        """The epoch, counted from 0, that a step belongs to."""
-        return max(step - 1, 0) // self.plan.data.order.steps_per_epoch
 
     def _wall_seconds(self) -> float:
         """Of all processes that this run has had, up to now."""
@@ -384,54 +350,7 @@ class Trainer:
 
     def _stamp(self, step: int) -> dict[str, float]:
         """What each row of metrics.jsonl has."""
-        return {"epoch": self._epoch(step), "wall_seconds": self._wall_seconds()}
-
-    def _evaluate(self, step: int) -> None:
-        """Exact metrics over the validation split (a collective).
-
-        Raises:
-            Interrupted: the ranks were told to stop meanwhile; the step is saved, and not counted as evaluated.
-        """
-        self._conclude()
-        self.throughput.pause()
-        before = len(self.evaluations), len(self.ema_evaluations)
-        try:
-            self._evaluate_weights(step, self.evaluations, "eval")
-            if self.ema is not None:
-                with self.ema.swapped():
-                    self._evaluate_weights(step, self.ema_evaluations, "eval_ema")
-        except _Stop:
-            del self.evaluations[before[0] :], self.ema_evaluations[before[1] :]  # the run that goes on repeats both
-            self._boundary(step)
-        self.throughput.resume()
-        self.evaluated_step = step
-        figure = self.plan.model.task.figures[0]
-        values = [evaluation[figure.name] for evaluation in self.evaluations]
-        self.checkpoint_manager.evaluated(step, is_best=values[-1] == figure.best(*values))
-
-    def _evaluate_weights(self, step: int, evaluations: list[dict[str, float]], kind: str) -> None:
-        """Judge the weights that the model has now (a collective)."""
-
-        patience = self._begin(step, "evaluation")
-
-        def stop_if_told_to() -> None:
-            # A middle stage of a pipeline sees no batch pass.
-            self.watchdog.beat(step, "evaluation", patience=patience)
-            if self.checkpoint_manager.asked_to_stop():
-                raise _Stop
-
-        def show(pictures: Pictures) -> None:
-            if self.reporter:
-                self.reporter.pictures(step, pictures, kind)
-
-        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, self._doing)
-        figures = evaluate(self.engine, self.inputs, watch)
-        evaluations.append(figures)
-        if self.reporter:
-            row = {"step": step, **figures}
-            if self.plan.config.on_bad_image == "skip":
-                row["skipped_images"] = len(self.plan.data.val_source) - int(figures["images"])
-            self.reporter.eval(row, self.plan.model.task.figures, kind)
+        return {"epoch": self.plan.data.order.epoch_of(max(step - 1, 0)), "wall_seconds": self._wall_seconds()}
 
     # ---- what a run that goes on wants to find again ---------------------------------------------------------------
 
@@ -443,9 +362,7 @@ class Trainer:
         """
         self._conclude()
         return {
-            "evaluations": self.evaluations,
-            "ema_evaluations": self.ema_evaluations,
-            "evaluated_step": self.evaluated_step,
+            **self.validation.state_dict(),
             **self.bad_steps.state_dict(),
             "spikes": self.engine.guard.recent(),
             **self.inputs.skipped.state_dict(),
@@ -457,9 +374,7 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave."""
-        self.evaluations = list(state["evaluations"])
-        self.ema_evaluations = list(state["ema_evaluations"])
-        self.evaluated_step = state["evaluated_step"]
+        self.validation.load_state_dict(state)
         self.bad_steps.load_state_dict(state)
         self.engine.guard.remember(state["spikes"])
         self.epoch_loss.load_state_dict(state.get("epoch_loss"))
@@ -467,8 +382,3 @@ class Trainer:
         self.inputs.skipped.load_state_dict(state)
         self.throughput.total_images = state["trained_images"]
         self.throughput.total_seconds = state["trained_seconds"]
-
-
-def _norm(result: StepResult) -> float | None:
-    """The gradient norm of a step that was applied."""
-    return float(result.grad_norm) if result.applied and result.grad_norm is not None else None

@@ -1,0 +1,106 @@
+"""What is written down of a step: a row of metrics.jsonl, a point of TensorBoard's curves, the progress line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_vit.engine.base import Engine, StepResult
+from ds_vit.models import Flops
+from ds_vit.monitoring.metrics import Reporter
+from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
+from ds_vit.training.bad_steps import BadSteps
+from ds_vit.training.epoch_mean import EpochMean
+from ds_vit.training.inputs import InputPipeline
+from ds_vit.training.plan import Plan
+
+
+class StepLog:
+    """Writes down steps whose verdict is known; all ranks call it, for the figures are means over them.
+
+    Args:
+        plan: what to do.
+        engine: runs the model.
+        inputs: of the run.
+        flops: of the model, on rank 0.
+        throughput: images a second, and the time waited for data.
+        epoch_loss: the epoch's mean loss up to now.
+        bad_steps: counts the steps that were skipped.
+        reporter: of rank 0; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        inputs: InputPipeline,
+        flops: Flops,
+        throughput: Throughput,
+        epoch_loss: EpochMean,
+        bad_steps: BadSteps,
+        reporter: Reporter | None,
+    ) -> None:
+        self.plan = plan
+        self.engine = engine
+        self.inputs = inputs
+        self.flops = flops
+        self.peak = peak_tflops(engine.device, plan.deepspeed.precision.name)
+        self.throughput = throughput
+        self.epoch_loss = epoch_loss
+        self.bad_steps = bad_steps
+        self.reporter = reporter
+        self.late_loss = Lagging(engine.device)
+
+    def gradients(self, step: int, row: Mapping[str, Any], scale: float, result: StepResult) -> None:
+        """A row of kind "gradients"."""
+        if self.reporter and result.applied:
+            self.reporter.gradients({"step": step, **row, "loss_scale": scale, "skipped_steps": self.bad_steps.skipped})
+
+    def row(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+        """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
+        plan = self.plan
+        epoch = plan.data.order.epoch_of(max(step - 1, 0))
+        losses = torch.stack((result.loss.float(), self.epoch_loss.own(epoch)))
+        loss, epoch_loss = self.engine.mean(losses).tolist()
+        norm = _norm(result)
+        rate, waiting = self.throughput.window(count=step > 1)
+        counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
+        if self.reporter is None:
+            return
+        tflops = self.flops.training * rate / plan.parallel.layout.world_size / 1e12
+        self.reporter.train(
+            {
+                "step": step,
+                "loss": loss,
+                "epoch_loss": epoch_loss if self.epoch_loss.steps else None,
+                "lr": lr,
+                "grad_norm": norm,
+                "loss_scale": scale,
+                "images_per_second": rate,
+                "tflops_per_accelerator": tflops,
+                "mfu": tflops / self.peak if self.peak else None,
+                "data_wait_fraction": waiting,
+                "images_seen": step * plan.data.batch.global_batch,
+                **counted,
+            }
+        )
+
+    def point(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+        """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
+        loss, norm = float(self.engine.mean(result.loss)), _norm(result)
+        if self.reporter:
+            self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
+
+    def line(self, step: int, result: StepResult) -> None:
+        """Move the progress line, where there is one."""
+        if self.reporter and self.reporter.line.moves:
+            # This rank's own loss: the mean over all ranks would have to wait for them.
+            late = self.late_loss.exchange(result.loss)
+            self.reporter.line.step(step, loss=late, images=self.plan.data.batch.global_batch)
+
+
+def _norm(result: StepResult) -> float | None:
+    """The gradient norm of a step that was applied."""
+    return float(result.grad_norm) if result.applied and result.grad_norm is not None else None
