@@ -30,6 +30,7 @@ from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import Rejection, SquareNorms, StepGuard, Verdict
 from ds_vit.engine.workarounds import (
     advance_where_applied,
+    ask_numactl_once,
     copy_buckets_at_once,
     copy_reduced_at_once,
     count_groups_of_other_stages,
@@ -38,8 +39,7 @@ from ds_vit.engine.workarounds import (
     partition_at_once,
     settle_the_scale_after_the_step,
 )
-from ds_vit.models import timm_names
-from ds_vit.models.compiled import compiled_blocks
+from ds_vit.models import blocks_of, timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import build_zero_map
@@ -125,7 +125,8 @@ class Engine(ABC):
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 3:
-            gather_around(compiled_blocks(self.engine.module))
+            ask_numactl_once()
+            gather_around(self.engine.optimizer, blocks_of(self.engine.module))
         if self.stage == 0:
             copy_reduced_at_once(self.engine)
             take_step = self.engine._take_model_step

@@ -6,6 +6,7 @@ Each has a canary in tests/engine/test_deepspeed_canaries.py, which says when it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -149,23 +150,43 @@ def partition_at_once(optimizer: Any) -> None:
     optimizer.partition_grads = partition_grads
 
 
-def gather_around(modules: Iterable[torch.nn.Module]) -> None:
+def gather_around(optimizer: Any, modules: Iterable[torch.nn.Module]) -> None:
     """Have ZeRO-3 gather all weights of each of these modules around its call, in place of each part's around its own.
 
-    Their graphs cannot run DeepSpeed's hooks of a part. Its leaf modules would be the same with fewer lines, but lose
-    the gradients of a module whose input has none: they are taken when the gradient of the input is there.
+    A block has some twenty parts, each with four hooks that run in every step whether or not it has a weight; and the
+    graph of a compiled block cannot run them. DeepSpeed's leaf modules would be the same with fewer lines, but lose the
+    gradients of a module whose input has none: they are taken when the gradient of the input is there.
+
+    Args:
+        optimizer: of the engine; without one to train with, what DeepSpeed has in its place.
+        modules: none of them inside another.
     """
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
+    dicts_of_parts = set()
     for module in modules:
         own = set(module.parameters(recurse=False))
         for part in module.modules():
             if part is not module:
-                part._forward_pre_hooks.clear()
-                part._forward_hooks.clear()
+                dicts_of_parts |= {id(part._forward_pre_hooks), id(part._forward_hooks)}
         for parameter in module.parameters():
             if parameter not in own:
                 register_external_parameter(module, parameter)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):  # others' hooks stay
+        if id(hook.hooks_dict_ref()) in dicts_of_parts:
+            hook.remove()
+
+
+def ask_numactl_once() -> None:
+    """Have DeepSpeed's accelerator for CPUs count itself once a process.
+
+    ZeRO-3 asks for the count in every reduction of a bucket, and each answer is a process of `numactl`.
+    """
+    from deepspeed.utils import numa
+
+    if not hasattr(numa.get_numa_cores, "cache_info"):
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
 
 
 def settle_the_scale_after_the_step(optimizer: Any) -> None:

@@ -28,7 +28,7 @@ from ds_vit.models.masked_autoencoder import (
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
 from ds_vit.models.pretrained import find_pretrained
-from ds_vit.models.sequential import BlockRun, SequentialViT, giving_features, run_layers, timm_names
+from ds_vit.models.sequential import BlockRun, SequentialViT, blocks_of, giving_features, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -60,6 +60,7 @@ __all__ = [
     "TimmViT",
     "balance",
     "block_stacks",
+    "blocks_of",
     "cast_block_buffers",
     "check_bounds",
     "check_kept",

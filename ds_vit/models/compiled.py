@@ -115,12 +115,6 @@ def compile_block(layer: Layer, function: Compiled) -> None:
                 ) from error
 
     block.forward = forward
-    block._is_compiled = True
-
-
-def compiled_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks inside any container that run compiled."""
-    return [child for child in module.modules() if getattr(child, "_is_compiled", False)]
 
 
 def _rate(drop: KeyedDrop) -> float:

@@ -570,6 +570,26 @@ def test_a_replaced_method_is_still_what_was_read(name):
     assert hashlib.sha256(source.encode()).hexdigest()[:16] == READ[name]
 
 
+def test_the_accelerator_for_cpus_asks_numactl_each_time(monkeypatch):
+    """workarounds.ask_numactl_once: ZeRO-3 counts accelerators in every reduction of a bucket."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.utils import numa
+
+    from ds_vit.engine.workarounds import ask_numactl_once
+
+    asked = []
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setattr(
+        numa.subprocess, "check_output", lambda words: asked.append(words) or b"available: 1 nodes\nnode 0 cpus: 0 1"
+    )
+    monkeypatch.setattr(numa, "get_numa_cores", inspect.unwrap(numa.get_numa_cores))
+    assert [CPU_Accelerator().device_count() for _ in range(2)] == [1, 1]
+    assert len(asked) == 2
+    ask_numactl_once()
+    assert [CPU_Accelerator().device_count() for _ in range(2)] == [1, 1]
+    assert len(asked) == 3
+
+
 def test_zero3s_linear_map_writes_into_the_product():
     """workarounds.leave_products_alone has it add beside: selective recomputation keeps the product and adds again."""
     from deepspeed.runtime.zero import linear

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +229,19 @@ def exits(told: str) -> dict[int, int]:
 def test_a_run_without_faults_ends_by_itself(ranks):
     # Catches: a goodbye that waits for ever, or that takes a store away from those who still run.
     assert ranks.run(3, work, 5, "none", 0, 8.0) == ["done"] * 3
+
+
+def test_the_first_rank_waits_for_no_roll_call():
+    # Catches: a rank 0 that sees goodbyes with the next roll call alone, up to two seconds after they were said.
+    dog = Watchdog(60, rank=0, world_size=2, store=dist.HashStore())
+    dog._roll = Roll(2, dog.lost_seconds, 0.0)
+    dog._store.set("rank/1", Sign(9, "left", "h", Place()).pack())
+    dog._state = "left"
+    with mock.patch.object(dog._stopped, "wait", side_effect=AssertionError("rank 0 waits")):
+        dog._leave(60)
+        dog._store.set("rank/1", Sign(9, "runs", "h", Place()).pack())
+        with pytest.raises(AssertionError, match="rank 0 waits"):
+            dog._leave(60)
 
 
 @pytest.mark.slow

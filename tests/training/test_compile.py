@@ -106,27 +106,33 @@ def test_frozen_blocks_at_stage_3(ranks, tmp_path):
 
 
 def weights_around_a_block(argv):
-    """On a rank: elements of blocks that are whole while a block's graph runs and after the step, and how many pieces
-    of memory that they were gathered into are still held when the loss is taken."""
+    """On a rank: elements of blocks that are whole while a block runs and after the step, and how many pieces of memory
+    that they were gathered into are still held when the loss is taken."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from ds_vit.engine.plain import PlainEngine
-    from ds_vit.models import compiled
+    from ds_vit.models import blocks_of
 
     seen, gathered, blocks = {"inside": [], "held": [], "after": []}, [], []
-    own_init, own_step, own_function = PlainEngine.__init__, PlainEngine.train_step, compiled.compile_function
+    own_init, own_step = PlainEngine.__init__, PlainEngine.train_step
 
     def whole():
         return sum(p.numel() for block in blocks for p in block.parameters())
 
+    def look(block, _):
+        gathered.extend(StorageWeakRef(p.untyped_storage()) for p in block.parameters())
+        seen["inside"].append(whole())
+
     def init(self, model, optimizer, loss, *args, **kwargs):
-        blocks.extend(compiled.compiled_blocks(model))
+        blocks.extend(blocks_of(model))
 
         def loss_with_a_look(*inputs):
             seen["held"].append(sum(not memory.expired() for memory in gathered))
             return loss(*inputs)
 
         own_init(self, model, optimizer, loss_with_a_look, *args, **kwargs)
+        for block in blocks:
+            block.register_forward_pre_hook(look)  # behind DeepSpeed's own, which gathers
 
     def step(self, *args):
         gathered.clear()
@@ -134,30 +140,17 @@ def weights_around_a_block(argv):
         seen["after"].append(whole())
         return result
 
-    def function(mode):
-        run = own_function(mode)
-
-        def watched(block, *args):
-            gathered.extend(StorageWeakRef(p.untyped_storage()) for p in block.parameters())
-            seen["inside"].append(whole())
-            return run(block, *args)
-
-        return watched
-
-    with (
-        mock.patch.object(PlainEngine, "__init__", init),
-        mock.patch.object(PlainEngine, "train_step", step),
-        mock.patch("ds_vit.training.layer_converters.compile_function", function),
-    ):
+    with mock.patch.object(PlainEngine, "__init__", init), mock.patch.object(PlainEngine, "train_step", step):
         train_counting(argv, backend="aot_eager_decomp_partition")  # inductor's choice of what is saved
     return seen
 
 
 @pytest.mark.slow
-def test_stage_3_holds_one_block_whole(ranks, reference, tmp_path):
+@pytest.mark.parametrize("mode", [[], ["--compile"]], ids=["eager", "compiled"])
+def test_stage_3_holds_one_block_whole(ranks, reference, tmp_path, mode):
     """Weights that are gathered and never let go; views of them that a graph saves for its backward pass."""
     size = sum(tensor.numel() for name, tensor in reference[1].items() if name.startswith("blocks.0."))
-    for seen in ranks.run(2, weights_around_a_block, [*words(tmp_path / "run", 3, 2), "--compile"]):
+    for seen in ranks.run(2, weights_around_a_block, [*words(tmp_path / "run", 3, 2), *mode]):
         assert set(seen["inside"]) == {size}
         assert set(seen["held"]) == set(seen["after"]) == {0}
     assert_same_curve(reference[0], read_rows(tmp_path / "run"), rtol=RTOL)
