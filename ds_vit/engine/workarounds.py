@@ -89,27 +89,36 @@ def copy_reduced_at_once(engine: Any) -> None:
 
 
 def copy_buckets_at_once(optimizer: Any) -> None:
-    """Have ZeRO-1 and ZeRO-2 copy a reduced bucket into this rank's partition in one operation in place of one a
-    parameter."""
+    """Have ZeRO-1 and ZeRO-2 take a reduced bucket into this rank's partition in one operation in place of one a
+    parameter, each gradient to the place where the optimizer steps on it.
+
+    DeepSpeed lines them up as they come, and copies all of them once more into the order of the flat weights.
+    """
     if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
         return
     from deepspeed.accelerator import get_accelerator
 
-    own_copy, own_reduce = optimizer.copy_grads_in_partition, optimizer.reduce_ipg_grads
+    own_reduce, own_copy = optimizer.reduce_ipg_grads, optimizer.copy_grads_in_partition
+    own_flat = optimizer._get_preflattened_grad_partition
+    starts, firsts, gaps, total = _places(optimizer)
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
 
     def copy_grads_in_partition(param: torch.Tensor, group_idx: int | None = None) -> None:
         group = optimizer._get_param_group_idx(param) if group_idx is None else group_idx
-        if optimizer.grads_in_partition is None or optimizer._use_compact_grad_partition_buffer(group):
-            own_copy(param, group)  # the first one also makes the memory
+        if optimizer._use_compact_grad_partition_buffer(group):
+            own_copy(param, group)
             return
-        gradient, start = optimizer.get_gradient_for_reduction(param), optimizer.grads_in_partition_offset
-        place = optimizer.grads_in_partition.view(-1).narrow(0, start, param.numel())
+        if optimizer.grads_in_partition is None:
+            device = get_accelerator().current_device_name()
+            optimizer.grads_in_partition = torch.empty(total, dtype=optimizer.dtype, device=device)
+            for gap in gaps:
+                optimizer.grads_in_partition[gap].zero_()
+        gradient = optimizer.get_gradient_for_reduction(param)
+        place = optimizer.grads_in_partition.narrow(0, starts[id(param)], param.numel())
         sources.append(gradient.detach().view(-1))
         places.append(place)
         gradient.data = place.view_as(gradient)
-        optimizer.grads_in_partition_offset += param.numel()
 
     def reduce_ipg_grads(comm_dtype: torch.dtype | None = None) -> None:
         own_reduce(comm_dtype)
@@ -121,7 +130,45 @@ def copy_buckets_at_once(optimizer: Any) -> None:
             places.clear()
             sources.clear()
 
+    def flat(group: int) -> torch.Tensor | None:
+        """The gradients of a partition as the one piece of memory that they are, or None for DeepSpeed to join them."""
+        whole = own_flat(group)
+        gradients = optimizer.averaged_gradients[group][: len(optimizer.params_in_partition[group])]
+        if whole is not None or not gradients:
+            return whole
+        memory, at = gradients[0].untyped_storage(), firsts[group]
+        for gradient in gradients:  # one that the loss does not reach is elsewhere, as one in another type
+            if gradient.untyped_storage().data_ptr() != memory.data_ptr() or gradient.storage_offset() != at:
+                return None
+            at += gradient.numel()
+        if memory.nbytes() != total * gradients[0].element_size():
+            return None
+        return gradients[0].as_strided((int(optimizer.partition_size[group]),), (1,))
+
     optimizer.copy_grads_in_partition, optimizer.reduce_ipg_grads = copy_grads_in_partition, reduce_ipg_grads
+    optimizer._get_preflattened_grad_partition = flat
+
+
+def _places(optimizer: Any) -> tuple[dict[int, int], list[int], list[slice], int]:
+    """Where ZeRO's gradients stand in one piece of memory, group by group in the order of the flat weights.
+
+    Returns:
+        id(parameter) → start of its gradient; for each group, where this rank's partition starts (the first parameter
+        may begin in another rank's); what stays zero, behind the last gradient; and the length.
+    """
+    starts: dict[int, int] = {}
+    firsts, gaps, total = [], [], 0
+    groups = zip(optimizer.params_in_partition, optimizer.first_offset, optimizer.partition_size, strict=True)
+    for parameters, first_offset, size in groups:
+        first = total + int(first_offset)
+        firsts.append(first)
+        for parameter in parameters:
+            starts[id(parameter)] = total
+            total += parameter.numel()
+        if parameters and first + int(size) > total:
+            gaps.append(slice(total, first + int(size)))
+            total = first + int(size)
+    return starts, firsts, gaps, total
 
 
 def partition_at_once(optimizer: Any) -> None:
