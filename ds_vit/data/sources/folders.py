@@ -67,8 +67,7 @@ def find_split(data_dir: str, split: str) -> str:
                 f"--data-dir {data_dir} is a file; pass the folder that holds <split>/ or <split>.tar for both splits"
             )
         raise UserError(f"--data-dir {data_dir} does not exist")
-    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
-    names = [split, *(name for name in synonyms if name != split)]
+    names = synonyms_of(split)
     for name in names:
         if os.path.isdir(folder := os.path.join(data_dir, name)):
             return folder
@@ -79,6 +78,12 @@ def find_split(data_dir: str, split: str) -> str:
         f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
     )
+
+
+def synonyms_of(split: str) -> list[str]:
+    """The names that a split may have in place of each other, its own first."""
+    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
+    return [split, *(name for name in synonyms if name != split)]
 
 
 class _Listing(NamedTuple):
@@ -115,7 +120,8 @@ def _list_images(paths: list[str], labels: list[str], where: str) -> _Listing:
     return _Listing(kept, [labels[number] for number in kept], left_out)
 
 
-def _number_classes(labels: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
+def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Class names in natural order, and the number of each label among them, int64 [len(labels)]."""
     names = sorted(set(labels), key=lambda name: (natural_key(name), name))
     numbers = {name: number for number, name in enumerate(names)}
     return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
@@ -220,7 +226,7 @@ class FolderSource(_FileSource):
         self.left_out = dict(listing.left_out)
         # The empty ones stand in the list for their names alone.
         of_empty = [posixpath.basename(folder) for folder in empty]
-        self.class_names, numbers = _number_classes([*listing.labels, *of_empty])
+        self.class_names, numbers = number_classes([*listing.labels, *of_empty])
         self._targets = numbers[: len(images)]
 
     def target(self, index: int) -> int:
@@ -260,7 +266,7 @@ class MultiLabelSource(_FileSource):
         paths = sorted(rows, key=lambda path: (natural_key(path), path))
         super().__init__(root, paths)
         if classes is None:
-            names, _ = _number_classes([label for labels in rows.values() for label in labels])
+            names, _ = number_classes([label for labels in rows.values() for label in labels])
         else:
             names = tuple(classes)
         numbers = {name: number for number, name in enumerate(names)}
@@ -367,7 +373,7 @@ class TarSource(Source):
         self._offsets = np.array([member.offset for member in kept], dtype=np.int64)
         self._sizes = np.array([member.size for member in kept], dtype=np.int64)
         self.left_out = dict(listing.left_out)
-        self.class_names, self._targets = _number_classes(listing.labels)
+        self.class_names, self._targets = number_classes(listing.labels)
         self._open: dict[int, BinaryIO] = {}
 
     def __getstate__(self) -> dict[str, object]:
