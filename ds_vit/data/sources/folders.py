@@ -17,11 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image
 from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.class_checks import empty_classes, without_images
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode, undecodable
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, undecodable
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
@@ -151,12 +150,15 @@ class _FileSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        path = self.describe(index)
-        return decode(_read(path), path)
+    def encoded(self, index: int) -> bytes:
+        return _read(self.describe(index))
+
+    def path(self, index: int) -> str:
+        """Where the image is below the split's folder, with forward slashes."""
+        return os.fsdecode(self._paths[index])
 
     def describe(self, index: int) -> str:
-        return os.path.join(self._root, os.fsdecode(self._paths[index]))
+        return os.path.join(self._root, self.path(index))
 
 
 class ImageFiles(_FileSource):
@@ -167,9 +169,9 @@ class ImageFiles(_FileSource):
     def __init__(self, paths: list[str]) -> None:
         super().__init__("", paths)
 
-    def image(self, index: int) -> Image.Image:
+    def encoded(self, index: int) -> bytes:
         try:
-            return super().image(index)
+            return super().encoded(index)
         except OSError as error:
             raise undecodable(self.describe(index), OSError(error.strerror)) from error
 
@@ -382,10 +384,7 @@ class TarSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self._bytes(index), self.describe(index))
-
-    def _bytes(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         number = int(self._tar_of[index])
         if number not in self._open:
             self._open[number] = open(self._tars[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run
@@ -397,5 +396,9 @@ class TarSource(Source):
     def told_apart_by(self) -> tuple[np.ndarray, ...]:
         return below_common_folder(self._paths), self._targets
 
+    def path(self, index: int) -> str:
+        """Where the image is in the tar, or below the folder of tars, with forward slashes."""
+        return os.fsdecode(self._paths[index])
+
     def describe(self, index: int) -> str:
-        return f"{self._tars[self._tar_of[index]]}:{os.fsdecode(self._paths[index])}"
+        return f"{self._tars[self._tar_of[index]]}:{self.path(index)}"

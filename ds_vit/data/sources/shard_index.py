@@ -61,7 +61,7 @@ def open_indexes(shards: Sequence[str]) -> list[ShardIndex]:
     Raises:
         UserError: a shard is no whole uncompressed tar, or a sample has no label.
     """
-    found = [_load(shard) for shard in shards]
+    found = [load_index(shard) for shard in shards]
     missing = [shard for shard, index in zip(shards, found, strict=True) if index is None]
     made = iter(_make_all(missing))
     return [index if index is not None else next(made) for index in found]
@@ -75,11 +75,16 @@ def state_of(file: BinaryIO) -> tuple[int, int]:
 
 def make_index(shard: str) -> ShardIndex:
     """Read a shard's index from the tar, and write it beside it where that is possible."""
-    with open(shard, "rb") as file:
-        index = _scan(file, shard)
+    index = read_index(shard)
     with contextlib.suppress(OSError):  # a folder to read from alone
         save_index(shard, index)
     return index
+
+
+def read_index(shard: str) -> ShardIndex:
+    """Read a shard's index from the tar."""
+    with open(shard, "rb") as file:
+        return _scan(file, shard)
 
 
 def save_index(shard: str, index: ShardIndex) -> None:
@@ -101,7 +106,7 @@ def save_index(shard: str, index: ShardIndex) -> None:
             os.unlink(partial)
 
 
-def _load(shard: str) -> ShardIndex | None:
+def load_index(shard: str) -> ShardIndex | None:
     """The index beside a shard; None where there is none that fits it."""
     with open(shard, "rb") as file:
         state = state_of(file)

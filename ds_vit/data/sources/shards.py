@@ -8,19 +8,21 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image
 from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.folders import NoSuchSplit, number_classes, synonyms_of
 from ds_vit.data.sources.shard_index import open_indexes, state_of
-from ds_vit.data.sources.source import Source, below_common_folder, decode
+from ds_vit.data.sources.source import Source, below_common_folder
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
 CLASSES_FILE = "classes.json"
 """The names of the classes in the order of their numbers, beside the shards."""
+
+PLAN_FILE = "{}.shards.json"
+"""What `ds-vit shards` makes of a split: how many shards, of what."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -50,6 +52,11 @@ def open_shards(location: str, split: str, classes: Sequence[str] | None = None)
     return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
 
 
+def shard_name(split: str, number: int) -> str:
+    """The shard's name as `ds-vit shards` gives it, counted from 0."""
+    return f"{split}-{number:06}.tar"
+
+
 def expand_braces(pattern: str) -> list[str]:
     """What a shell makes of braces: `a-{08..10}.tar` is `a-08.tar a-09.tar a-10.tar`, and `{a,b}` is `a b`."""
     pieces = []
@@ -77,8 +84,12 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def _of_split(folder: str, names: Sequence[str]) -> list[str]:
+    """The shards of a split by its name: those that were planned, else those that are there."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder of shards {folder}; give wds/FOLDER, or wds/FOLDER/train-{{000..127}}.tar")
+    for name in names:
+        if os.path.isfile(plan := os.path.join(folder, PLAN_FILE.format(name))):
+            return _planned(folder, name, plan)
     for name, form in itertools.product(names, ("{}-*.tar", "{}/*.tar", "{}.tar")):
         if shards := sorted(glob.glob(os.path.join(glob.escape(folder), form.format(name))), key=natural_key):
             _check_no_gap(shards)
@@ -88,6 +99,17 @@ def _of_split(folder: str, names: Sequence[str]) -> list[str]:
         f"{folder} has no shards {names[0]}-*.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "no .tar files")
     )
+
+
+def _planned(folder: str, name: str, plan: str) -> list[str]:
+    shards = [os.path.join(folder, shard_name(name, number)) for number in range(_json(plan)["shards"])]
+    missing = [path for path in shards if not os.path.isfile(path)]
+    if missing:
+        raise UserError(
+            f"{plan} tells of {len(shards)} shards, and {len(missing)} are missing, the first is {missing[0]}; start "
+            "the same ds-vit shards again to make them, or bring them"
+        )
+    return shards
 
 
 def _check_no_gap(shards: Sequence[str]) -> None:
@@ -106,13 +128,17 @@ def _class_names(folder: str) -> list[str] | None:
     path = os.path.join(folder, CLASSES_FILE)
     if not os.path.exists(path):
         return None
-    try:
-        names = json.loads(read_text(path, ""))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error})") from None
+    names = _json(path)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UserError(f"{path} must be a list of class names that differ, in the order of their numbers")
     return names
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(read_text(path, ""))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON ({error})") from None
 
 
 class ShardSource(Source):
@@ -185,10 +211,7 @@ class ShardSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self._bytes(index), self.describe(index))
-
-    def _bytes(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         number = int(self._shard_of[index])
         if number not in self._open:
             file = open(self._shards[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run

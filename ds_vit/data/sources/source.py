@@ -102,7 +102,14 @@ class Source(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
+    def encoded(self, index: int) -> bytes | None:
+        """The bytes of an image's file; None in a source that has pixels alone, which then has `image` of its own.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        return None
+
     def image(self, index: int) -> Image.Image:
         """Decode one image, to RGB.
 
@@ -110,6 +117,9 @@ class Source(ABC):
             ImageDecodeError: its content cannot be decoded.
             OSError: its file cannot be read.
         """
+        data = self.encoded(index)
+        assert data is not None, f"{type(self).__name__} has neither bytes nor an image() of its own"
+        return decode(data, self.describe(index))
 
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:
