@@ -94,7 +94,9 @@ class RunConfig(MixConfig, AugmentConfig):
     freeze: Sequence[str] = flag((), _M, "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, _M, "train the classifier head alone")
 
-    dataset: str = flag("", _D, "digits, torch/cifar10, wds/SHARDS, …; empty: image folders or tars in --data-dir")
+    dataset: str = flag(
+        "", _D, "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER, …; empty: image folders or tars in --data-dir"
+    )
     data_dir: str = flag("", _D, "folder that holds train/ and val/ or validation/ (or .tar files)", metavar="DIR")
     train_split: str = flag("train", _D, "name of the training split")
     val_split: str = flag("validation", _D, "name of the evaluation split; '': no evaluation", neutral=("",))

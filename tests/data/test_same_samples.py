@@ -11,6 +11,7 @@ import pytest
 import torch
 from pairwise import cover
 from PIL import Image
+from tables import write_tables
 
 from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, SampleOrder, Share, Source, open_source, train_loader
 from ds_vit.monitoring.progress import Line
@@ -21,6 +22,8 @@ FORMS = {
     "folder": ("", "{}/folder"),
     "tar": ("", "{}/tar"),
     "shards": ("wds/", "{}/shards"),
+    "arrow": ("hfds/arrow", "{}"),
+    "parquet": ("hfds/parquet", "{}"),
 }
 IMAGE = ImageConfig(img_size=(16, 20))
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", reprob=0.5)
@@ -43,6 +46,9 @@ def forms(tmp_path_factory) -> Path:
         tar.add(root / "folder" / "train", arcname=".")
     made = make_shards(str(root / "folder"), str(root / "shards"), Packing(7), workers=1, line=Line(None))
     assert [split for split, _ in made] == ["train"]
+    folder = open_source("", str(root / "folder"), "train")
+    write_tables(root / "arrow" / "train", folder, "arrow")
+    write_tables(root / "parquet" / "train", folder, "parquet")
     return root
 
 

@@ -1,4 +1,4 @@
-"""Opening a data set by its name: the embedded digits, torchvision's data sets, folders, tar files, shards."""
+"""Opening a data set by its name: the embedded digits, torchvision's data sets, folders, tars, shards, tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
+from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import Source, undecodable
 from ds_vit.data.sources.subset import first_part, part_of
@@ -20,7 +21,7 @@ from ds_vit.fault_tolerance.errors import UserError
 # (is what --data-dir alone means) are left out.
 TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "imagenet")
 
-_IN_DATA_DIR = ("wds/",)  # what --data-dir may begin with in place of --dataset
+_IN_DATA_DIR = ("wds/", "hfds/")  # what --data-dir may begin with in place of --dataset
 
 
 class DigitsSource(Source):
@@ -113,10 +114,10 @@ def open_source(
     """Open one split of a data set.
 
     Args:
-        dataset: "digits", "torch/<name>", "wds/<path of shards>" (below `data_dir`, where that is given), or "" for
-            what lies in `data_dir`: `<split>/` with class folders, with one tar a class or with images and a
-            `labels.csv` (multi-label), or `<split>.tar` of class folders.
-        data_dir: the folder of the data; not read for "digits". `wds/PATH` may stand here too.
+        dataset: "digits", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where that is
+            given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or with
+            images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
+        data_dir: the folder of the data; not read for "digits". `wds/PATH` and `hfds/PATH` may stand here too.
         split: its name; timm's synonyms (train/training, val/validation/...) stand for each other. `train[:10%]` is a
             part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
@@ -140,12 +141,14 @@ def open_source(
         source = TorchvisionSource(dataset[len("torch/") :], data_dir, split, download)
     elif dataset.startswith("wds/"):
         source = open_shards(_path_of(dataset, data_dir), split, classes)
+    elif dataset.startswith("hfds/"):
+        source = open_hugging_face(_path_of(dataset, data_dir), split, classes)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
     else:
-        known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH"]
+        known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
         nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise UserError(
