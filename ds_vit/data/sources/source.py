@@ -71,11 +71,13 @@ class Source(ABC):
         class_names: the classes, in the order of their numbers.
         multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
         left_out: how many files were found that are not images we read, by suffix ("" for none).
+        mixture: of a source of several with weights, the images and the rows of an epoch of each (`SampleOrder`).
     """
 
     class_names: tuple[str, ...]
     multi_label: bool = False
     left_out: Mapping[str, int] = {}
+    mixture: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_classes(self) -> int:
