@@ -48,14 +48,11 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
         raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
-    if (
-        config.data_weights
-        and not isinstance(config.data_dir, str)
-        and len(config.data_weights) != len(config.data_dir)
-    ):
+    num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
+    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
         raise UserError(
-            f"--data-weights has {len(config.data_weights)} numbers for the {len(config.data_dir)} folders of --data-dir; "
-            "give one for each"
+            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give one "
+            "for each"
         )
     if config.compile and config.drop_path_compute == "kept":
         raise UserError(
