@@ -51,8 +51,8 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
     if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
         raise UserError(
-            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give one "
-            "for each"
+            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give "
+            "one for each"
         )
     if config.compile and config.drop_path_compute == "kept":
         raise UserError(
