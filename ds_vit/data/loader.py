@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
@@ -303,7 +304,8 @@ class Loader:
                 item = next(items)
             except StopIteration:
                 return
-            except RuntimeError:  # torch waits for a worker that is no more
+            except Exception:  # torch waits for a worker that is no more, or finds its end of a socket closed
+                multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
                 self._check(workers)
                 raise
             if isinstance(item, _Failure):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import random
@@ -505,6 +506,20 @@ def test_a_worker_that_is_killed_ends_training_in_one_line(source, workers):
     assert error.value.exit_code == 72
     assert "\n" not in str(error.value)
     assert len(_load(source, share, num_workers=workers)) == 6
+
+
+def test_a_worker_that_is_killed_with_batches_on_their_way(source):
+    """Would catch the traceback of a socket that the killed worker no longer serves."""
+    order = SampleOrder(len(source), 12, seed=7)
+    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 30}
+    others = set(multiprocessing.active_children())
+    batches = iter(train_loader(source, order=order, num_workers=1, **options))
+    next(batches)
+    time.sleep(0.5)  # the next ones lie in its queue
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=r"loader process 0 \(pid \d+\) was killed by SIGKILL; it had begun to read"):
+        list(batches)
 
 
 def test_real_photographs_through_workers(real_images):
