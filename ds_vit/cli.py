@@ -11,6 +11,7 @@ ds-vit bench ladder                  what each step towards a fast ViT brings, a
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
+ds-vit shards FOLDER OUT             WebDataset shards of class folders, for --dataset wds/OUT
 """
 
 from __future__ import annotations
@@ -93,6 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
     gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
     gradients.set_defaults(run=_gradients)
+
+    shards = add("shards", "WebDataset shards of class folders")
+    shards.add_argument("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
+    shards.add_argument("out", metavar="OUT", help="folder for the shards; one that was begun goes on")
+    shards.add_argument("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
+    shards.add_argument("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
+    shards.add_argument("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
+    shards.add_argument("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
+    shards.add_argument("--allow-empty-classes", action="store_true", help="let class folders stand that hold no image")
+    shards.set_defaults(run=_shards)
     return parser
 
 
@@ -131,6 +142,10 @@ ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
 ds-vit gradients runs/first
 ds-vit gradients runs/first --step 100 --output gradients.png
 """,
+    "shards": """
+ds-vit shards photos photos-shards
+ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
+""",
 }
 
 
@@ -149,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return evaluate.main(argv[1:], "ds-vit eval")
     alone = Process("none", 0, 1, 0, 1)
-    return guarded("ds-vit", lambda process: _run_into_pipe(argv), "nothing was written", alone)
+    stays = "the shards that are done stay; start again to go on" if argv[0] == "shards" else "nothing was written"
+    return guarded("ds-vit", lambda process: _run_into_pipe(argv), stays, alone)
 
 
 def _run_into_pipe(argv: Sequence[str]) -> int:
@@ -246,6 +262,35 @@ def _gradients(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         gradient_picture.save(row, title, Path(arguments.output))
     return 0
+
+
+def _shards(arguments: argparse.Namespace) -> int:
+    from ds_vit.monitoring.metrics import in_bytes, make_console
+    from ds_vit.monitoring.progress import Line
+    from ds_vit.tools.shards import Packing, make_shards
+
+    console = make_console()
+    packing = Packing(arguments.per_shard, arguments.resize, arguments.quality)
+    made = make_shards(
+        arguments.folder,
+        arguments.out,
+        packing,
+        workers=len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers,
+        line=Line(console),
+        allow_empty=arguments.allow_empty_classes,
+    )
+    for split, packed in made:
+        before = packed.shards - packed.made
+        more = f"{before:,} of them from before" if before else f"the files: {in_bytes(packed.file_bytes)}"
+        size = in_bytes(packed.shard_bytes)
+        print(f"{split}: {packed.images:,} images in {packed.shards:,} shards of together {size} ({more})")
+        if packed.undecodable:
+            first = packed.undecodable[0]
+            print(
+                f"{split}: {len(packed.undecodable)} files are no images and went in as they are; the first is {first}"
+            )
+    print(f"every shard was read back; train on them by --dataset wds/{arguments.out}")
+    return exit_codes.OK
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _RECOMPUTED = Rule(
     lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
 )
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
+_WEIGHTS = Rule("must be numbers above 0", lambda x: 0 < min(x) <= max(x) < float("inf"))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
 
@@ -94,8 +95,19 @@ class RunConfig(MixConfig, AugmentConfig):
     freeze: Sequence[str] = flag((), _M, "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, _M, "train the classifier head alone")
 
-    dataset: str = flag("", _D, "digits, torch/cifar10, …; empty: image folders or tars in --data-dir")
-    data_dir: str = flag("", _D, "folder that holds train/ and val/ or validation/ (or .tar files)", metavar="DIR")
+    dataset: str = flag(
+        "", _D, "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER, …; empty: image folders or tars in --data-dir"
+    )
+    data_dir: str | Sequence[str] = flag(
+        "",
+        _D,
+        "folder that holds train/ and val/ or validation/ (or .tar files); several are mixed",
+        nargs="+",
+        metavar="DIR",
+    )
+    data_weights: Sequence[float] = flag(
+        (), _D, "share of an epoch that each --data-dir gets (default: each image once)", nargs="+", rule=_WEIGHTS
+    )
     train_split: str = flag("train", _D, "name of the training split")
     val_split: str = flag("validation", _D, "name of the evaluation split; '': no evaluation", neutral=("",))
     val_fraction: float | None = flag(

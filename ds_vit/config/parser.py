@@ -153,9 +153,13 @@ def load_recipe(path: str) -> dict[str, Any]:
         if name in out:
             raise UserError(f'{path}: "{key}" stands twice')
         out[name] = _from_yaml(name, value, path)
+
+    def beside(path: str) -> str:
+        return str(file.parent / path) if path and (file.parent / path).exists() else path
+
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
-        if out.get(name) and not Path(out[name]).is_absolute() and (file.parent / out[name]).exists():
-            out[name] = str(file.parent / out[name])
+        if name in out:
+            out[name] = [beside(path) for path in out[name]] if name == "data_dir" else beside(out[name])
     return out
 
 
@@ -317,6 +321,8 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
         values["grad_checkpointing"] = str(values["grad_checkpointing"])
     if values.get("aa") == "none":
         values["aa"] = ""
+    if isinstance(values.get("data_dir"), tuple) and len(values["data_dir"]) == 1:
+        values["data_dir"] = values["data_dir"][0]
     config = RunConfig(**values)
     explicit = frozenset(values)
     check(config, explicit)

@@ -48,6 +48,12 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     _check_checkpoints(config)
     if not config.dataset and not config.data_dir:
         raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
+    num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
+    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
+        raise UserError(
+            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give "
+            "one for each"
+        )
     if config.compile and config.drop_path_compute == "kept":
         raise UserError(
             "--drop-path-compute kept gives each step other numbers of rows, and --compile a graph is of one; drop one "
@@ -140,6 +146,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [(name, "without --tp") for name in names]
     if config.pp == 1:
         idle += [("pp_partition", "without --pp")]
+    if isinstance(config.data_dir, str):
+        idle += [("data_weights", "with one --data-dir")]
     if config.dataset == "digits":
         idle += [(n, "with --dataset digits") for n in ("data_dir", "val_split", "dataset_download")]
     elif not config.dataset.startswith("torch/"):

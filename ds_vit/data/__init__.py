@@ -19,6 +19,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.class_checks import unreadable_classes
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import NoSuchSplit
+from ds_vit.data.sources.mixture import mixed
 from ds_vit.data.sources.source import ImageDecodeError, Source
 from ds_vit.data.sources.subset import hold_out
 
@@ -41,6 +42,7 @@ __all__ = [
     "finish_targets",
     "finish_valid",
     "hold_out",
+    "mixed",
     "num_evaluation_batches",
     "open_source",
     "train_loader",

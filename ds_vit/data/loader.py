@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
@@ -34,7 +35,7 @@ from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.source import ImageDecodeError, Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
 _REPLACEMENTS_TRIED = 16
@@ -92,6 +93,7 @@ class _Reader:
         self._load_targets = load_targets
         self._skip = on_bad_image == "skip"
         self._transform = transform
+        self.reading: torch.Tensor | None = None  # shared: which sample each worker is at
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool], replace: bool
@@ -111,6 +113,8 @@ class _Reader:
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
             if not is_valid:
                 continue
+            if self.reading is not None:
+                self.reading[get_worker_info().id] = index
             # Which sample stands in for a bad image decides the target too, so that skipping has to decode always.
             if self.load_images or self._skip:
                 pixels, read_index, reason = self._image(index, key, replace)
@@ -164,6 +168,9 @@ class _Failure:
 class _Batches(Dataset):
     """A map from a batch's number to the batch, or to the failure to read it."""
 
+    def __init__(self, reader: _Reader) -> None:
+        self.reader = reader
+
     def __getitem__(self, number: int) -> MicroBatch | _Failure:
         try:
             with shielded():
@@ -179,7 +186,7 @@ class _TrainBatches(_Batches):
     def __init__(
         self, reader: _Reader, order: SampleOrder, share: Share, augment: AugmentConfig, mix: MixConfig
     ) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._order = order
         self._share = share
         self._mix = mix
@@ -194,10 +201,10 @@ class _TrainBatches(_Batches):
         rows = [*own, *_cut_off_partners(own)] if mixes else [*own]
         indices, keys = self._order.rows(step, rows)
         valid = np.ones(len(rows), dtype=bool)
-        images, targets, bad = self._reader.read(indices.tolist(), keys.tolist(), valid, replace=True)
+        images, targets, bad = self.reader.read(indices.tolist(), keys.tolist(), valid, replace=True)
         erase = None
         if self._boxes is not None:
-            erase = torch.from_numpy(np.stack([self._boxes.draw(key, self._reader.img_size) for key in keys.tolist()]))
+            erase = torch.from_numpy(np.stack([self._boxes.draw(key, self.reader.img_size) for key in keys.tolist()]))
         return MicroBatch(
             keys=torch.from_numpy(keys),
             indices=torch.from_numpy(indices),
@@ -215,7 +222,7 @@ class _TrainBatches(_Batches):
             return PairMix(torch.arange(num_rows), torch.ones(num_rows), torch.zeros((num_rows, 4), dtype=torch.int32))
         place = {row: number for number, row in enumerate(rows)}
         pairs = {row // 2 for row in rows}
-        drawn = {pair: self._pairs.draw(keys[place[2 * pair]], self._reader.img_size) for pair in pairs}
+        drawn = {pair: self._pairs.draw(keys[place[2 * pair]], self.reader.img_size) for pair in pairs}
         own = rows[:num_rows]
         return PairMix(
             partner=torch.tensor([place[row ^ 1] for row in own]),
@@ -231,16 +238,16 @@ def _cut_off_partners(own: range) -> list[int]:
 
 class _EvalBatches(_Batches):
     def __init__(self, reader: _Reader, batch: int, dp_rank: int, dp_size: int) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._batch = batch
         self._dp_rank = dp_rank
         self._dp_size = dp_size
 
     def load(self, number: int) -> MicroBatch:
-        num_samples = len(self._reader.source)
+        num_samples = len(self.reader.source)
         indices, valid = evaluation_rows(num_samples, self._batch, self._dp_rank, self._dp_size, number)
         keys = evaluation_keys(indices)
-        images, targets, bad = self._reader.read(indices.tolist(), keys.tolist(), valid, replace=False)
+        images, targets, bad = self.reader.read(indices.tolist(), keys.tolist(), valid, replace=False)
         return MicroBatch(
             keys=torch.from_numpy(keys),
             indices=torch.from_numpy(indices),
@@ -257,10 +264,14 @@ class _EvalBatches(_Batches):
 class Loader:
     """Delivers micro-batches in order.
 
-    Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file.
+    Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file; and WorkerLost
+    where a worker was killed, which names the file that it was at.
     """
 
     def __init__(self, batches: _Batches, numbers: range, num_workers: int, pin_memory: bool) -> None:
+        self._reader = batches.reader
+        if num_workers:
+            self._reader.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
         self._loader = DataLoader(
             batches,
             batch_size=None,
@@ -282,11 +293,38 @@ class Loader:
         gc.freeze()
         items = iter(self._loader)
         gc.unfreeze()
-        _end_with_this_process(set(multiprocessing.active_children()) - others)
-        for item in items:
+        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid)
+        _end_with_this_process(workers)
+        if workers:
+            with contextlib.suppress(ValueError):  # this is not the main thread
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error wherever the run is
+        while True:
+            self._check(workers)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            except Exception:  # torch waits for a worker that is no more, or finds its end of a socket closed
+                multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
+                self._check(workers)
+                raise
             if isinstance(item, _Failure):
                 raise item.error
             yield item
+
+    def _check(self, workers: Sequence[BaseProcess]) -> None:
+        """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
+        for number, worker in enumerate(workers):
+            if worker.is_alive():
+                continue
+            at = int(self._reader.reading[number])
+            last = f"; it had begun to read {self._reader.source.describe(at)}" if at >= 0 else ""
+            code = worker.exitcode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
+            raise WorkerLost(
+                f"loader process {number} (pid {worker.pid}) {how}{last}; where the machine had no memory left (dmesg "
+                "says), use fewer --workers; start again with --resume auto"
+            )
 
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()

@@ -28,6 +28,9 @@ class SampleOrder:
         aug_repeats: how many copies of a sample stand in an epoch (0 and 1: one), each augmented on its own, as timm's
             RepeatAugSampler (Hoffer et al. 2019, "Augment your batch"; DeiT). An epoch keeps its number of rows, so
             that it then visits one sample in `aug_repeats`.
+        mixture: where the data set is several with weights, one after the other: the images of each, and its rows of
+            an epoch, which together are `num_samples`. Which rows they are is a permutation like any other. Each source
+            goes through all of its images before it begins again, across epochs, each time in another order.
 
     Raises:
         UserError: not one full global batch in an epoch, or a number below its range.
@@ -37,6 +40,7 @@ class SampleOrder:
     global_batch: int
     seed: int
     aug_repeats: int = 0
+    mixture: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -69,7 +73,30 @@ class SampleOrder:
         copies = max(1, int(self.aug_repeats))
         order_key = randomness.mix(self.seed, randomness.name_key("sample order"), epoch)
         indices = randomness.permute(positions // copies, self.num_samples, order_key)
-        return indices, randomness.sample_keys(self.seed, epoch, indices, positions % copies)
+        repeats = positions % copies
+        if self.mixture:
+            indices, times = self._of_sources(indices, epoch)
+            repeats += times * copies
+        return indices, randomness.sample_keys(self.seed, epoch, indices, repeats)
+
+    def _of_sources(self, places: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at places of an epoch in which each source has its rows side by side.
+
+        Returns:
+            Sample indices, and how often the epoch has come to each before, int64 [n] each.
+        """
+        indices, times = np.empty_like(places), np.empty_like(places)
+        first_place = first_index = 0
+        for number, (images, rows) in enumerate(self.mixture):
+            mine = np.flatnonzero((places >= first_place) & (places < first_place + rows))
+            rounds, inside = np.divmod(epoch * rows + places[mine] - first_place, images)
+            for turn in np.unique(rounds).tolist():
+                key = randomness.mix(self.seed, randomness.name_key("source order"), number, turn)
+                here = rounds == turn
+                indices[mine[here]] = first_index + randomness.permute(inside[here], images, key)
+            times[mine] = rounds - epoch * rows // images
+            first_place, first_index = first_place + rows, first_index + images
+        return indices, times
 
     def _spread(self, rows: np.ndarray) -> np.ndarray:
         """Which position of the global batch stands at a row: first every `aug_repeats`-th one, then their neighbours.

@@ -27,6 +27,12 @@ class NotSaved(UserError):
     exit_code = exit_codes.UNSAVED
 
 
+class WorkerLost(UserError):
+    """A process that loads images was killed, or ended by itself; nothing is wrong with what was given."""
+
+    exit_code = exit_codes.LOST
+
+
 class ReplicasDiffer(UserError):
     """Ranks that should hold the same weights do not: the machine or a reduction is at fault, and the run with it."""
 

@@ -9,7 +9,7 @@
 | 4 | `--check-replicas` found ranks with other weights than their replicas | go back to what was saved before |
 | 65 | `ds-vit predict`, `embed`: done, but for images that could not be read; each was named | look at the files |
 | 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
-| 72 | a rank was lost or ended with an error: it has been named, the others ended | start again |
+| 72 | a rank, or a process that loads images, was lost or ended with an error: it has been named | start again |
 | 74 | trained, and a checkpoint, the weights or rows of metrics.jsonl found no room | see the warnings; make room |
 | 75 | interrupted by a signal, Ctrl-C or a time limit, and saved | start again with `--resume auto` |
 | 130 | Ctrl-C while nothing was trained, or twice: nothing was saved | |

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +38,7 @@ from ds_vit.data import (
     open_source,
     train_loader,
 )
+from ds_vit.fault_tolerance.errors import WorkerLost
 
 NUM_IMAGES, GLOBAL_BATCH = 41, 12  # 3 steps an epoch, 5 images left over
 IMAGE = ImageConfig(img_size=(16, 20))
@@ -457,6 +462,64 @@ def test_the_label_stage_of_an_evaluation_decodes_nothing(source):
     """Would catch validation images decoded twice in a pipeline."""
     (batch,) = eval_loader(_Blind(source), image=IMAGE, batch=41, load_images=False)
     assert batch.targets.tolist() == [source.target(i) for i in range(41)]
+
+
+class _Deadly(Source):
+    """A source one of whose images kills the process that reads it, as the kernel does where memory ends."""
+
+    def __init__(self, source: Source, deadly: int) -> None:
+        self._source = source
+        self._deadly = deadly
+        self.class_names = source.class_names
+        self.told_apart_by = source.told_apart_by
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def encoded(self, index: int) -> bytes | None:
+        if index == self._deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._source.encoded(index)
+
+    def image(self, index: int) -> Image.Image:
+        self.encoded(index)
+        return self._source.image(index)
+
+    def target(self, index: int) -> int:
+        return self._source.target(index)
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(index)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_killed_ends_training_in_one_line(source, workers):
+    """Would catch a run that waits for ever, or a traceback that does not say which image it was."""
+    share = Share(0, 1, 12)
+    indices, _ = SampleOrder(len(source), 12, seed=7).rows(2, share.rows(0))
+    deadly = int(indices[5])
+    name = re.escape(source.describe(deadly))
+    before = time.monotonic()
+    with pytest.raises(WorkerLost, match=rf"was killed by SIGKILL; it had begun to read {name}; where the") as error:
+        _load(_Deadly(source, deadly), share, num_workers=workers)
+    assert time.monotonic() - before < 10
+    assert error.value.exit_code == 72
+    assert "\n" not in str(error.value)
+    assert len(_load(source, share, num_workers=workers)) == 6
+
+
+def test_a_worker_that_is_killed_with_batches_on_their_way(source):
+    """Would catch the traceback of a socket that the killed worker no longer serves."""
+    order = SampleOrder(len(source), 12, seed=7)
+    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 30}
+    others = set(multiprocessing.active_children())
+    batches = iter(train_loader(source, order=order, num_workers=1, **options))
+    next(batches)
+    time.sleep(0.5)  # the next ones lie in its queue
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost, match=r"loader process 0 \(pid \d+\) was killed by SIGKILL; it had begun to read"):
+        list(batches)
 
 
 def test_real_photographs_through_workers(real_images):

@@ -1,8 +1,9 @@
-"""Opening a data set by its name: the embedded digits, torchvision's data sets, folders and tar files."""
+"""Opening a data set by its name: the embedded digits, torchvision's data sets, folders, tars, shards, tables."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
+from ds_vit.data.sources.hugging_face import open_hugging_face
+from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import Source, undecodable
 from ds_vit.data.sources.subset import first_part, part_of
 from ds_vit.fault_tolerance.errors import UserError
@@ -17,6 +20,8 @@ from ds_vit.fault_tolerance.errors import UserError
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
 # (is what --data-dir alone means) are left out.
 TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "imagenet")
+
+_IN_DATA_DIR = ("wds/", "hfds/")  # what --data-dir may begin with in place of --dataset
 
 
 class DigitsSource(Source):
@@ -109,9 +114,10 @@ def open_source(
     """Open one split of a data set.
 
     Args:
-        dataset: "digits", "torch/<name>", or "" for what lies in `data_dir`: `<split>/` with class folders, with one
-            tar a class or with images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
-        data_dir: the folder of the data; not read for "digits".
+        dataset: "digits", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where that is
+            given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or with
+            images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
+        data_dir: the folder of the data; not read for "digits". `wds/PATH` and `hfds/PATH` may stand here too.
         split: its name; timm's synonyms (train/training, val/validation/...) stand for each other. `train[:10%]` is a
             part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
@@ -123,6 +129,8 @@ def open_source(
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
     """
     split, percent = part_of(split)
+    if not dataset and data_dir and data_dir.startswith(_IN_DATA_DIR) and not os.path.exists(data_dir):
+        dataset, data_dir = data_dir, None
     if dataset == "digits":
         if split not in (*TRAIN_NAMES, *VAL_NAMES):
             raise UserError(f"digits has no split {split!r}; it has train and validation")
@@ -131,12 +139,16 @@ def open_source(
         if not data_dir:
             raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
         source = TorchvisionSource(dataset[len("torch/") :], data_dir, split, download)
+    elif dataset.startswith("wds/"):
+        source = open_shards(_path_of(dataset, data_dir), split, classes)
+    elif dataset.startswith("hfds/"):
+        source = open_hugging_face(_path_of(dataset, data_dir), split, classes)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
     else:
-        known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES)]
+        known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
         nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise UserError(
@@ -145,6 +157,14 @@ def open_source(
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
     return source if percent == 100 else first_part(source, percent)
+
+
+def _path_of(dataset: str, data_dir: str | None) -> str:
+    """`wds/PATH`: where that is, below `data_dir` if there is one."""
+    kind, _, path = dataset.partition("/")
+    if not path and not data_dir:
+        raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
+    return os.path.join(data_dir or "", path)
 
 
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:

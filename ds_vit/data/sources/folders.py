@@ -17,11 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image
 from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.class_checks import empty_classes, without_images
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode, undecodable
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, undecodable
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
@@ -67,8 +66,7 @@ def find_split(data_dir: str, split: str) -> str:
                 f"--data-dir {data_dir} is a file; pass the folder that holds <split>/ or <split>.tar for both splits"
             )
         raise UserError(f"--data-dir {data_dir} does not exist")
-    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
-    names = [split, *(name for name in synonyms if name != split)]
+    names = synonyms_of(split)
     for name in names:
         if os.path.isdir(folder := os.path.join(data_dir, name)):
             return folder
@@ -79,6 +77,12 @@ def find_split(data_dir: str, split: str) -> str:
         f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
     )
+
+
+def synonyms_of(split: str) -> list[str]:
+    """The names that a split may have in place of each other, its own first."""
+    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
+    return [split, *(name for name in synonyms if name != split)]
 
 
 class _Listing(NamedTuple):
@@ -115,7 +119,8 @@ def _list_images(paths: list[str], labels: list[str], where: str) -> _Listing:
     return _Listing(kept, [labels[number] for number in kept], left_out)
 
 
-def _number_classes(labels: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
+def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Class names in natural order, and the number of each label among them, int64 [len(labels)]."""
     names = sorted(set(labels), key=lambda name: (natural_key(name), name))
     numbers = {name: number for number, name in enumerate(names)}
     return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
@@ -145,12 +150,15 @@ class _FileSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        path = self.describe(index)
-        return decode(_read(path), path)
+    def encoded(self, index: int) -> bytes:
+        return _read(self.describe(index))
+
+    def path(self, index: int) -> str:
+        """Where the image is below the split's folder, with forward slashes."""
+        return os.fsdecode(self._paths[index])
 
     def describe(self, index: int) -> str:
-        return os.path.join(self._root, os.fsdecode(self._paths[index]))
+        return os.path.join(self._root, self.path(index))
 
 
 class ImageFiles(_FileSource):
@@ -161,9 +169,9 @@ class ImageFiles(_FileSource):
     def __init__(self, paths: list[str]) -> None:
         super().__init__("", paths)
 
-    def image(self, index: int) -> Image.Image:
+    def encoded(self, index: int) -> bytes:
         try:
-            return super().image(index)
+            return super().encoded(index)
         except OSError as error:
             raise undecodable(self.describe(index), OSError(error.strerror)) from error
 
@@ -220,7 +228,7 @@ class FolderSource(_FileSource):
         self.left_out = dict(listing.left_out)
         # The empty ones stand in the list for their names alone.
         of_empty = [posixpath.basename(folder) for folder in empty]
-        self.class_names, numbers = _number_classes([*listing.labels, *of_empty])
+        self.class_names, numbers = number_classes([*listing.labels, *of_empty])
         self._targets = numbers[: len(images)]
 
     def target(self, index: int) -> int:
@@ -260,7 +268,7 @@ class MultiLabelSource(_FileSource):
         paths = sorted(rows, key=lambda path: (natural_key(path), path))
         super().__init__(root, paths)
         if classes is None:
-            names, _ = _number_classes([label for labels in rows.values() for label in labels])
+            names, _ = number_classes([label for labels in rows.values() for label in labels])
         else:
             names = tuple(classes)
         numbers = {name: number for number, name in enumerate(names)}
@@ -367,7 +375,7 @@ class TarSource(Source):
         self._offsets = np.array([member.offset for member in kept], dtype=np.int64)
         self._sizes = np.array([member.size for member in kept], dtype=np.int64)
         self.left_out = dict(listing.left_out)
-        self.class_names, self._targets = _number_classes(listing.labels)
+        self.class_names, self._targets = number_classes(listing.labels)
         self._open: dict[int, BinaryIO] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -376,10 +384,7 @@ class TarSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self._bytes(index), self.describe(index))
-
-    def _bytes(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         number = int(self._tar_of[index])
         if number not in self._open:
             self._open[number] = open(self._tars[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run
@@ -391,5 +396,9 @@ class TarSource(Source):
     def told_apart_by(self) -> tuple[np.ndarray, ...]:
         return below_common_folder(self._paths), self._targets
 
+    def path(self, index: int) -> str:
+        """Where the image is in the tar, or below the folder of tars, with forward slashes."""
+        return os.fsdecode(self._paths[index])
+
     def describe(self, index: int) -> str:
-        return f"{self._tars[self._tar_of[index]]}:{os.fsdecode(self._paths[index])}"
+        return f"{self._tars[self._tar_of[index]]}:{self.path(index)}"

@@ -71,11 +71,13 @@ class Source(ABC):
         class_names: the classes, in the order of their numbers.
         multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
         left_out: how many files were found that are not images we read, by suffix ("" for none).
+        mixture: of a source of several with weights, the images and the rows of an epoch of each (`SampleOrder`).
     """
 
     class_names: tuple[str, ...]
     multi_label: bool = False
     left_out: Mapping[str, int] = {}
+    mixture: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -102,7 +104,14 @@ class Source(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
+    def encoded(self, index: int) -> bytes | None:
+        """The bytes of an image's file; None in a source that has pixels alone, which then has `image` of its own.
+
+        Raises:
+            OSError: its file cannot be read.
+        """
+        return None
+
     def image(self, index: int) -> Image.Image:
         """Decode one image, to RGB.
 
@@ -110,6 +119,9 @@ class Source(ABC):
             ImageDecodeError: its content cannot be decoded.
             OSError: its file cannot be read.
         """
+        data = self.encoded(index)
+        assert data is not None, f"{type(self).__name__} has neither bytes nor an image() of its own"
+        return decode(data, self.describe(index))
 
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:

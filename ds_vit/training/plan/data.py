@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,7 +10,7 @@ from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
-from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, open_source, unreadable_classes
+from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
@@ -84,7 +84,7 @@ def resolve_data(
             notes.append(f"{split}: files of kinds that are not read are left out: {files}")
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
-    order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats)
+    order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
     return DataPlan(train, val, batch, order, _batch_origins(config, told, batch), tuple(notes))
 
 
@@ -141,13 +141,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
             "this run's images were given by a Python program (train_data): let it go on there, or name the images by "
             "--dataset or --data-dir"
         )
-    opened = partial(
-        open_source,
-        config.dataset,
-        config.data_dir or None,
-        download=config.dataset_download,
-        allow_empty=config.allow_empty_classes,
-    )
+    opened = partial(_open_split, config)
     if config.eval_only and not config.val_split:
         raise UserError("there is nothing to evaluate without a --val-split")
     if config.eval_only and config.val_fraction is not None and not config.train_split:
@@ -162,10 +156,12 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
         return source, source, []
     if not config.train_split:
         raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
-    train = opened(config.train_split)
     if config.val_fraction is not None:
-        rest, val = hold_out(train, config.val_fraction)
-        return rest, val, [_held_out(config, train, val)]
+        parts = _open_each(config, config.train_split)
+        rests, held_out = zip(*(hold_out(part, config.val_fraction) for part in parts), strict=True)
+        train, val = mixed(parts), mixed(held_out, classes=parts[0].class_names)
+        return mixed(rests, config.data_weights), val, [_held_out(config, train, val)]
+    train = opened(config.train_split)
     if not config.val_split:
         return train, None, []
     try:
@@ -177,6 +173,44 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
             f"{error}; hold out a tenth of the {len(train):,} training images by --val-fraction 0.1, or train without "
             "evaluation by --val-split ''"
         ) from None
+
+
+def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> list[Source]:
+    """One split of each --data-dir; in evaluation those need not all have one.
+
+    Args:
+        config: names the data.
+        split: its name.
+        classes: the training split's, when this is the evaluation split.
+    """
+    folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
+    found, missing = [], None
+    for folder in folders:
+        try:
+            source = open_source(
+                config.dataset,
+                folder or None,
+                split,
+                classes=classes if len(folders) == 1 else None,
+                download=config.dataset_download,
+                allow_empty=config.allow_empty_classes,
+            )
+            found.append(source)
+        except NoSuchSplit as error:
+            missing = error
+            if classes is None:
+                raise
+    if missing is not None and not found:
+        raise missing
+    return found
+
+
+def _open_split(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> Source:
+    """One split of all --data-dir together; those of training in their shares. The arguments are `_open_each`'s."""
+    parts = _open_each(config, split, classes)
+    if isinstance(config.data_dir, str):
+        return parts[0]
+    return mixed(parts, () if classes is not None else config.data_weights, classes)
 
 
 def check_readable(config: RunConfig, data: DataPlan) -> list[str]:

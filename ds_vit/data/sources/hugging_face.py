@@ -1,0 +1,239 @@
+"""Hugging Face data sets on this machine's disks (`--dataset hfds/…`): what `save_to_disk` wrote, or parquet files.
+
+Arrow files are mapped into memory, and any image is read at its place. A parquet file has no such places: it is turned
+into an Arrow file beside it, once. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from timm.utils.misc import natural_key
+
+from ds_vit.data.sources.folders import TRAIN_NAMES, NoSuchSplit, synonyms_of
+from ds_vit.data.sources.source import Source, below_common_folder
+from ds_vit.fault_tolerance.errors import UserError, first_line
+
+_FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")
+_IMAGES, _LABELS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
+_OF = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
+_MADE = ".parquet.arrow"
+_MADE_OF = b"ds_vit made of"  # size and time of change of the parquet file
+_ROWS_AT_ONCE = 256
+
+
+def open_hugging_face(folder: str, split: str, classes: Sequence[str] | None = None) -> HuggingFaceSource:
+    """Open one split of a data set on disk.
+
+    Args:
+        folder: with a folder or files of each split (`train/*.arrow`, `data/train-*.parquet`, …), or with the Arrow
+            files of one split alone, which is then the training split.
+        split: its name.
+        classes: the training split's, when this is the validation split.
+
+    Raises:
+        UserError: pyarrow is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise UserError("hfds/… is read by pyarrow, which is not installed: pip install pyarrow") from None
+    if not os.path.isdir(folder):
+        raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
+    names = synonyms_of(split)
+    for name, form in itertools.product(names, _FORMS):
+        if files := _files(folder, form.format(name)):
+            return HuggingFaceSource(files, classes)
+    if split in TRAIN_NAMES and (files := _files(folder, "*.arrow")):
+        return HuggingFaceSource(files, classes)
+    found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    raise NoSuchSplit(
+        f"{folder} has no {split}/ and no {split}-*.parquet (synonyms tried: {', '.join(names[1:]) or 'none'}); "
+        "it holds " + (", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing")
+    )
+
+
+def _files(folder: str, form: str) -> list[str]:
+    """The files of a form in their order, without what `datasets` or `_as_arrow` derived from them."""
+    found = glob.glob(os.path.join(glob.escape(folder), form))
+    own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith("cache-")]
+    return sorted(own, key=natural_key)
+
+
+class HuggingFaceSource(Source):
+    """Rows of Arrow or parquet files with an image column (bytes of files) and a column of class numbers.
+
+    Args:
+        files: in their order.
+        classes: the training split's, when this is the validation split: what its class numbers mean where the files
+            do not say.
+
+    Raises:
+        UserError: a file is missing or damaged, has no such columns, or a label that is none of the classes.
+    """
+
+    def __init__(self, files: Sequence[str], classes: Sequence[str] | None = None) -> None:
+        _check_all_there(files)
+        self._files = [_as_arrow(path) if path.endswith(".parquet") else path for path in files]
+        self._map()
+        schema = self._tables[0].schema
+        features = _features(schema)
+        self._image = _column(schema, features, "Image", _IMAGES, files[0])
+        label = _column(schema, features, "ClassLabel", _LABELS, files[0])
+        if missing := [
+            path for path, table in zip(files, self._tables, strict=True) if table.schema.names != schema.names
+        ]:
+            raise UserError(f"{missing[0]} has other columns than {files[0]}")
+        self._bounds = np.cumsum([0, *(table.num_rows for table in self._tables)])
+        columns = [table[label] for table in self._tables]
+        numbers = [column.fill_null(-1).to_numpy().astype(np.int64) for column in columns]
+        self._targets = np.concatenate(numbers)
+        if not len(self._targets):
+            raise UserError(f"{files[0]} holds no rows")
+        known = features.get(label, {}).get("names") or classes
+        self.class_names = tuple(known or (str(number) for number in range(int(self._targets.max()) + 1)))
+        self._check_targets()
+        self._chunks()
+
+    def _map(self) -> None:
+        """Map the files into memory; a forked worker has them, one that was spawned maps them itself."""
+        import pyarrow as pa
+
+        self._tables = []
+        for path in self._files:
+            try:
+                mapped = pa.memory_map(path)
+                try:
+                    self._tables.append(pa.ipc.open_stream(mapped).read_all())
+                except pa.ArrowInvalid:
+                    self._tables.append(pa.ipc.open_file(mapped).read_all())
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(f"{path} cannot be read as an Arrow file ({first_line(error)})") from None
+
+    def _chunks(self) -> None:
+        """Where each piece of the image column begins, so that a row is found without a walk through all of them."""
+        self._pieces = [piece for table in self._tables for piece in table[self._image].chunks]
+        self._starts = np.cumsum([0, *map(len, self._pieces)])
+
+    def _check_targets(self) -> None:
+        wrong = (self._targets < 0) | (self._targets >= self.num_classes)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise UserError(
+                f"{self.describe(first)} has the label {self._targets[first]}, and the {self.num_classes} classes have "
+                f"the numbers 0 to {self.num_classes - 1}; {int(wrong.sum())} of {len(self)} rows are like it"
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_tables": [], "_pieces": []}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__ |= state
+        self._map()
+        self._chunks()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def encoded(self, index: int) -> bytes:
+        piece = int(np.searchsorted(self._starts, index, side="right")) - 1
+        value = self._pieces[piece][index - int(self._starts[piece])].as_py()
+        data = value["bytes"] if isinstance(value, dict) else value
+        if data is None:
+            raise UserError(
+                f"{self.describe(index)} holds no image, only a path; save the data set with its images (datasets' "
+                "save_to_disk and to_parquet do)"
+            )
+        return data
+
+    def target(self, index: int) -> int:
+        return int(self._targets[index])
+
+    def told_apart_by(self) -> tuple[np.ndarray, ...]:
+        paths = [self._paths_of(piece) for piece in self._pieces]
+        if any(part is None for part in paths):
+            return (self._targets,)
+        return below_common_folder(np.array(list(itertools.chain.from_iterable(paths)), dtype=np.bytes_)), self._targets
+
+    @staticmethod
+    def _paths_of(piece: Any) -> list[bytes] | None:
+        """The file names of a piece of the image column; None where it has none, or not for each."""
+        import pyarrow as pa
+
+        if not pa.types.is_struct(piece.type) or piece.field("path").null_count:
+            return None
+        return [os.fsencode(path) for path in piece.field("path").to_pylist()]
+
+    def describe(self, index: int) -> str:
+        file = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        return f"{self._files[file]}[{index - int(self._bounds[file])}]"
+
+
+def _check_all_there(files: Sequence[str]) -> None:
+    """Refuse `…-00000-of-00008.arrow` of which not all eight are there."""
+    numbered = [_OF.search(path) for path in files]
+    if all(numbered):
+        missing = sorted(set(range(int(numbered[0][2]))) - {int(found[1]) for found in numbered})
+        if missing:
+            raise UserError(
+                f"{len(missing)} of the {int(numbered[0][2])} files beside {files[0]} are missing, the first is number "
+                f"{missing[0]:05}; bring them"
+            )
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """What `datasets` notes of each column: its kind, and the names of classes."""
+    try:
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return {name: kind for name, kind in found.items() if isinstance(kind, dict)}
+
+
+def _column(schema: Any, features: dict[str, Any], kind: str, names: Sequence[str], where: str) -> str:
+    """The one column of a kind, else the first of the usual names."""
+    of_kind = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
+    usual = [name for name in names if name in schema.names and (name in of_kind or not of_kind)]
+    if not (usual or of_kind):
+        raise UserError(
+            f"{where} has no {kind} column and none of the names {', '.join(names)}; it has {', '.join(schema.names)}: "
+            "rename_column and save it again"
+        )
+    return (usual or of_kind)[0]
+
+
+def _as_arrow(path: str) -> str:
+    """The Arrow file beside a parquet file; made where there is none that fits it, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = os.stat(path)
+    state = f"{found.st_size} {found.st_mtime_ns}".encode()
+    arrow = f"{path}.arrow"
+    with contextlib.suppress(OSError, pa.ArrowInvalid), pa.memory_map(arrow) as mapped:
+        if pa.ipc.open_stream(mapped).schema.metadata.get(_MADE_OF) == state:
+            return arrow
+    partial = f"{arrow}.{os.getpid()}.partial"
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), _MADE_OF: state})
+            with pa.OSFile(partial, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+                for batch in file.iter_batches(_ROWS_AT_ONCE):
+                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        os.replace(partial, arrow)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} cannot be turned into {arrow}, from which single images can be read ({first_line(error)})"
+        ) from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+    return arrow

@@ -1,0 +1,260 @@
+"""`ds-vit shards FOLDER OUT`: WebDataset shards of class folders, a few large files in place of millions of small ones.
+
+What a shard holds is a function of the folder and the settings, to every bit. So a run that was killed goes on where it
+was: a shard under its own name, with the index beside it, was read back and is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import posixpath
+import signal
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from ds_vit.data.sources.datasets import open_source
+from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource, TarSource
+from ds_vit.data.sources.shard_index import DOT, load_index, read_index, save_index
+from ds_vit.data.sources.shards import CLASSES_FILE, PLAN_FILE, shard_name
+from ds_vit.data.sources.source import ImageDecodeError, decode
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.monitoring.progress import Line
+
+_QUALITY = 90  # of what is resized
+_Packable = FolderSource | TarSource
+_SPLITS = (*TRAIN_NAMES, *VAL_NAMES, "test")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How images go into shards.
+
+    Attributes:
+        per_shard: images of a shard.
+        resize: pixels of the shorter side of larger images; None for as they are.
+        quality: of JPEG, which everything is then encoded as; None for the files' own bytes (90 where it is resized).
+    """
+
+    per_shard: int = 5000
+    resize: int | None = None
+    quality: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_shard < 1:
+            raise UserError(f"--per-shard must be at least 1, not {self.per_shard}")
+        if self.resize is not None and self.resize < 1:
+            raise UserError(f"--resize must be at least 1 pixel, not {self.resize}")
+        if self.quality is not None and not 1 <= self.quality <= 100:
+            raise UserError(f"--quality lies between 1 and 100, not {self.quality}")
+
+
+class Packed(NamedTuple):
+    """What became of a split, or of one shard of it.
+
+    Attributes:
+        images, shards: how many there are.
+        made: of the shards, those that were not there before.
+        file_bytes: of the images' files in those that were made.
+        shard_bytes: of all shards.
+        undecodable: files that were to be encoded anew and went in as they are.
+    """
+
+    images: int
+    shards: int
+    made: int
+    file_bytes: int
+    shard_bytes: int
+    undecodable: tuple[str, ...]
+
+
+def make_shards(
+    folder: str, out: str, packing: Packing, *, workers: int, line: Line, allow_empty: bool = False
+) -> Iterator[tuple[str, Packed]]:
+    """Pack each split of a folder, or the folder itself where its folders are classes.
+
+    Yields:
+        Each split's name, and what became of it.
+
+    Raises:
+        UserError: no such folder, classes that differ between splits, or an `out` that holds other shards.
+    """
+    if workers < 1:
+        raise UserError(f"--workers must be at least 1, not {workers}")
+    if not os.path.isdir(folder):
+        raise UserError(f"{folder} is no folder; give one with train/ and val/ in it, or with class folders")
+    parent, splits = (
+        folder,
+        [name for name in _SPLITS if any(os.path.exists(os.path.join(folder, name + end)) for end in ("", ".tar"))],
+    )
+    if not splits:
+        parent, name = os.path.split(os.path.abspath(folder))
+        splits = [name]
+    classes = None
+    for split in splits:
+        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty)
+        if not isinstance(source, _Packable):
+            raise UserError(
+                f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"
+            )
+        classes = source.class_names
+        yield split, _pack(source, split, Path(out), packing, workers, line)
+
+
+def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: int, line: Line) -> Packed:
+    firsts = range(0, len(source), packing.per_shard)
+    plan = {**asdict(packing), "images": len(source), "shards": len(firsts), "samples": source.fingerprint}
+    try:
+        _keep_to_plan(out, split, plan, source.class_names)
+        work = _Work(source, split, out, packing, _clashing(source))
+        parts = []
+        context = multiprocessing.get_context()
+        pool = ProcessPoolExecutor(min(workers, len(firsts)), context, initializer=_start, initargs=(work,))
+        with line.doing(f"{split}: shards", len(firsts)) as counted:
+            try:
+                parts += counted(pool.map(_make, firsts))
+            finally:
+                pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool:
+        raise UserError(
+            f"a process that made shards was killed; had the machine no memory left? What is made stays in {out}: "
+            "start again to go on, with fewer --workers"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or out}: {error.strerror}; what is made stays in {out}: start again to go on"
+        ) from error
+    bad = tuple(name for part in parts for name in part.undecodable)
+    return Packed(*(sum(part[field] for part in parts) for field in range(5)), bad)
+
+
+def _keep_to_plan(out: Path, split: str, plan: dict[str, object], classes: Sequence[str]) -> None:
+    """Write down what is made and of which classes, or see that it is what was begun there."""
+    out.mkdir(parents=True, exist_ok=True)
+    plan_file = out / PLAN_FILE.format(split)
+    there = [path.name for path in out.glob(f"{split}-*.tar")]
+    if there and not plan_file.exists():
+        raise UserError(f"{out} holds {min(there)} of another origin; give another folder, or move it away")
+    for path, wanted, what in (
+        (out / CLASSES_FILE, list(classes), "other classes"),
+        (plan_file, plan, "shards of other images or settings"),
+    ):
+        text = json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
+        if not path.exists():
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        elif path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{out} holds {what}, {path.name} says; give another folder, or remove that one")
+
+
+def _clashing(source: _Packable) -> frozenset[int]:
+    """The images that differ from another one by their suffix alone (`1.png`, `1.jpg`), of which a shard makes one."""
+    stems = np.array([hash(posixpath.splitext(source.path(number))[0]) for number in range(len(source))])
+    _, place, counts = np.unique(stems, return_inverse=True, return_counts=True)
+    return frozenset(np.flatnonzero(counts[place] > 1).tolist())
+
+
+class _Work(NamedTuple):
+    """What the processes need for any shard of a split."""
+
+    source: _Packable
+    split: str
+    out: Path
+    packing: Packing
+    clashing: frozenset[int]
+
+
+_work: _Work
+
+
+def _start(work: _Work) -> None:
+    """A process begins: it ends with the one that started it, and leaves Ctrl-C to that."""
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _make(first: int) -> Packed:
+    """Make the shard that begins with an image, unless it is there, and read it back."""
+    source, split, out, packing, _ = _work
+    numbers = range(first, min(first + packing.per_shard, len(source)))
+    shard = out / shard_name(split, first // packing.per_shard)
+    found = load_index(str(shard)) if shard.exists() else None
+    if found is not None and len(found.paths) == len(numbers):
+        return Packed(len(numbers), 1, 0, 0, shard.stat().st_size, ())
+    partial = shard.with_name(f".{shard.name}.partial")
+    file_bytes, written, undecodable = _write(partial, numbers)
+    index = read_index(str(partial))
+    with partial.open("rb") as file:
+        read = [os.pread(file.fileno(), size, at) for at, size in zip(index.offsets, index.sizes, strict=True)]
+    labels = [source.target(number) for number in numbers]
+    if list(map(_digest, read)) != written or index.labels.tolist() != labels:
+        raise UserError(f"{shard} was written and reads back otherwise: the disk or the memory is at fault")
+    partial.replace(shard)
+    save_index(str(shard), index)
+    return Packed(len(numbers), 1, 1, file_bytes, shard.stat().st_size, undecodable)
+
+
+def _write(path: Path, numbers: Sequence[int]) -> tuple[int, list[bytes], tuple[str, ...]]:
+    """Write images and labels; the bytes of the files, what each image hashes to, and those that are no images."""
+    source = _work.source
+    file_bytes, digests, undecodable = 0, [], []
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for number in numbers:
+                name = source.describe(number)
+                data = source.encoded(number)
+                file_bytes += len(data)
+                stem, suffix = posixpath.splitext(source.path(number))
+                folder, stem = posixpath.split(stem + suffix if number in _work.clashing else stem)
+                key = posixpath.join(folder, stem.replace(".", DOT))
+                try:
+                    encoded = _encoded_anew(data, name, _work.packing)
+                except ImageDecodeError:
+                    encoded = None
+                    undecodable.append(name)
+                if encoded is not None:
+                    data, suffix = encoded, ".jpg"
+                digests.append(_digest(data))
+                for member, content in ((key + suffix, data), (f"{key}.cls", str(source.target(number)).encode())):
+                    info = tarfile.TarInfo(member)
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+        file.flush()
+        os.fsync(file.fileno())
+    return file_bytes, digests, tuple(undecodable)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _encoded_anew(data: bytes, name: str, packing: Packing) -> bytes | None:
+    """An image as JPEG, its shorter side `resize` pixels at most; None for one that stays as it is."""
+    if packing.resize is None and packing.quality is None:
+        return None
+    image = decode(data, name)
+    shorter = min(image.size)
+    if packing.resize is not None and shorter > packing.resize:
+        size = [max(1, round(side * packing.resize / shorter)) for side in image.size]
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    elif packing.quality is None:
+        return None
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=packing.quality or _QUALITY)
+    return buffer.getvalue()

@@ -1,0 +1,141 @@
+"""Hugging Face data sets on disk: what is read of them, and what a person is told when it cannot be."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tables import write_tables
+
+from ds_vit.data import Source, open_source
+from ds_vit.fault_tolerance.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    for number in range(10):
+        path = root / "train" / ("cat", "dog")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> Source:
+    return open_source("", str(folder), "train")
+
+
+def _same(source: Source, plain: Source) -> bool:
+    numbers = range(len(plain))
+    return (
+        source.class_names == plain.class_names
+        and [source.target(n) for n in numbers] == [plain.target(n) for n in numbers]
+        and [source.encoded(n) for n in numbers] == [plain.encoded(n) for n in numbers]
+    )
+
+
+@pytest.mark.parametrize("way", ["save_to_disk", "one split", "parquet"])
+def test_what_datasets_writes(folder, plain, tmp_path, way):
+    """Would catch a file of the real library that is not understood."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    features = datasets.Features({"label": datasets.ClassLabel(names=["cat", "dog"]), "img": datasets.Image()})
+    rows = {
+        "label": [plain.target(n) for n in range(10)],
+        "img": [{"bytes": plain.encoded(n), "path": None} for n in range(10)],
+    }
+    data = datasets.Dataset.from_dict(rows, features=features)
+    if way == "save_to_disk":
+        datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(
+            str(tmp_path), num_shards={"train": 3, "validation": 1}
+        )
+        assert _same(open_source("hfds/", str(tmp_path), "val", classes=plain.class_names), plain)
+    elif way == "one split":
+        data.save_to_disk(str(tmp_path))
+    else:
+        (tmp_path / "data").mkdir()
+        data.to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
+    for dataset, data_dir in (("hfds/", str(tmp_path)), (f"hfds/{tmp_path}", None), ("", f"hfds/{tmp_path}")):
+        source = open_source(dataset, data_dir, "train")
+        assert _same(source, plain)
+        assert source.image(3).tobytes() == plain.image(3).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_pickling_and_messages(plain, tmp_path, kind):
+    """Would catch a mapped file that a spawned worker is sent, or a row that nobody can find again."""
+    write_tables(tmp_path / "train", plain, kind)
+    source = pickle.loads(pickle.dumps(open_source("hfds/", str(tmp_path), "train")))
+    assert _same(source, plain)
+    assert source.describe(7).endswith(f"data-00001-of-00002.{kind}" + (".arrow" if kind == "parquet" else "") + "[2]")
+
+
+def test_a_parquet_file_is_turned_once_and_again_when_it_changes(plain, tmp_path):
+    """Would catch gigabytes that are written at each start, or rows of a file that is no longer there."""
+    write_tables(tmp_path / "train", plain, "parquet")
+    open_source("hfds/", str(tmp_path), "train")
+    made = sorted((tmp_path / "train").glob("*.arrow"))
+    times = [path.stat().st_mtime_ns for path in made]
+    assert len(times) == 2
+    open_source("hfds/", str(tmp_path), "train")
+    assert [path.stat().st_mtime_ns for path in made] == times
+    write_tables(tmp_path / "train", plain, "parquet", labels=[1] * 10)
+    assert open_source("hfds/", str(tmp_path), "train").target(0) == 1
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+BROKEN = {
+    "no label": (
+        {"labels": [0, -1] * 5},
+        None,
+        r"\[1\] has the label -1, and the 2 classes have the numbers 0 to 1; 5 of 10",
+    ),
+    "label beyond the names": ({"names": ["cat"]}, None, "has the label 1, and the 1 classes"),
+    "null label": ({"labels": [None] * 10}, None, "has the label -1"),
+    "no image column": (
+        {"columns": ("x", "label"), "names": None},
+        None,
+        "has no Image column and none of the names image",
+    ),
+    "no label column": ({"columns": ("image", "y"), "names": None}, None, "it has image, y: rename_column"),
+    "a file missing": (
+        {},
+        lambda f: (f / "data-00000-of-00002.arrow").unlink(),
+        "1 of the 2 files beside .* number 00000",
+    ),
+    "a file cut short": (
+        {},
+        lambda f: _cut(f / "data-00001-of-00002.arrow"),
+        "00001-of-00002.arrow cannot be read as an",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_tables_are_refused_in_one_line(plain, tmp_path, what):
+    """Would catch a traceback of pyarrow's, or rows that are lost in silence."""
+    changes, harm, message = BROKEN[what]
+    write_tables(tmp_path / "train", plain, "arrow", **changes)
+    if harm is not None:
+        harm(tmp_path / "train")
+    with pytest.raises(UserError, match=message) as error:
+        open_source("hfds/", str(tmp_path), "train")
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_not_there(tmp_path, monkeypatch):
+    """Would catch an import error in place of the command that helps."""
+    with pytest.raises(UserError, match="there is no folder /nowhere; give hfds/FOLDER"):
+        open_source("hfds//nowhere", None, "train")
+    with pytest.raises(UserError, match=r"has no train/ and no train-\*\.parquet .* it holds nothing"):
+        open_source("hfds/", str(tmp_path), "train")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match="not installed: pip install pyarrow"):
+        open_source("hfds/", str(tmp_path), "train")

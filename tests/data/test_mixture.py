@@ -1,0 +1,144 @@
+"""Several sources with weights: shares, order and keys as pure functions, and classes by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from shards import write_shard
+
+from ds_vit.config.parser import from_values
+from ds_vit.data import SampleOrder, mixed, open_source
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.training.plan.data import _open_sources
+
+MIXTURE = ((30, 49), (40, 21))  # images, rows of an epoch
+
+
+def _epoch(order: SampleOrder, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    indices, keys = zip(*(order.rows(step, range(order.global_batch)) for step in steps), strict=True)
+    return np.concatenate(indices), np.concatenate(keys)
+
+
+def test_each_source_gets_its_share_and_is_gone_through_whole():
+    """Would catch a share that drifts, and images that come again before others have come at all."""
+    order = SampleOrder(70, 7, 5, 0, MIXTURE)
+    seen: Counter[int] = Counter()
+    for epoch in range(8):
+        indices, keys = _epoch(order, epoch)
+        assert len(set(keys.tolist())) == 70
+        assert Counter((indices >= 30).tolist()) == {False: 49, True: 21}
+        seen.update(indices.tolist())
+    for first, (images, rows) in zip((0, 30), MIXTURE, strict=True):
+        assert {seen[n] for n in range(first, first + images)} == {8 * rows // images, -(-8 * rows // images)}
+
+
+def test_copies_of_a_sample_have_keys_of_their_own():
+    """Would catch repeated augmentation whose copies are alike, in a source that comes twice an epoch as well."""
+    order = SampleOrder(70, 10, 5, 2, ((10, 60), (60, 10)))
+    for epoch in range(3):
+        indices, keys = _epoch(order, epoch)
+        assert len(set(keys.tolist())) == 70
+        assert all(count % 2 == 0 for count in Counter(indices.tolist()).values())
+
+
+def test_the_order_is_a_pure_function_of_the_step():
+    """Would catch rows that depend on what was asked before, or on how a step is cut."""
+    order = SampleOrder(70, 7, 5, 0, MIXTURE)
+    whole = order.rows(23, range(7))
+    parts = [order.rows(23, rows) for rows in (range(5, 7), range(0, 5))]
+    for number in (0, 1):
+        assert np.array_equal(np.concatenate([parts[1][number], parts[0][number]]), whole[number])
+    assert not np.array_equal(SampleOrder(70, 7, 6, 0, MIXTURE).rows(23, range(7))[0], whole[0])
+
+
+def test_weights_of_the_sizes_draw_each_image_once_an_epoch():
+    """Would catch a mixture that is another thing where it should be none."""
+    order = SampleOrder(70, 7, 5, 0, ((30, 30), (40, 40)))
+    for epoch in range(2):
+        assert sorted(_epoch(order, epoch)[0].tolist()) == list(range(70))
+
+
+def test_any_step_of_14_million_samples_is_at_hand():
+    """Would catch an order that is worked through from its beginning."""
+    for mixture in ((), ((13_000_000, 9_800_000), (1_000_000, 4_200_000))):
+        order = SampleOrder(14_000_000, 4096, 0, 0, mixture)
+        indices, keys = order.rows(90 * order.steps_per_epoch + 17, range(256))
+        assert len(np.unique(keys)) == 256
+        assert indices.max() < 14_000_000
+
+
+def _folder(root: Path, classes: str, count: int, splits: tuple[str, ...] = ("train", "val")) -> Path:
+    for split in splits:
+        for name in classes:
+            for number in range(count):
+                path = root / split / name / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8), (ord(name), number, len(str(root)))).save(path)
+    return root
+
+
+def _config(*folders: Path, **more: object):
+    values = {"deepspeed_config": "x.json", "data_dir": [str(folder) for folder in folders], **more}
+    return from_values(values)[0]
+
+
+def test_folders_are_mixed_and_classes_matched_by_name(tmp_path):
+    """Would catch a class number that means another class in the second folder, or a split that is not mixed."""
+    first, second = _folder(tmp_path / "a", "abc", 3), _folder(tmp_path / "second", "bc", 2, ("train",))
+    config = _config(first, second, data_weights=(3, 1))
+    train, val, _ = _open_sources(config)
+    assert (len(train), train.class_names, train.mixture) == (13, ("a", "b", "c"), ((9, 10), (4, 3)))
+    for number in range(13):
+        assert train.image(number).getpixel((0, 0))[0] == ord("abc"[train.target(number)])
+    assert [train.target(number) for number in range(9, 13)] == [1, 1, 2, 2]
+    assert len(val) == 9
+    assert not val.mixture
+    plain, _, _ = _open_sources(_config(first, second))
+    assert not plain.mixture
+    assert len({train.fingerprint, plain.fingerprint, _open_sources(_config(first))[0].fingerprint}) == 3
+    other, _, _ = _open_sources(_config(first, second, data_weights=(1, 1)))
+    assert other.fingerprint != train.fingerprint
+    again, _, _ = _open_sources(_config(first, second, data_weights=(6, 2)))
+    assert again.fingerprint == train.fingerprint
+    rest, held, _ = _open_sources(_config(first, second, val_fraction=0.34))
+    assert (len(rest), len(held)) == (8, 5)
+
+
+def test_kinds_are_mixed(tmp_path):
+    """Would catch shards that cannot stand beside a folder."""
+    folder = _folder(tmp_path / "a", "12", 3)
+    files = {"x.png": (folder / "train" / "1" / "0.png").read_bytes(), "x.cls": b"2"}
+    write_shard(tmp_path / "s" / "train.tar", files)
+    (tmp_path / "s" / "classes.json").write_text('["0", "1", "2"]')
+    with pytest.raises(
+        UserError, match=r"have 1 classes that the first --data-dir lacks \(0\); every class must be one of"
+    ):
+        _open_sources(_config(folder, f"wds/{tmp_path}/s"))
+    (tmp_path / "s" / "classes.json").write_text('["2", "1"]')
+    write_shard(tmp_path / "s" / "train.tar", {**files, "x.cls": b"0"})
+    train, _, _ = _open_sources(_config(folder, f"wds/{tmp_path}/s"))
+    assert (len(train), train.target(6)) == (7, 1)
+
+
+def test_flags_that_cannot_be(tmp_path):
+    """Would catch weights without effect, too few of them, or one that is nothing."""
+    folder = str(_folder(tmp_path / "a", "ab", 1))
+    with pytest.raises(UserError, match="--data-weights has 1 numbers for the 2 folders"):
+        _config(folder, folder, data_weights=(1,))
+    with pytest.raises(UserError, match=r"--data-weights .*with one --data-dir"):
+        _config(folder, data_weights=(1,))
+    with pytest.raises(UserError, match="--data-weights must be numbers above 0, not 1 0"):
+        _config(folder, folder, data_weights=(1, 0))
+    source = open_source("", folder, "train")
+    with pytest.raises(UserError, match="--data-weights 1 999: of 4 rows an epoch, source 1 would get none"):
+        mixed([source, source], (1, 999))
+
+
+def test_a_single_folder_stays_a_name(tmp_path):
+    """Would catch a config.yaml whose readers get a list where a name was."""
+    assert _config(tmp_path).data_dir == str(tmp_path)

@@ -1,0 +1,261 @@
+"""WebDataset shards: what is read of them, the index beside them, and what a person is told when they do not fit."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from shards import write_shard
+
+from ds_vit.data import open_source
+from ds_vit.data.sources import shard_index
+from ds_vit.data.sources.shards import expand_braces
+from ds_vit.fault_tolerance.errors import UserError
+
+
+def _encoded(number: int, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def _pixels(number: int) -> bytes:
+    return np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8).tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Three training shards of four samples with classes 0 to 2, and one of validation."""
+    for shard in range(3):
+        files = {}
+        for number in range(4 * shard, 4 * shard + 4):
+            files |= {f"{number:04}.png": _encoded(number), f"{number:04}.cls": str(number % 3).encode()}
+        write_shard(tmp_path / f"train-{shard:03}.tar", files)
+    write_shard(tmp_path / "val-000.tar", {"a.png": _encoded(20), "a.cls": b"1"})
+    return tmp_path
+
+
+def _labels(source) -> list[int]:
+    return [source.target(number) for number in range(len(source))]
+
+
+# What is read
+
+
+@pytest.mark.parametrize(
+    ("dataset", "data_dir", "split"),
+    [
+        ("wds/", "{}", "train"),
+        ("wds/{}", None, "train"),
+        ("wds/{}/train-{{000..002}}.tar", None, "train"),
+        ("wds/train-{{000..002}}.tar", "{}", "train"),
+        ("wds/", "{}", "train-{{000..002}}.tar"),
+        ("", "wds/{}/train-{{000..002}}.tar", "train"),
+    ],
+)
+def test_ways_to_name_shards(folder, dataset, data_dir, split):
+    """Would catch a spelling of the docs that finds nothing, or other samples."""
+    named = [name and name.format(folder) for name in (dataset, data_dir, split)]
+    source = open_source(*named)
+    assert len(source) == 12
+    assert source.class_names == ("0", "1", "2")
+    assert _labels(source) == [number % 3 for number in range(12)]
+    assert [source.image(number).tobytes() for number in range(12)] == [_pixels(number) for number in range(12)]
+    assert source.describe(5) == f"{folder}/train-001.tar:0005.png"
+    if split == "train":
+        val = open_source(named[0], named[1], "validation", classes=source.class_names)
+        assert (len(val), val.num_classes, val.target(0)) == (1, 3, 1)
+        assert val.image(0).tobytes() == _pixels(20)
+
+
+def test_braces_are_a_shells():
+    """Would catch lost leading zeros, or a second pair of braces that is not multiplied out."""
+    assert expand_braces("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
+    assert expand_braces("{a,b}/{0..1}.tar") == ["a/0.tar", "a/1.tar", "b/0.tar", "b/1.tar"]
+    assert expand_braces("plain.tar") == ["plain.tar"]
+
+
+def test_labels_of_json_and_by_name(tmp_path):
+    """Would catch labels of a .json that are not read, and names numbered in another order than folders'."""
+    files = {
+        "x/b.png": _encoded(0),
+        "x/b.json": b'{"label": "class10"}',
+        "x/a.jpg": _encoded(1, "JPEG"),
+        "x/a.cls": b"class9\n",
+        "x/a.txt": b"a caption",
+        "x/c.seg.png": b"no sample's image",
+        "x/c.webp": _encoded(2),
+        "x/c.json": b'{"cls": "class10", "other": 1}',
+        "__meta__.json": b"{}",
+    }
+    write_shard(tmp_path / "train.tar", files)
+    source = open_source("wds/", str(tmp_path), "train")
+    assert source.class_names == ("class9", "class10")
+    assert _labels(source) == [1, 0, 1]
+    assert source.left_out == {".txt": 1, ".seg.png": 1}
+    (tmp_path / "classes.json").write_text('["class10", "class9", "class11"]')
+    named = open_source("wds/", str(tmp_path), "train")
+    assert named.class_names == ("class10", "class9", "class11")
+    assert _labels(named) == [0, 1, 0]
+
+
+# The index
+
+
+def test_the_index_is_made_once_and_again_when_a_shard_changes(folder, monkeypatch):
+    """Would catch a shard that is read whole at each start, and offsets of a shard that is no longer there."""
+    first = open_source("wds/", str(folder), "train")
+    assert sorted(path.name for path in folder.glob("*.npz")) == [f"train-00{n}.tar.index.npz" for n in range(3)]
+    scanned = []
+    scan = shard_index._scan
+    monkeypatch.setattr(shard_index, "_scan", lambda file, shard: scanned.append(shard) or scan(file, shard))
+    again = open_source("wds/", str(folder), "train")
+    assert not scanned
+    assert (again.fingerprint, _labels(again)) == (first.fingerprint, _labels(first))
+    write_shard(folder / "train-001.tar", {"new.png": _encoded(30), "new.cls": b"2"})
+    changed = open_source("wds/", str(folder), "train")
+    assert scanned == [f"{folder}/train-001.tar"]
+    assert len(changed) == 9
+    assert changed.image(4).tobytes() == _pixels(30)
+    (folder / "train-000.tar.index.npz").write_bytes(b"PK\x03\x04 half an index")
+    assert open_source("wds/", str(folder), "train").fingerprint == changed.fingerprint
+    with pytest.raises(UserError, match=r"train-001\.tar has changed since its index was read"):
+        first.image(4)
+
+
+def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
+    """Would catch a data set on a read-only disk that cannot be trained on."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert len(open_source("wds/", str(folder), "val")) == 1
+    assert not list(folder.glob("val*index*"))
+
+
+def test_a_source_of_shards_survives_pickling(folder):
+    """Would catch open files that a spawned worker is sent."""
+    source = open_source("wds/", str(folder), "train")
+    source.image(0)
+    assert pickle.loads(pickle.dumps(source)).image(11).tobytes() == _pixels(11)
+
+
+@pytest.mark.slow
+def test_a_million_samples_open_at_once(tmp_path):
+    """Would catch an index that is read sample by sample: 2 s are the limit, and the machine may be busy."""
+    for number in range(100):
+        shard = tmp_path / f"train-{number:03}.tar"
+        shard.touch()
+        names = np.array([f"n{number:08}/n{number:08}_{n:08}.JPEG".encode() for n in range(10_000)])
+        places = np.arange(10_000) * 100_000
+        with shard.open("rb") as file:
+            state = shard_index.state_of(file)
+        index = shard_index.ShardIndex(names, places, places, np.full(10_000, number), {}, state)
+        shard_index.save_index(str(shard), index)
+    seconds = []
+    for _ in range(3):
+        before = time.perf_counter()
+        source = open_source("wds/", str(tmp_path), "train")
+        seconds.append(time.perf_counter() - before)
+    assert len(source) == 1_000_000
+    assert source.target(999_999) == 99
+    assert min(seconds) < 2, seconds
+
+
+# What a person is told
+
+
+def _without_end(shard: Path, size: int) -> None:
+    shard.write_bytes(shard.read_bytes()[:size])
+
+
+BROKEN = {
+    "cut in an image": (
+        lambda f: _without_end(f / "train-001.tar", 700),
+        r"train-001\.tar cannot be read as .*cut short",
+    ),
+    "cut between two files": (
+        lambda f: _without_end(f / "train-001.tar", 4096),
+        r"train-001\.tar is cut short: after 2 s",
+    ),
+    "empty": (lambda f: _without_end(f / "train-001.tar", 0), r"train-001\.tar cannot be read as an uncompressed tar"),
+    "missing in the middle": (
+        lambda f: (f / "train-001.tar").unlink(),
+        r"train-001\.tar is missing between .*000\.\.002",
+    ),
+    "without a label": (
+        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "b.png": _encoded(1), "b.cls": b"1"}),
+        r"train-001\.tar: 1 of 2 samples have no label, the first is a; give",
+    ),
+    "without images": (lambda f: write_shard(f / "train-001.tar", {"a.cls": b"1"}), "holds no images"),
+    "a name twice": (
+        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "./a.png": _encoded(1)}),
+        r"train-001\.tar holds a\.png twice",
+    ),
+    "a label below 0": (
+        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.cls": b"-1"}),
+        r"train-001\.tar:a\.png has the label -1, and the 3 classes have the numbers 0 to 2; 1 of 9 samples",
+    ),
+    "a label beyond classes.json": (
+        lambda f: (f / "classes.json").write_text('["cat", "dog"]'),
+        r"train-000\.tar:0002\.png has the label 2, and the 2 classes have the numbers 0 to 1; 4 of 12 samples",
+    ),
+    "json that is none": (
+        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.json": b"{"}),
+        r"train-001\.tar:a\.json is no JSON",
+    ),
+    "a label that is a list": (
+        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.json": b'{"label": [1]}'}),
+        r"the label \[1\] is neither a class number nor a class name",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("indexed", [False, True], ids=["at first", "with an older index"])
+def test_broken_shards_are_refused_in_one_line(folder, what, indexed):
+    """Would catch a traceback, a sample lost in silence, or an old index that hides what has happened to its shard."""
+    if indexed:
+        open_source("wds/", str(folder), "train")
+    harm, message = BROKEN[what]
+    harm(folder)
+    with pytest.raises(UserError, match=message) as error:
+        open_source("wds/", str(folder), "train")
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_missing_in_the_braces(folder):
+    """Would catch a run on fewer shards than were named."""
+    (folder / "train-001.tar").unlink()
+    with pytest.raises(UserError, match=r"1 of 3 shards are missing, the first is \S+/train-001\.tar"):
+        open_source(f"wds/{folder}/train-{{000..002}}.tar", None, "train")
+
+
+def test_a_split_that_is_not_there(folder):
+    """Would catch a traceback, or training shards taken for a test split."""
+    with pytest.raises(UserError, match=r"has no shards test-\*\.tar .* it holds train-000\.tar"):
+        open_source("wds/", str(folder), "test")
+    with pytest.raises(UserError, match="there is no folder of shards /nowhere"):
+        open_source("wds//nowhere", None, "train")
+    with pytest.raises(UserError, match="needs a path"):
+        open_source("wds/", None, "train")
+
+
+def test_classes_that_differ_between_train_and_val(folder):
+    """Would catch a validation label that the head has no class for."""
+    write_shard(folder / "val-000.tar", {"a.png": _encoded(20), "a.cls": b"7"})
+    with pytest.raises(UserError, match="label 7, and the 3 classes have the numbers 0 to 2"):
+        open_source("wds/", str(folder), "val", classes=("0", "1", "2"))
+    shutil.copytree(folder, folder / "other")
+    (folder / "classes.json").write_text(str([*"abcdefgh"]).replace("'", '"'))
+    with pytest.raises(UserError, match="8 missing in the training split"):
+        open_source("wds/", str(folder), "val", classes=("0", "1", "2"))
