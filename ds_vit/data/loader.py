@@ -31,9 +31,10 @@ from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_transform, train_transform
+from ds_vit.data.decode import ImageDecodeError, open_image
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.source import ImageDecodeError, Source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
@@ -83,6 +84,7 @@ class _Reader:
         load_images: bool,
         load_targets: bool,
         on_bad_image: str,
+        how: str = "exact",
     ) -> None:
         if on_bad_image not in ("error", "skip"):
             raise UserError(f"--on-bad-image {on_bad_image} is none of error, skip")
@@ -92,6 +94,7 @@ class _Reader:
         self._load_targets = load_targets
         self._skip = on_bad_image == "skip"
         self._transform = transform
+        self._how = how  # one of decode.DECODERS
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool], replace: bool
@@ -136,8 +139,7 @@ class _Reader:
         candidate = index
         while True:
             try:
-                image = self.source.image(candidate)
-                return (self._transform(image, key) if self.load_images else None), candidate, reason
+                return self._pixels(candidate, key), candidate, reason
             except ImageDecodeError as error:
                 if not self._skip:
                     raise
@@ -152,6 +154,17 @@ class _Reader:
             candidate = (randomness.mix(key, randomness.name_key("replace bad image"), tried) & (2**63 - 1)) % len(
                 self.source
             )
+
+    def _pixels(self, index: int, key: int) -> torch.Tensor | None:
+        """A sample's pixels; without images to load None, of an image that can be decoded all the same."""
+        if not self.load_images:
+            self.source.image(index)
+            return None
+        data = self.source.encoded(index)
+        if data is None:
+            return self._transform(self.source.image(index), key)
+        # Whether an image is bad must not depend on the crop where another rank decodes it for its target alone.
+        return self._transform(open_image(data, self.source.describe(index), self._how, whole=self._skip), key)
 
 
 class _Failure:
@@ -359,7 +372,8 @@ def train_loader(
             f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
             "make one of the three even, or turn mixing off"
         )
-    reader = _Reader(source, train_transform(image, augment), image, load_images, load_targets, on_bad_image)
+    transform = train_transform(image, augment)
+    reader = _Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     return Loader(_TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import Image
 from timm.utils.misc import natural_key
 
+from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.class_checks import empty_classes, without_images
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, decode, undecodable
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
@@ -145,9 +145,8 @@ class _FileSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        path = self.describe(index)
-        return decode(_read(path), path)
+    def encoded(self, index: int) -> bytes:
+        return _read(self.describe(index))
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, os.fsdecode(self._paths[index]))
@@ -161,9 +160,9 @@ class ImageFiles(_FileSource):
     def __init__(self, paths: list[str]) -> None:
         super().__init__("", paths)
 
-    def image(self, index: int) -> Image.Image:
+    def encoded(self, index: int) -> bytes:
         try:
-            return super().image(index)
+            return super().encoded(index)
         except OSError as error:
             raise undecodable(self.describe(index), OSError(error.strerror)) from error
 
@@ -376,10 +375,7 @@ class TarSource(Source):
     def __len__(self) -> int:
         return len(self._paths)
 
-    def image(self, index: int) -> Image.Image:
-        return decode(self._bytes(index), self.describe(index))
-
-    def _bytes(self, index: int) -> bytes:
+    def encoded(self, index: int) -> bytes:
         number = int(self._tar_of[index])
         if number not in self._open:
             self._open[number] = open(self._tars[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run

@@ -32,6 +32,9 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def encoded(self, index: int) -> bytes | None:
+        return self._source.encoded(int(self._numbers[index]))
+
     def image(self, index: int) -> Image.Image:
         return self._source.image(int(self._numbers[index]))
 
