@@ -27,7 +27,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as F
 from torchvision.transforms.functional import pil_modes_mapping
 
-from ds_vit.data.augment.colours import ADJUST
+from ds_vit.data.augment.colours import ADJUST, Planes
 from ds_vit.data.augment.draws import seeded, uniform
 from ds_vit.data.decode import Box, Jpeg
 
@@ -187,6 +187,7 @@ class ColorJitter:
 
     def __init__(self, transform: transforms.ColorJitter) -> None:
         self._transform = transform
+        self._planes: Planes | None = None
 
     def draw(self, key: int, size: Size) -> list[tuple[int, float]] | None:
         """[(0 to 3 for brightness, contrast, saturation, hue; factor), ...] in the order to apply them."""
@@ -206,11 +207,13 @@ class ColorJitter:
         """`apply` with its result as uint8 [3, H, W]: the same bits, in less than half the time."""
         if any(kind not in ADJUST for kind, _ in parameters):  # hue
             return F.pil_to_tensor(self.apply(image, parameters))
-        planes = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        values = planes.to(torch.float32, memory_format=torch.contiguous_format)
+        size = (image.height, image.width)
+        if self._planes is None or self._planes.size != size:
+            self._planes = Planes(size)
+        self._planes.load(image)
         for kind, factor in parameters:
-            ADJUST[kind](values, factor)
-        return values.to(torch.uint8)
+            ADJUST[kind](self._planes, factor)
+        return self._planes.pixels()
 
 
 class GaussianBlur:
