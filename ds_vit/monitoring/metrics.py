@@ -61,6 +61,9 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     return single if precision == "fp32" else half
 
 
+_WAITING_TOO_MUCH = 0.1  # of the time
+
+
 class Throughput:
     """Images a second and the share of time spent waiting for data, over the window since the last look.
 
@@ -184,6 +187,7 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._events = events
+        self._warned_of_waiting = False
         _cut_torn_line(self._folder.metrics)
         # Without a buffer: what a full disk did not take is known to the byte.
         self._file = self._folder.metrics.open("ab", buffering=0)
@@ -208,6 +212,18 @@ class Reporter:
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}  "
                 f"epoch's mean loss {mean}"
             )
+        self._warn_of_waiting(row["data_wait_fraction"], row["images_per_second"])
+
+    def _warn_of_waiting(self, waiting: float, rate: float) -> None:
+        """Say once, at the first row where it shows, that the loader is slower than the model."""
+        if waiting < _WAITING_TOO_MUCH or self._warned_of_waiting:
+            return
+        self._warned_of_waiting = True
+        takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
+        self.say(
+            f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
+            f"for it, and {takes}; `ds-vit bench data` with this run's flags says what would help"
+        )
 
     def draw(self, row: Mapping[str, Any]) -> None:
         """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""
