@@ -61,7 +61,7 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     return single if precision == "fp32" else half
 
 
-_WAITING_TOO_MUCH = 0.1  # of the time
+_WAITING_TOO_MUCH = 0.2  # of the time
 
 
 class Throughput:
@@ -187,7 +187,8 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._events = events
-        self._warned_of_waiting = False
+        self._looks_at_waiting = 0  # rows; of the first the loader's start is a part
+        self._waiting_was_told = False
         _cut_torn_line(self._folder.metrics)
         # Without a buffer: what a full disk did not take is known to the byte.
         self._file = self._folder.metrics.open("ab", buffering=0)
@@ -216,9 +217,10 @@ class Reporter:
 
     def _warn_of_waiting(self, waiting: float, rate: float) -> None:
         """Say once, at the first row where it shows, that the loader is slower than the model."""
-        if waiting < _WAITING_TOO_MUCH or self._warned_of_waiting:
+        self._looks_at_waiting += 1
+        if waiting < _WAITING_TOO_MUCH or self._looks_at_waiting == 1 or self._waiting_was_told:
             return
-        self._warned_of_waiting = True
+        self._waiting_was_told = True
         takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
         self.say(
             f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "

@@ -23,6 +23,7 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.data import SampleOrder
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
 from ds_vit.training.resume import (
     _BEFORE,
@@ -148,6 +149,14 @@ def test_only_what_has_changed_is_told():
     assert check_same_run(resume, same, config) == []
     [told] = check_same_run(resume, same, config | {"smoothing": 0.2, "workers": 8})
     assert told == "settings that differ from the checkpoint's run: smoothing 0.1 → 0.2"
+
+
+def test_another_decoding_is_another_run():
+    # Catches: pixels that change in the middle of a curve; a checkpoint from before --decode that cannot go on.
+    resume = Resume(Checkpoint(Path("x"), {"files": {}}, {"run": {}, "config": {}}), falls_back=True)
+    same = {**dict.fromkeys(_IDENTITY), **_BEFORE}
+    with pytest.raises(UserError, match="decode: exact there and fast here; give the same --decode"):
+        check_same_run(resume, {**same, "decode": "fast"}, {})
 
 
 def saved_with(rates: dict | None, global_batch: int = 16) -> Resume:
