@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
@@ -108,7 +109,7 @@ class _Reader:
         Returns:
             images uint8 [R, 3, H, W] or None, targets or None, and, of rows whose own image was bad, the reason.
         """
-        images = torch.zeros((len(indices), 3, *self.img_size), dtype=torch.uint8) if self.load_images else None
+        images = _black((len(indices), 3, *self.img_size)) if self.load_images else None
         targets = self._no_targets(len(indices)) if self._load_targets else None
         bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
@@ -165,6 +166,14 @@ class _Reader:
             return self._transform(self.source.image(index), key)
         # Whether an image is bad must not depend on the crop where another rank decodes it for its target alone.
         return self._transform(open_image(data, self.source.describe(index), self._how, whole=self._skip), key)
+
+
+def _black(shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros uint8; in a worker in shared memory from the start, so that handing them over copies nothing."""
+    if get_worker_info() is None:
+        return torch.zeros(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as torch's own default_collate does
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 class _Failure:
