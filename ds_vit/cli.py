@@ -7,6 +7,7 @@ ds-vit embed RUN FOLDER --output F   the features of images, with their file nam
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     training steps beside those of timm, DDP and FSDP2, interleaved
+ds-vit bench data --data-dir DIR     images a second of the loader by stage, and what would make it faster
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
@@ -77,6 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
                 help="among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)",
             )
 
+    data = add("data", "the loader on your own images, by stage; other flags are those of launch/train.py", kinds)
+    data.allow_abbrev = False
+    data.add_argument("--images", type=int, default=256, help="how many to look at [%(default)s]")
+    data.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    data.set_defaults(run=_bench_data)
+
     hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
     hosts.add_argument(
         "--from", dest="source", metavar="FILE|slurm|pbs|lsf", help="where to read (default: the job's scheduler)"
@@ -126,6 +133,10 @@ torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_confi
 _EXAMPLES = {
     "bench": _BENCH,
     "step": _BENCH,
+    "data": """
+ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
+ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --aa rand-m9-mstd0.5 --json
+""",
     "ladder": """
 ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
 torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config zero1.json
@@ -218,6 +229,20 @@ def _bench_step(arguments: argparse.Namespace) -> int:
         print_columns(make_console(), bench.title(result), bench.table(result))
     if arguments.output is not None:
         save_figure(bench.draw(result), Path(arguments.output))
+    return exit_codes.OK
+
+
+def _bench_data(arguments: argparse.Namespace) -> int:
+    from ds_vit.monitoring.metrics import make_console, print_columns
+    from ds_vit.tools import bench_data
+
+    if arguments.images < 1:
+        raise UserError(f"--images must be at least 1, not {arguments.images}")
+    result = bench_data.bench_data(arguments.words, arguments.images)
+    if arguments.json:
+        print(result.to_json())
+    else:
+        print_columns(make_console(), bench_data.title(result), bench_data.table(result))
     return exit_codes.OK
 
 

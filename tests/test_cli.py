@@ -24,6 +24,7 @@ COMMANDS = (
     "import",
     "bench",
     "bench step",
+    "bench data",
     "bench ladder",
     "hosts",
     "doctor",

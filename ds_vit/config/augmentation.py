@@ -36,6 +36,12 @@ _SMOOTHING = Rule("must lie in [0, 1)", lambda share: 0 <= share < 1)
 class AugmentConfig:
     """What happens to a training image by itself; each field means what timm's flag of the name means."""
 
+    decode: str = flag(
+        "exact",
+        "data",
+        "decode training images as Pillow does, or fast: within two grey levels of it on average",
+        choices=("exact", "fast"),
+    )
     no_aug: bool = flag(False, _A, "resize and crop only")
     train_crop_mode: str = flag("", _A, "training crop", choices=("rrc", "rkrc", "rkrr"))
     train_interpolation: str = flag("random", _A, "resize filter of training", choices=(*INTERPOLATIONS, "random"))

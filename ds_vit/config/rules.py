@@ -115,6 +115,8 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
     elif not config.color_jitter:
         idle += [("color_jitter_prob", "without --color-jitter")]
+    if config.train_crop_mode in ("rkrc", "rkrr"):
+        idle += [("decode", f"with --train-crop-mode {config.train_crop_mode}, which takes whole images")]
     if not config.reprob:
         idle += [(name, "without --reprob") for name in ("remode", "recount")]
     if not config.active:

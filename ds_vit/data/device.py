@@ -20,7 +20,18 @@ from ds_vit.data.settings import ImageConfig
 
 @cache
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[None, :, None, None]
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+
+
+def _normalised(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
+    """(pixels / 255 - mean) / std of uint8 [R, 3, H, W], in float32."""
+    images = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
+    # On a CPU row after row: all four passes over one then find it in the cache.
+    rows = zip(images, pixels, strict=True) if pixels.device.type == "cpu" else ((images, pixels),)
+    mean, std = (_channels(values, pixels.device) for values in (image.mean, image.std))
+    for out, row in rows:
+        out.copy_(row).div_(255.0).sub_(mean).div_(std)
+    return images
 
 
 def finish_images(
@@ -45,8 +56,7 @@ def finish_images(
     """
     assert batch.images is not None, "the micro-batch was loaded without images"
     device = torch.device(device)
-    images = batch.images.to(device, non_blocking=True).to(torch.float32).div_(255.0)
-    images.sub_(_channels(image.mean, device)).div_(_channels(image.std, device))
+    images = _normalised(batch.images.to(device, non_blocking=True), image)
     if batch.erase is not None:
         assert augment is not None, "the micro-batch has boxes to erase"
         images = erase(images, batch.erase, batch.keys, augment.remode)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
@@ -32,9 +33,10 @@ from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, eval_transform, train_transform
+from ds_vit.data.decode import ImageDecodeError, open_image
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.source import ImageDecodeError, Source
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
@@ -84,6 +86,7 @@ class _Reader:
         load_images: bool,
         load_targets: bool,
         on_bad_image: str,
+        how: str = "exact",
     ) -> None:
         if on_bad_image not in ("error", "skip"):
             raise UserError(f"--on-bad-image {on_bad_image} is none of error, skip")
@@ -94,6 +97,7 @@ class _Reader:
         self._skip = on_bad_image == "skip"
         self._transform = transform
         self.reading: torch.Tensor | None = None  # shared: which sample each worker is at
+        self._how = how  # one of decode.DECODERS
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool], replace: bool
@@ -107,7 +111,7 @@ class _Reader:
         Returns:
             images uint8 [R, 3, H, W] or None, targets or None, and, of rows whose own image was bad, the reason.
         """
-        images = torch.zeros((len(indices), 3, *self.img_size), dtype=torch.uint8) if self.load_images else None
+        images = _black((len(indices), 3, *self.img_size)) if self.load_images else None
         targets = self._no_targets(len(indices)) if self._load_targets else None
         bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
@@ -140,8 +144,7 @@ class _Reader:
         candidate = index
         while True:
             try:
-                image = self.source.image(candidate)
-                return (self._transform(image, key) if self.load_images else None), candidate, reason
+                return self._pixels(candidate, key), candidate, reason
             except ImageDecodeError as error:
                 if not self._skip:
                     raise
@@ -156,6 +159,25 @@ class _Reader:
             candidate = (randomness.mix(key, randomness.name_key("replace bad image"), tried) & (2**63 - 1)) % len(
                 self.source
             )
+
+    def _pixels(self, index: int, key: int) -> torch.Tensor | None:
+        """A sample's pixels; without images to load None, of an image that can be decoded all the same."""
+        if not self.load_images:
+            self.source.image(index)
+            return None
+        data = self.source.encoded(index)
+        if data is None:
+            return self._transform(self.source.image(index), key)
+        # Whether an image is bad must not depend on the crop where another rank decodes it for its target alone.
+        return self._transform(open_image(data, self.source.describe(index), self._how, whole=self._skip), key)
+
+
+def _black(shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros uint8; in a worker in shared memory from the start, so that handing them over copies nothing."""
+    if get_worker_info() is None:
+        return torch.zeros(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # as torch's own default_collate does
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 class _Failure:
@@ -397,7 +419,8 @@ def train_loader(
             f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
             "make one of the three even, or turn mixing off"
         )
-    reader = _Reader(source, train_transform(image, augment), image, load_images, load_targets, on_bad_image)
+    transform = train_transform(image, augment)
+    reader = _Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     return Loader(_TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
 

@@ -27,6 +27,8 @@ from ds_vit.tasks import Figure
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_WAITING_TOO_MUCH = 0.2  # of the time
+
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
 Events = Callable[[Sequence[tuple[str, float, int]]], None]
 
@@ -71,6 +73,8 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._events = events
+        self._looks_at_waiting = 0  # rows; of the first the loader's start is a part
+        self._waiting_was_told = False
         _cut_torn_line(self._folder.metrics)
         # Without a buffer: what a full disk did not take is known to the byte.
         self._file = self._folder.metrics.open("ab", buffering=0)
@@ -95,6 +99,19 @@ class Reporter:
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}  "
                 f"epoch's mean loss {mean}"
             )
+        self._warn_of_waiting(row["data_wait_fraction"], row["images_per_second"])
+
+    def _warn_of_waiting(self, waiting: float, rate: float) -> None:
+        """Say once, at the first row where it shows, that the loader is slower than the model."""
+        self._looks_at_waiting += 1
+        if waiting < _WAITING_TOO_MUCH or self._looks_at_waiting == 1 or self._waiting_was_told:
+            return
+        self._waiting_was_told = True
+        takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
+        self.say(
+            f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
+            f"for it, and {takes}; `ds-vit bench data` with this run's flags says what would help"
+        )
 
     def draw(self, row: Mapping[str, Any]) -> None:
         """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""

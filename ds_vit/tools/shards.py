@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from ds_vit.data.decode import ImageDecodeError, decode
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource, TarSource
 from ds_vit.data.sources.shard_index import DOT, load_index, read_index, save_index
 from ds_vit.data.sources.shards import CLASSES_FILE, PLAN_FILE, shard_name
-from ds_vit.data.sources.source import ImageDecodeError, decode
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.progress import Line
 

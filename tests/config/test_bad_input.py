@@ -40,6 +40,15 @@ def json_file(tmp_path, **changes):
     return str(path)
 
 
+def test_fast_decoding_where_there_is_nothing_to_decode_fast(capsys, tmp_path, folder, monkeypatch):
+    """A flag that is passed over, and a missing library that is found in a worker."""
+    pytest.importorskip("simplejpeg")
+    assert "these images have none" in refused(capsys, tmp_path, "--dataset", "digits", "--decode", "fast")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = refused(capsys, tmp_path, "--data-dir", folder, "--decode", "fast")
+    assert "pip install simplejpeg" in line
+
+
 def test_unknown_model(capsys, tmp_path, folder):
     """The nearest name is the help."""
     line = refused(capsys, tmp_path, "--data-dir", folder, "--model", "vit_tinny_patch16_224")

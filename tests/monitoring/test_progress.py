@@ -12,7 +12,9 @@ from curves import train_in, train_rows
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring import progress
+from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.throughput import Lagging
 
@@ -114,3 +116,22 @@ def test_tensorboard_gets_every_step_of_a_short_run(ranks, tmp_path):
     assert sorted(points) == [1, 2, 3, 4, 5]
     assert points[3] == pytest.approx(train_rows(rows)[1]["loss"])
     assert [event.step for event in events.Scalars("train/images_per_second")] == [1, 3, 5]
+
+
+def test_a_loader_that_is_too_slow_is_told_once(tmp_path):
+    """A warning about the loader's own start, none about a model that waits, or one at every row."""
+    said = io.StringIO()
+    console = Console(file=said, width=300)
+    reporter = Reporter(RunFolder(tmp_path), total_steps=9, console=console, stamp=lambda _: {"epoch": 0})
+    reporter.start()
+    row = dict.fromkeys(("epoch_loss", "grad_norm", "loss_scale", "tflops_per_accelerator", "mfu"))
+    row |= {"loss": 1.0, "lr": 0.1, "images_per_second": 60.0, "images_seen": 0}
+    told = []
+    for step, waiting in enumerate((0.9, 0.1, 0.4, 0.6), 1):
+        reporter.train({**row, "step": step, "data_wait_fraction": waiting})
+        told.append(said.getvalue().count("slower than the model"))
+    reporter.close()
+    assert told == [0, 0, 1, 1]
+    assert (
+        "at 60 images/s 40% of the time is spent waiting for it, and the model could take about 100;" in said.getvalue()
+    )

@@ -23,8 +23,10 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.durations import Interval, parse_seconds
 from ds_vit.data import SampleOrder
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.schedules import Schedule
 from ds_vit.training.resume import (
+    _BEFORE,
     _IDENTITY,
     Resume,
     check_micro_batch,
@@ -143,10 +145,18 @@ def test_only_what_has_changed_is_told():
     config = {"mean": (0.5, 0.5, 0.5), "smoothing": 0.1, "workers": 4}
     state = {"run": {}, "config": json.loads(json.dumps(config))}
     resume = Resume(Checkpoint(Path("x"), {"files": {}}, state), falls_back=True)
-    same = {**dict.fromkeys(_IDENTITY), "task": "classification"}  # which is what a state without a task means
+    same = {**dict.fromkeys(_IDENTITY), **_BEFORE}  # which is what a state without these means
     assert check_same_run(resume, same, config) == []
     [told] = check_same_run(resume, same, config | {"smoothing": 0.2, "workers": 8})
     assert told == "settings that differ from the checkpoint's run: smoothing 0.1 → 0.2"
+
+
+def test_another_decoding_is_another_run():
+    # Catches: pixels that change in the middle of a curve; a checkpoint from before --decode that cannot go on.
+    resume = Resume(Checkpoint(Path("x"), {"files": {}}, {"run": {}, "config": {}}), falls_back=True)
+    same = {**dict.fromkeys(_IDENTITY), **_BEFORE}
+    with pytest.raises(UserError, match="decode: exact there and fast here; give the same --decode"):
+        check_same_run(resume, {**same, "decode": "fast"}, {})
 
 
 def saved_with(rates: dict | None, global_batch: int = 16) -> Resume:
@@ -206,7 +216,7 @@ def test_a_json_scheduler_of_which_nothing_was_saved_is_told():
 
 def test_what_muon_leaves_to_adamw_stays():
     # Catches: a tensor whose state in the checkpoint is another optimizer's.
-    same = {**dict.fromkeys(_IDENTITY), "task": "classification"}  # which is what a state without a task means
+    same = {**dict.fromkeys(_IDENTITY), **_BEFORE}  # which is what a state without these means
     there, here = {"head.bias": "AdamW's"}, {"head.bias": "AdamW's", "head.weight": "AdamW's"}
     resume = Resume(Checkpoint(Path("x"), {}, {"run": same | {"left_to_adamw": there}, "config": {}}), falls_back=True)
     assert check_same_run(resume, same | {"left_to_adamw": there}, {}) == []

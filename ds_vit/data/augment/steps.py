@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data.transforms import (
@@ -21,10 +22,14 @@ from timm.data.transforms import (
     ResizeKeepRatio,
     crop_or_pad,
 )
+from torch.nn.functional import interpolate
 from torchvision import transforms
 from torchvision.transforms import functional as F
+from torchvision.transforms.functional import pil_modes_mapping
 
+from ds_vit.data.augment.colours import ADJUST, Planes
 from ds_vit.data.augment.draws import seeded, uniform
+from ds_vit.data.decode import Box, Jpeg
 
 Size = tuple[int, int]
 
@@ -58,10 +63,33 @@ class RandomResizedCrop:
             return box, _choose(transform.interpolation)
 
     def apply(
-        self, image: Image.Image, parameters: tuple[tuple[int, int, int, int], transforms.InterpolationMode]
+        self, image: Image.Image | Jpeg, parameters: tuple[tuple[int, int, int, int], transforms.InterpolationMode]
     ) -> Image.Image:
+        """Of a JPEG file only the box becomes a Pillow image, or what --decode fast makes of it."""
         box, interpolation = parameters
-        return F.resized_crop(image, *box, self._transform.size, interpolation)
+        size = self._transform.size
+        if not isinstance(image, Jpeg):
+            return F.resized_crop(image, *box, size, interpolation)
+        if not image.fast:
+            return F.resize(image.crop(box), size, interpolation)
+        return _resized(*image.scaled(box, size), box, size, interpolation)
+
+
+def _resized(
+    pixels: np.ndarray, scale: int, box: Box, size: Size, interpolation: transforms.InterpolationMode
+) -> Image.Image:
+    """What `Jpeg.scaled` gave, resized to a size."""
+    if scale == 1 and interpolation.value in ("bilinear", "bicubic"):
+        part = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        resized = interpolate(part, size, mode=interpolation.value, antialias=True)[0].permute(1, 2, 0)
+        return Image.frombytes("RGB", size[::-1], resized.contiguous().numpy(), "raw", "RGBX")
+    top, left, height, width = box
+    # The box's edges may lie inside of a pixel of the smaller image.
+    y, x = top / scale - top // scale, left / scale - left // scale
+    part = Image.frombuffer("RGBX", pixels.shape[1::-1], np.ascontiguousarray(pixels), "raw", "RGBX", 0, 1)
+    pil_filter = pil_modes_mapping[interpolation]
+    inside = (x, y, min(x + width / scale, part.width), min(y + height / scale, part.height))
+    return part.resize(size[::-1], pil_filter, inside).convert("RGB")
 
 
 class ResizeAndCrop:
@@ -159,6 +187,7 @@ class ColorJitter:
 
     def __init__(self, transform: transforms.ColorJitter) -> None:
         self._transform = transform
+        self._planes: Planes | None = None
 
     def draw(self, key: int, size: Size) -> list[tuple[int, float]] | None:
         """[(0 to 3 for brightness, contrast, saturation, hue; factor), ...] in the order to apply them."""
@@ -173,6 +202,18 @@ class ColorJitter:
         for kind, factor in parameters:
             image = self._ADJUST[kind](image, factor)
         return image
+
+    def pixels(self, image: Image.Image, parameters: list[tuple[int, float]]) -> torch.Tensor:
+        """`apply` with its result as uint8 [3, H, W]: the same bits, in less than half the time."""
+        if any(kind not in ADJUST for kind, _ in parameters):  # hue
+            return F.pil_to_tensor(self.apply(image, parameters))
+        size = (image.height, image.width)
+        if self._planes is None or self._planes.size != size:
+            self._planes = Planes(size)
+        self._planes.load(image)
+        for kind, factor in parameters:
+            ADJUST[kind](self._planes, factor)
+        return self._planes.pixels()
 
 
 class GaussianBlur:

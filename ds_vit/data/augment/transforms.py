@@ -35,6 +35,7 @@ from ds_vit.data.augment.steps import (
     Step,
     maybe_step,
 )
+from ds_vit.data.decode import Jpeg
 from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -53,14 +54,18 @@ class TrainTransform:
         """The parameters of every step, for the sample `key` and a decoded image of `size` (height, width)."""
         return [step.draw(key, size if number == 0 else self._img_size) for number, step in enumerate(self.steps)]
 
-    def apply(self, image: Image.Image, parameters: Sequence[Any]) -> torch.Tensor:
+    def apply(self, image: Image.Image | Jpeg, parameters: Sequence[Any]) -> torch.Tensor:
         """Run the steps with their parameters."""
-        for step, drawn in zip(self.steps, parameters, strict=True):
-            if drawn is not None:
-                image = step.apply(image, drawn)
+        if isinstance(image, Jpeg) and not isinstance(self.steps[0], RandomResizedCrop):
+            image = image.image()
+        acting = [(step, drawn) for step, drawn in zip(self.steps, parameters, strict=True) if drawn is not None]
+        for number, (step, drawn) in enumerate(acting):
+            if number == len(acting) - 1 and isinstance(step, ColorJitter):
+                return step.pixels(image, drawn)
+            image = step.apply(image, drawn)
         return F.pil_to_tensor(image)
 
-    def __call__(self, image: Image.Image, key: int) -> torch.Tensor:
+    def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The augmented pixels of an RGB image, uint8 [3, H, W]: a pure function of the image and the sample's key."""
         return self.apply(image, self.draw(key, (image.height, image.width)))
 
@@ -71,9 +76,9 @@ class FixedTransform:
     def __init__(self, transform: Callable[[Image.Image], torch.Tensor]) -> None:
         self._transform = transform
 
-    def __call__(self, image: Image.Image, key: int) -> torch.Tensor:
+    def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The pixels of an RGB image, uint8 [3, H, W]; the key is not used."""
-        return self._transform(image)
+        return self._transform(image.image() if isinstance(image, Jpeg) else image)
 
 
 def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransform | FixedTransform:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ds_vit.data.sources.source import ImageDecodeError, Source
+from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.sources.source import Source
 
 _THREADS = 8  # Pillow decodes outside the interpreter's lock, and folders are often on a network
 

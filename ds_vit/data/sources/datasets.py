@@ -10,10 +10,11 @@ import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 
+from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
-from ds_vit.data.sources.source import Source, undecodable
+from ds_vit.data.sources.source import Source
 from ds_vit.data.sources.subset import first_part, part_of
 from ds_vit.fault_tolerance.errors import UserError
 

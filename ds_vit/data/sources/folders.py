@@ -19,8 +19,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from timm.utils.misc import natural_key
 
+from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.class_checks import empty_classes, without_images
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder, undecodable
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.

@@ -1,4 +1,4 @@
-"""What a source of images is, and decoding one image.
+"""What a source of images is.
 
 A source is a finite list of (image, target) pairs with named classes. It is opened once, in the main process, and read
 in any number of worker processes.
@@ -7,7 +7,6 @@ in any number of worker processes.
 from __future__ import annotations
 
 import hashlib
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.data.decode import Jpeg, open_image
 
 # timm lists .png, .jpg and .jpeg alone, so that a folder of WebP files looks empty to it; Pillow reads all of these.
 IMAGE_EXTENSIONS = frozenset(
@@ -24,44 +23,6 @@ IMAGE_EXTENSIONS = frozenset(
 
 
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
-
-
-class ImageDecodeError(UserError):
-    """An image file whose content cannot be decoded; the message names the file.
-
-    Attributes:
-        reason: what is wrong with it, without its name.
-    """
-
-    reason: str = ""
-
-
-def decode(data: bytes, name: str) -> Image.Image:
-    """Decode an encoded image whole, as timm does (Pillow, converted to RGB, EXIF orientation not applied).
-
-    Args:
-        data: the file's bytes.
-        name: the file's name, for the message.
-
-    Raises:
-        ImageDecodeError: the bytes are no image, or a truncated or damaged one.
-    """
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
-    except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-        raise undecodable(name, error, num_bytes=len(data)) from error
-
-
-def undecodable(name: str, error: Exception, num_bytes: int | None = None) -> ImageDecodeError:
-    """The error for people about the image `name`, from what the decoder said."""
-    size = "" if num_bytes is None else f"{num_bytes} bytes; "
-    what = "not an image that Pillow knows" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-    found = ImageDecodeError(
-        f"{name}: the image cannot be decoded ({size}{what}); repair or remove the file, or pass --on-bad-image skip"
-    )
-    found.reason = f"{size}{what}"
-    return found
 
 
 class Source(ABC):
@@ -121,7 +82,8 @@ class Source(ABC):
         """
         data = self.encoded(index)
         assert data is not None, f"{type(self).__name__} has neither bytes nor an image() of its own"
-        return decode(data, self.describe(index))
+        image = open_image(data, self.describe(index))
+        return image.image() if isinstance(image, Jpeg) else image
 
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:

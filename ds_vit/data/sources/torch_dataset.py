@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ds_vit.data.sources.source import Source, undecodable
+from ds_vit.data.decode import undecodable
+from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
 

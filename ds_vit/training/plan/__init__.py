@@ -112,6 +112,7 @@ class Plan:
             "seed": self.config.seed,
             "images": len(self.data.train_source),
             "class_names": list(self.data.train_source.class_names),
+            "decode": self.config.decode,
             "samples": self.data.train_source.fingerprint,
             "optimizer": self.optimizer.cls.__name__,
             **rules_of(self.optimizer.cls).identity(self.optimizer.fallback),

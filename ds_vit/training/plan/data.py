@@ -11,6 +11,7 @@ from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
 from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
+from ds_vit.data.decode import require_fast
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
@@ -75,6 +76,10 @@ def resolve_data(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
         )
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
+    if config.decode == "fast" and not config.eval_only:
+        require_fast()
+        if train.encoded(0) is None:
+            raise UserError("--decode fast is for files, and these images have none; drop it")
     notes += held_out
     for split, source in ((config.train_split, train), (config.val_split, val)):
         if source is not None and source.left_out and not (source is val and held_out):

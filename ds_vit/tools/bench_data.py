@@ -1,0 +1,296 @@
+"""`ds-vit bench data`: what the loader gives on the user's own images and flags, stage by stage, and what would help.
+
+ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8 --aa rand-m9-mstd0.5
+
+The stages are timed in this process, image after image, over samples of the run's first epoch (processor time where
+nothing waits); a loader with its workers is then timed as a whole. Of several tries of a stage the fastest counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from PIL import Image
+
+from ds_vit import config as flags
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data import Loader, Share, finish_images, train_loader
+from ds_vit.data.augment.steps import RandomResizedCrop
+from ds_vit.data.augment.transforms import TrainTransform, train_transform
+from ds_vit.data.decode import Box, Jpeg, open_image
+from ds_vit.engine.start import device_of
+from ds_vit.launching.process import discover
+
+if TYPE_CHECKING:
+    from ds_vit.training.plan import Plan
+
+STAGES = ("read", "decode", "augment", "collate", "transfer")
+_TRIES = 3
+_SMALL_SIDE = 8 / 7  # of the model's input: what timm's evaluation crops from
+_QUALITY = 90
+
+
+class _Sample(NamedTuple):
+    index: int
+    key: int
+    data: bytes | None
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DataBench:
+    """What was measured, in seconds an image of one process, and what follows.
+
+    Attributes:
+        images: how many were looked at.
+        cores: that this process may use.
+        workers: of a rank.
+        ranks: on this machine.
+        seconds: stage → of one process. Reading is from the system's cache where the files were read before.
+        images_per_second: of one rank's loader as the flags have it, measured as a whole.
+        would_give: what to change → images a second that a rank may expect of it.
+        bottleneck: in a sentence.
+    """
+
+    images: int
+    cores: int
+    workers: int
+    ranks: int
+    seconds: dict[str, float]
+    images_per_second: float
+    would_give: dict[str, float]
+    bottleneck: str
+
+    def to_json(self) -> str:
+        """One line for a file of figures."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def bench_data(words: Sequence[str], images: int) -> DataBench:
+    """Time the loader of a run with these flags on its own training images.
+
+    Args:
+        words: flags of a training run.
+        images: how many to look at.
+
+    Raises:
+        UserError: what training with these flags would raise.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit.training.plan import prepare
+
+    config, explicit = flags.parse(words)
+    process = discover()
+    on_cpu = get_accelerator().device_name() == "cpu"
+    plan = prepare(config, explicit, process, on_cpu=on_cpu)
+    device = device_of(process.local_rank)
+    samples = _samples(plan, images)
+    timed = _decode_and_augment(plan, {"": _Way(samples, plan.config.augment), **_other_ways(plan, samples)})
+    seconds = _stages(plan, samples, *timed.pop(""), device)
+    ranks = process.local_world_size or 1
+    cores = len(os.sched_getaffinity(0))
+    rate = _loader_rate(plan, len(samples), device)
+    of_worker = sum(seconds[stage] for stage in STAGES[:-1])
+    rest = seconds["read"] + seconds["collate"]
+    workers = max(1, plan.config.workers)
+    would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
+    would_give |= {change: rate * of_worker / (rest + sum(times)) for change, times in timed.items()}
+    return DataBench(
+        images=len(samples),
+        cores=cores,
+        workers=plan.config.workers,
+        ranks=ranks,
+        seconds=seconds,
+        images_per_second=rate,
+        would_give=would_give,
+        bottleneck=_bottleneck(seconds, rate, plan.config.workers),
+    )
+
+
+def _samples(plan: Plan, images: int) -> list[_Sample]:
+    """The first samples of the run, each at most once."""
+    source, order = plan.data.train_source, plan.data.order
+    found: dict[int, _Sample] = {}
+    for step in range(order.steps_per_epoch):
+        indices, keys = order.rows(step, range(order.global_batch))
+        for index, key in zip(indices.tolist(), keys.tolist(), strict=True):
+            if len(found) == images:
+                return list(found.values())
+            found[index] = _Sample(index, key, source.encoded(index), source.describe(index))
+    return list(found.values())
+
+
+def _seconds(run: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] = time.process_time) -> float:
+    """Seconds an image of the fastest try; of the processor where other programs should not count."""
+    return min(_seconds(run, clock) for _ in range(_TRIES)) / images
+
+
+def _stages(
+    plan: Plan, samples: Sequence[_Sample], decode: float, augment: float, device: torch.device
+) -> dict[str, float]:
+    source = plan.data.train_source
+    clock = time.perf_counter  # reading and transfer wait
+    read = _fastest(lambda: [source.encoded(sample.index) for sample in samples] and None, len(samples), clock)
+    loader = _loader(plan, workers=0)
+    batches = list(itertools.islice(loader, max(1, len(samples) // plan.share.micro_batch)))
+    rows = sum(batch.num_rows for batch in batches)
+    whole = _fastest(lambda: list(itertools.islice(loader, len(batches))) and None, rows)
+
+    def transfer() -> None:
+        for batch in batches:
+            finish_images(batch, plan.model.image, plan.config.augment, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    collate = max(0.0, whole - read - decode - augment)
+    return dict(zip(STAGES, (read, decode, augment, collate, _fastest(transfer, rows, clock)), strict=True))
+
+
+def _loader(plan: Plan, workers: int) -> Loader:
+    share = plan.share
+    return train_loader(
+        plan.data.train_source,
+        order=plan.data.order,
+        share=Share(0, share.dp_size, share.micro_batch, share.accumulation),
+        image=plan.model.image,
+        augment=plan.config.augment,
+        mix=plan.config.mix,
+        stop_step=10**9 // plan.data.order.global_batch,
+        on_bad_image=plan.config.on_bad_image,
+        num_workers=workers,
+    )
+
+
+class _Way(NamedTuple):
+    """Files and how they are made pixels of."""
+
+    samples: Sequence[_Sample]
+    augment: AugmentConfig
+
+
+def _decode_and_augment(plan: Plan, ways: dict[str, _Way]) -> dict[str, tuple[float, float]]:
+    """Seconds an image of decoding what the crop needs, and of all that makes pixels of it; the ways take turns."""
+    runs = {name: _runs(plan, way) for name, way in ways.items()}
+    best = {name: [float("inf")] * 2 for name in ways}
+    for _ in range(_TRIES):
+        for name, pair in runs.items():
+            for number, run in enumerate(pair):
+                best[name][number] = min(best[name][number], _seconds(run) / len(ways[name].samples))
+    return {name: (decode, max(0.0, both - decode)) for name, (decode, both) in best.items()}
+
+
+def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Decoding alone, and decoding with augmentation."""
+    transform = train_transform(plan.model.image, way.augment)
+    source, size = plan.data.train_source, plan.model.image.img_size
+
+    def opened(sample: _Sample) -> Image.Image | Jpeg:
+        if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
+            return source.image(sample.index)
+        return open_image(sample.data, sample.name, way.augment.decode)
+
+    def box(sample: _Sample) -> Box:
+        image = opened(sample)
+        if not isinstance(transform, TrainTransform) or not isinstance(transform.steps[0], RandomResizedCrop):
+            return 0, 0, image.height, image.width
+        return transform.draw(sample.key, (image.height, image.width))[0][0]
+
+    boxes = [box(sample) for sample in way.samples]
+
+    def decode() -> None:
+        for sample, box in zip(way.samples, boxes, strict=True):
+            image = opened(sample)
+            if isinstance(image, Jpeg):
+                image.scaled(box, size) if image.fast else image.crop(box)
+
+    def both() -> None:
+        for sample in way.samples:
+            transform(opened(sample), sample.key)
+
+    return decode, both
+
+
+def _loader_rate(plan: Plan, images: int, device: torch.device) -> float:
+    """Images a second of a rank's loader once its workers run."""
+    batches = iter(_loader(plan, plan.config.workers))
+    ahead = 2 * plan.config.workers + 1
+    for _ in range(ahead):
+        next(batches)
+    start, seen = time.perf_counter(), 0
+    while seen < images:
+        batch = next(batches)
+        finish_images(batch, plan.model.image, plan.config.augment, device=device)
+        seen += batch.num_rows
+    rate = seen / (time.perf_counter() - start)
+    batches.close()
+    return rate
+
+
+def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
+    """What could be changed about the files or their decoding."""
+    augment, found = plan.config.augment, {}
+    if samples[0].data is None:
+        return found
+    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk")
+    if crops and augment.decode == "exact" and importlib.util.find_spec("simplejpeg"):
+        found["--decode fast"] = _Way(samples, dataclasses.replace(augment, decode="fast"))
+    side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
+    smaller = [sample._replace(data=_smaller(sample, side)) for sample in samples]
+    found[f"JPEG files of {side} pixels on the shorter side"] = _Way(smaller, augment)
+    return found
+
+
+def _smaller(sample: _Sample, side: int) -> bytes:
+    """The image as a JPEG file whose shorter side is at most so long."""
+    image = open_image(sample.data, sample.name)
+    image = image.image() if isinstance(image, Jpeg) else image
+    scale = min(1.0, side / min(image.size))
+    file = io.BytesIO()
+    size = tuple(max(1, round(edge * scale)) for edge in image.size)
+    image.resize(size, Image.Resampling.BICUBIC).save(file, "jpeg", quality=_QUALITY)
+    return file.getvalue()
+
+
+def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
+    of_worker = {stage: seconds[stage] for stage in STAGES[:-1]}
+    stage = max(of_worker, key=of_worker.__getitem__)
+    share = of_worker[stage] / sum(of_worker.values())
+    if 1.0 / seconds["transfer"] < rate * 1.1:
+        return f"the way to the device is the bottleneck: transfer and normalisation take {rate:,.0f} images/s"
+    words = {"read": "reading", "decode": "decoding", "augment": "augmentation", "collate": "putting batches together"}
+    who = f"--workers {workers}" if workers else "the training process itself (--workers 0)"
+    return f"{words[stage]} is the bottleneck, {share:.0%} of the loader's time: {who} gives {rate:,.0f} images/s"
+
+
+def table(result: DataBench) -> list[tuple[str, ...]]:
+    """Header and lines."""
+    lines = [("of one process", "ms an image", "images/s")]
+    for stage, seconds in result.seconds.items():
+        lines.append((stage, f"{seconds * 1e3:.3f}", f"{1.0 / seconds:,.0f}" if seconds else ""))
+    lines.append((f"the loader, --workers {result.workers}", "", f"{result.images_per_second:,.0f}"))
+    lines += [(f"with {change}", "", f"about {rate:,.0f}") for change, rate in result.would_give.items()]
+    return lines
+
+
+def title(result: DataBench) -> str:
+    """What was measured on what, and the bottleneck."""
+    return (
+        f"{result.images:,} images, {result.cores} cores, {result.ranks} rank{'s' if result.ranks > 1 else ''} here\n"
+        f"{result.bottleneck}"
+    )

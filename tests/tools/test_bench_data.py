@@ -1,0 +1,76 @@
+"""`ds-vit bench data`: where the loader's time goes on the user's own images."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from project import ROOT
+
+from ds_vit.cli import main
+from ds_vit.tools import bench_data
+
+CONFIG = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
+WORDS = ["--deepspeed_config", CONFIG, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]
+
+
+def bench(*words):
+    """The command's exit code and what it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["bench", "data", *map(str, words)])
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Twelve photographs of 400 x 300 in two classes."""
+    root = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        path = root / "train" / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).resize((400, 300)).save(path)
+    return root
+
+
+def test_stages_and_remedies(photos, monkeypatch):
+    """Would catch a stage that is not timed, flags that do not reach the loader, and advice to do what is done."""
+    monkeypatch.setattr(bench_data, "_TRIES", 1)
+    monkeypatch.setattr(bench_data.os, "sched_getaffinity", lambda process: range(4))
+    code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 1)
+    assert code == 0
+    result = json.loads(out.splitlines()[-1])
+    assert (result["images"], result["workers"], result["ranks"]) == (8, 1, 1)
+    assert list(result["seconds"]) == ["read", "decode", "augment", "collate", "transfer"]
+    assert all(result["seconds"][stage] > 0 for stage in ("read", "decode", "augment", "transfer"))
+    assert result["images_per_second"] > 0
+    assert result["would_give"]["--workers 4"] == pytest.approx(4 * result["images_per_second"])
+    assert any(change.endswith("pixels on the shorter side") for change in result["would_give"])
+    code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 4, "--no-aug")
+    again = json.loads(out.splitlines()[-1])
+    assert not {"--workers 4", "--decode fast"} & again["would_give"].keys()
+
+
+def test_a_bottleneck_is_named():
+    """Would catch a sentence about another stage than the slowest one."""
+    seconds = {"read": 1e-4, "decode": 3e-3, "augment": 5e-4, "collate": 0.0, "transfer": 1e-4}
+    said = bench_data._bottleneck(seconds, 500.0, 2)
+    assert said == "decoding is the bottleneck, 83% of the loader's time: --workers 2 gives 500 images/s"
+    assert "way to the device" in bench_data._bottleneck({**seconds, "transfer": 2e-3}, 500.0, 8)
+
+
+def test_images_without_files(monkeypatch):
+    """Would catch a data set without encoded bytes that ends in a traceback, and a table that cannot be printed."""
+    monkeypatch.setattr(bench_data, "_TRIES", 1)
+    words = [word for word in WORDS if word not in ("--val-split", "")]
+    code, out, err = bench("--images", 8, *words, "--dataset", "digits", "--workers", 0)
+    assert code == 0, err
+    assert "the training process itself" in out
+    code, _, err = bench("--images", 0, *WORDS)
+    assert code == 2
+    assert "--images must be at least 1, not 0" in err
