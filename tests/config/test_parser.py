@@ -119,7 +119,7 @@ def test_config_is_frozen():
 
 REFUSED = {
     "--drop-pth 0.1": "there is no flag --drop-pth; the nearest is --drop-path",
-    "stray": "'stray' follows no flag",
+    "--seed 3 stray": "'stray' follows no flag",
     "--img-size 32 48": "--img-size takes one number, not 32 48: images are square here",
     "--seed 1 2": "'2' follows no flag",
     "--epochs two": "--epochs",
