@@ -10,6 +10,8 @@ ds-vit bench step --against timm     training steps beside those of timm, DDP an
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
+ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
+ds-vit compare RUN RUN               what differs between runs, and what came of it
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 """
 
@@ -30,6 +32,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
+from ds_vit.tools.report_command import add_compare_arguments, add_report_arguments
 from ds_vit.training.program import guarded
 
 
@@ -88,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
 
+    add_report_arguments(add("report", "a run as a page to look at, or several beside each other"))
+    add_compare_arguments(add("compare", "what differs between runs, and what came of it"))
+
     gradients = add("gradients", "what a number format makes of a run's gradients")
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
     gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
@@ -126,6 +132,14 @@ ds-vit hosts --from names.txt --slots 8
     "doctor": """
 ds-vit doctor
 ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
+""",
+    "report": """
+ds-vit report runs/first
+ds-vit report runs/first runs/second --output both.html
+""",
+    "compare": """
+ds-vit compare runs/first runs/second
+ds-vit compare runs/*/ --output comparison.html
 """,
     "gradients": """
 ds-vit gradients runs/first

@@ -28,7 +28,7 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("gradients",)
+COMMANDS += ("report", "compare", "gradients")
 
 
 def help_of(capsys, command=""):

@@ -23,6 +23,7 @@ from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Lagging, Listeners, Reporter, Throughput, make_console, peak_tflops
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
+from ds_vit.monitoring.starts import note_start
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import Batch
@@ -111,7 +112,7 @@ class Trainer:
         """
         plan = self.plan
         console = self.reporter.console if self.reporter else None
-        show_start(plan, self.folder, self.flops, self.device, console)
+        hosts = show_start(plan, self.folder, self.flops, self.device, console)
         with self._doing("building the model"):
             self._build()
         if plan.resume is not None:
@@ -122,6 +123,7 @@ class Trainer:
             self.step = self.checkpoint_manager.restore()
         if self.reporter:
             self.reporter.start(self.step, self.engine.write_events)
+            note_start(self.folder, self.step, plan.parallel.layout, plan.deepspeed.zero_stage, self.device, hosts)
             if self.signals is not None:
                 self.signals.on_first = partial(warn_under_mpirun, self.folder.path, plan.parallel.process.world_size)
         try:
@@ -226,7 +228,14 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, self.profiler.batches(batches))
+            self._take_steps(first_step, self.profiler.batches(self._shown(batches)))
+
+    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; the report gets images of the run's first one."""
+        for number, batch in enumerate(batches):
+            if self.reporter and self.step == number == 0 and "images" in batch:
+                self.reporter.training_images(batch, self.plan.model.image, self.plan.model.task.class_names)
+            yield batch
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
@@ -423,7 +432,12 @@ class Trainer:
             if self.reporter:
                 self.reporter.pictures(step, pictures, kind)
 
-        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, self._doing)
+        def note(by_sample: torch.Tensor) -> None:
+            if self.reporter and kind == "eval":
+                plan = self.plan
+                self.reporter.predictions(by_sample, plan.data.val_source, plan.model.task.class_names)
+
+        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, self._doing)
         figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if self.reporter:
