@@ -16,7 +16,7 @@ from PIL import Image
 from ds_vit.monitoring.report.html import Html, join, tag
 
 WIDTH, HEIGHT = 400, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 392, 10, 194
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 384, 10, 194
 MOST_POINTS = 400
 NUM_COLOURS = 8
 # Viridis, which grows evenly in lightness for every kind of colour vision (van der Walt and Smith, matplotlib, CC0).
