@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ds_vit.config.help import Parser
 from ds_vit.config.parser import show_examples
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
@@ -38,7 +39,12 @@ from ds_vit.training.program import guarded
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `ds-vit`."""
-    parser = argparse.ArgumentParser(prog="ds-vit", description="Train Vision Transformers, and use what came of it.")
+    parser = Parser(
+        prog="ds-vit",
+        description="Train Vision Transformers, and use what came of it.",
+        epilog=_BEGINNING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"ds-vit {version('ds-vit')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands (COMMAND --help: its flags)")
     for name, text in _WITH_FLAGS.items():
@@ -112,6 +118,14 @@ _WITH_FLAGS = {
     "import": "another tool's weights under timm's names",
 }
 
+_BEGINNING = """
+to begin:
+  ds-vit doctor                             is everything here that a run needs?
+  ds-vit train --help                       the ten flags that matter first
+  ds-vit train --deepspeed_config FILE --data-dir photos --output runs/first
+  ds-vit report runs/first                  look at it
+  ds-vit predict runs/first cat.jpg         use it
+"""
 _BENCH = """
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
 ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
