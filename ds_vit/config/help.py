@@ -38,9 +38,8 @@ class Parser(argparse.ArgumentParser):
     def known_flags(self) -> list[str]:
         """The flags of this parser, and of its commands."""
         below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers = {id(parser): parser for action in below for parser in action.choices.values()}
-        found = [flag for parser in parsers.values() for flag in parser._option_string_actions]
-        return [*self._option_string_actions, *found]
+        parsers = [parser for action in below for parser in action.choices.values()]
+        return [*self._option_string_actions, *(flag for parser in parsers for flag in parser.known_flags())]
 
 
 def nearest(word: str, words: list[str]) -> str:
