@@ -19,7 +19,7 @@ from runs import DIGITS, run_quietly
 
 from ds_vit import cli
 from ds_vit.monitoring import report
-from ds_vit.monitoring.report.charts import MOST_POINTS, number, thinned, ticks
+from ds_vit.monitoring.report.charts import MOST_POINTS, log_ticks, number, thinned, ticks
 from ds_vit.monitoring.report.classes import confusion, figures
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import save_sheet
@@ -171,6 +171,12 @@ def test_axes():
     """A tick between the lines, a spike that thinning loses."""
     assert ticks(0, 880, 6) == [0, 200, 400, 600, 800]
     assert ticks(0.5, 2.4, 5) == [0.5, 1.0, 1.5, 2.0]
+    for low, high, powers in (
+        (1e-9, 0.02, [1e-9, 1e-7, 1e-5, 1e-3]),
+        (5e-4, 0.03, [5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02]),
+    ):
+        assert 10.0 ** np.array(log_ticks(np.log10(low), np.log10(high))) == pytest.approx(powers)
+    assert len(log_ticks(0.1, 0.2)) >= 2
     assert [number(value) for value in (0, 3e-5, 0.25, 12_000, 2.5e6)] == ["0", "3e-5", "0.25", "12k", "2.5M"]
     points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)] + [(10_000, float("nan"))]
     thin = thinned(points)

@@ -202,14 +202,14 @@ def png_uri(image: Image.Image, kind: str = "png", **options: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number as an axis shows it: 0.003, 12k, 3e-5."""
+    """A number as an axis shows it: 0.25, 12k, 3e-5."""
     if value == 0:
         return "0"
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= unit:
             return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
-    if size < 1e-3:
+    if size < 1e-2:
         digits, _, power = f"{value:.1e}".partition("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"
     return f"{value:.4g}"
@@ -249,10 +249,19 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [round(at * step, 12) for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Logarithms of round numbers between two logarithms: of powers of ten, or of 1, 2 and 5 times them."""
+    first, last = math.ceil(low), math.floor(high)
+    if high - low >= 2:
+        return list(range(first, last + 1, max(1, math.ceil((last - first) / 5))))
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    found = [at for power in powers for factor in (1, 2, 5) if low <= (at := power + math.log10(factor)) <= high]
+    return found if len(found) > 1 else ticks(low, high, 3)
+
+
 def _grid(x: _Axis, y: _Axis, *, log: bool) -> list[Html]:
     pieces = []
-    whole = ticks(math.ceil(y.low), math.floor(y.high), 5) if log and math.floor(y.high) > math.ceil(y.low) else []
-    for value in whole or ticks(y.low, y.high, 5):
+    for value in log_ticks(y.low, y.high) if log else ticks(y.low, y.high, 5):
         at = f"{y.place(value):.1f}"
         shown = number(10**value if log else value)
         pieces += [
