@@ -14,6 +14,7 @@ from project import ROOT
 
 from ds_vit import cli
 from ds_vit.config import build_parser
+from ds_vit.launching.ports import free_port
 
 PAGES = [
     ROOT / "README.md",
@@ -35,9 +36,9 @@ HOW = {
     "docs/configuration.md": "tests/training/test_resume.py, tests/training/test_dry_run.py: the same on other runs",
     "docs/clusters.md": "needs-cluster: tests/launching/test_cluster_*.py on hosts made of network namespaces",
     "docs/doctor.md": "tests/tools/test_doctor.py, tests/tools/test_cluster_doctor.py",
-    "docs/examples.md": "tests/training/test_resume.py, tests/tools/test_parity_tool.py, tests/tasks/test_mae.py",
+    "docs/examples.md": "tests/test_examples_page.py, to the letter but shorter",
     "docs/finetune.md": "tests/test_finetune_page.py, to the letter",
-    "docs/launching.md": "what .ci/run does; tests/launching/test_launching.py",
+    "docs/launching.md": "what .ci/run does; tests/launching/test_launching.py, tests/test_package.py",
     "docs/numerics.md": "tests/monitoring/test_gradient_picture.py; the other takes minutes",
     "docs/parallelism.md": "tests/tools/test_parity_tool.py",
     "docs/performance.md": "tests/tools/test_bench.py, test_benchmark_scripts.py; large models and GPUs",
@@ -150,7 +151,9 @@ def test_what_stops_goes_on(tmp_path):
     # Catches: README's "stop anywhere, go on anywhere" that ends in another line than it says.
     page = (ROOT / "README.md").read_text()
     block = re.search(r'(    flags="[^\n]*--output runs/stopped"\n.*?)\n\n', page, re.DOTALL)[1]
-    script = re.sub(r"\bdeepspeed --quiet", f"{Path(sys.executable).parent}/deepspeed --quiet", block)
+    script = re.sub(
+        r"\bdeepspeed --quiet", f"{Path(sys.executable).parent}/deepspeed --quiet --master_port {free_port()}", block
+    )
     for name in ("launch", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
