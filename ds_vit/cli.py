@@ -11,6 +11,8 @@ ds-vit bench data --data-dir DIR     images a second of the loader by stage, and
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
+ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
+ds-vit compare RUN RUN               what differs between runs, and what came of it
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders, for --dataset wds/OUT
 """
@@ -26,18 +28,25 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ds_vit.config.help import Parser
 from ds_vit.config.parser import show_examples
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
+from ds_vit.tools.report_command import add_compare_arguments, add_report_arguments
 from ds_vit.training.program import guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `ds-vit`."""
-    parser = argparse.ArgumentParser(prog="ds-vit", description="Train Vision Transformers, and use what came of it.")
+    parser = Parser(
+        prog="ds-vit",
+        description="Train Vision Transformers, and use what came of it.",
+        epilog=_BEGINNING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"ds-vit {version('ds-vit')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands (COMMAND --help: its flags)")
     for name, text in _WITH_FLAGS.items():
@@ -96,6 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
 
+    add_report_arguments(add("report", "a run as a page to look at, or several beside each other"))
+    add_compare_arguments(add("compare", "what differs between runs, and what came of it"))
+
     gradients = add("gradients", "what a number format makes of a run's gradients")
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
     gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
@@ -124,6 +136,14 @@ _WITH_FLAGS = {
     "import": "another tool's weights under timm's names",
 }
 
+_BEGINNING = """
+to begin:
+  ds-vit doctor                             is everything here that a run needs?
+  ds-vit train --help                       the ten flags that matter first
+  ds-vit train --deepspeed_config FILE --data-dir photos --output runs/first
+  ds-vit report runs/first                  look at it
+  ds-vit predict runs/first cat.jpg         use it
+"""
 _BENCH = """
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
 ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
@@ -148,6 +168,14 @@ ds-vit hosts --from names.txt --slots 8
     "doctor": """
 ds-vit doctor
 ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
+""",
+    "report": """
+ds-vit report runs/first
+ds-vit report runs/first runs/second --output both.html
+""",
+    "compare": """
+ds-vit compare runs/first runs/second
+ds-vit compare runs/*/ --output comparison.html
 """,
     "gradients": """
 ds-vit gradients runs/first

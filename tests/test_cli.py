@@ -14,6 +14,7 @@ import pytest
 from project import ROOT
 
 from ds_vit import cli
+from ds_vit.config.flags import FIELDS, spelling
 
 COMMANDS = (
     "train",
@@ -29,13 +30,13 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("gradients", "shards")
+COMMANDS += ("report", "compare", "gradients", "shards")
 
 
-def help_of(capsys, command=""):
+def help_of(capsys, command="", flag="--help"):
     """What `ds-vit COMMAND --help` prints."""
     with pytest.raises(SystemExit) as end:
-        cli.main([*command.split(), "--help"])
+        cli.main([*command.split(), flag])
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -93,3 +94,31 @@ def test_train_is_the_trainer(capsys):
     assert err.startswith("ds-vit train: error: ")
     assert cli.main(["train", "--epoch", "3"]) == 2
     assert "there is no flag --epoch; the nearest is --epochs" in capsys.readouterr().err
+
+
+def test_help_begins_with_what_matters(capsys):
+    """Three hundred lines for somebody who has come for the first time; a flag that stands nowhere."""
+    short, whole = help_of(capsys, "train"), help_of(capsys, "train", "--help-all")
+    first = short.partition("the ten that matter first:\n")[2].partition("\n\n")[0]
+    assert len(re.findall(r"^  -", first, re.MULTILINE)) == 10
+    assert len(short.splitlines()) < 75
+    assert max(map(len, short.splitlines())) <= 120
+    flags = {name for name in FIELDS if not re.search(rf"{re.escape(spelling(name))}(?![\w-])", short)}
+    assert flags == set()
+    assert {name for name in FIELDS if FIELDS[name].metadata["help"][:20] not in " ".join(whole.split())} == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trian", "there is no command 'trian'"),
+        ("trian", "the nearest is train"),
+        ("gradients runs/a --stp 3", "there is no flag --stp; the nearest is --step"),
+        ("train --deepspeed_config x --sched cosin", "the nearest is cosine"),
+        ("compare runs/a runs/b --otput x", "the nearest is --output"),
+    ],
+)
+def test_a_slip_of_the_pen_is_answered_with_what_was_meant(capsys, words, said):
+    """A list of all there is, for the reader to search."""
+    assert cli.main(words.split()) == 2
+    assert said in capsys.readouterr().err

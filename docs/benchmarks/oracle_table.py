@@ -1,4 +1,4 @@
-"""Make the README's table: how far a run is from a plain single-process loop of timm and torch.
+"""Make the table of docs/numerics.md: how far a run is from a plain single-process loop of timm and torch.
 
     .venv/bin/python docs/benchmarks/oracle_table.py
 
@@ -57,7 +57,7 @@ def measure(archive: Path, folder: Path) -> Deviations:
 
 
 def markdown(found: Deviations) -> str:
-    """The table as the README has it."""
+    """The table as docs/numerics.md has it."""
     head = ["", *(f"{world} rank{'s' if world > 1 else ''}" for world in WORLD_SIZES)]
     rows = [head, ["---"] * len(head)]
     for stage in STAGES:

@@ -13,22 +13,17 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
+from ds_vit.config.help import Parser, ShortHelp
 from ds_vit.config.rules import EITHER, check, idle_names
+from ds_vit.config.shipped import or_shipped
 from ds_vit.config.timm_hints import timm_hint
 from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, with an unknown flag answered by the nearest known one, and errors as UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def build_parser(
@@ -48,8 +43,11 @@ def build_parser(
         show_defaults: whether --help shows training's defaults.
         examples: commands, a line each, for the end of --help.
     """
-    parser = _Parser(
+    whole = only is None
+    parser = Parser(
         prog=program,
+        usage=f"{program} --deepspeed_config FILE [flags]" if whole else None,
+        add_help=not whole,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=description,
@@ -57,6 +55,9 @@ def build_parser(
         + show_examples(examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if whole:
+        parser.add_argument("-h", "--help", action=ShortHelp, help="the flags that matter first, and all names")
+        parser.add_argument("--help-all", action="help", help="every flag with its text")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -136,7 +137,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, malformed, or has an unknown key or a value of another type.
     """
-    file = Path(path)
+    file = Path(or_shipped(path))
     try:
         data = yaml.safe_load(read_text(file, "--recipe ")) or {}
     except yaml.YAMLError as error:
@@ -317,6 +318,8 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
         const = FIELDS[name].metadata["const"]
         if const is not None and isinstance(value, bool):
             values[name] = const if value else default_of(name)
+    if "deepspeed_config" in values:
+        values["deepspeed_config"] = or_shipped(values["deepspeed_config"])
     if isinstance(values.get("grad_checkpointing"), int):
         values["grad_checkpointing"] = str(values["grad_checkpointing"])
     if values.get("aa") == "none":

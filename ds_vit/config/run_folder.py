@@ -12,6 +12,10 @@ best.safetensors                those of the best checkpoint
 profile/                        traces of some steps, and summary.md (--profile-steps)
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
+report.html                     all of this to look at (`ds-vit report`)
+starts.jsonl                    its processes: from which step, when, on what, with which versions
+predictions.csv                 what each validation image was taken for at the last evaluation
+augmented.png, mistakes.png     images for the report, each with a .json that says what they show
 reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
 """
 
@@ -100,6 +104,31 @@ class RunFolder:
     def evaluation(self) -> Path:
         """Written by `ds-vit eval`."""
         return self.path / "eval.json"
+
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.path / "report.html"
+
+    @property
+    def starts(self) -> Path:
+        """A JSON object a line, one a process that worked on the run."""
+        return self.path / "starts.jsonl"
+
+    @property
+    def predictions(self) -> Path:
+        """What each validation image was taken for; absent where images have several labels or no class."""
+        return self.path / "predictions.csv"
+
+    @property
+    def augmented(self) -> Path:
+        """Images of the first step as the model saw them; their captions lie beside it in a .json."""
+        return self.path / "augmented.png"
+
+    @property
+    def mistakes(self) -> Path:
+        """The validation images that were mistaken most surely; their captions lie beside it in a .json."""
+        return self.path / "mistakes.png"
 
     def picture(self, name: str) -> Path:
         """A picture of an evaluation, by its name."""

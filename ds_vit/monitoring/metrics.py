@@ -21,8 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_vit.config.run_folder import RunFolder, to_json
+from ds_vit.data import ImageConfig, Source
 from ds_vit.monitoring.progress import Line
-from ds_vit.tasks import Figure
+from ds_vit.monitoring.sheets import save_training_images, write_predictions
+from ds_vit.tasks import Batch, Figure
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -154,6 +156,20 @@ class Reporter:
             except OSError as error:
                 self._refuse(path, error, "without this picture")
             self._on_board(methodcaller("add_image", f"{kind}/{name}", pixels, step))
+
+    def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
+        """What each validation image was taken for, as `write_predictions`; the newest evaluation's."""
+        try:
+            write_predictions(self._folder, by_sample, source, classes)
+        except OSError as error:
+            self._refuse(self._folder.predictions, error, "without it")
+
+    def training_images(self, batch: Batch, image: ImageConfig, classes: Sequence[str]) -> None:
+        """A sheet of training images, as `save_training_images`."""
+        try:
+            save_training_images(batch, image, classes, self._folder.augmented)
+        except OSError as error:
+            self._refuse(self._folder.augmented, error, "without it")
 
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
         """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""

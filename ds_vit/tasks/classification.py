@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ds_vit.data.sampler import evaluation_keys
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -53,7 +57,7 @@ class Classification(Task):
 
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
-        return Accuracy(device, bce=self.config.bce_loss)
+        return Accuracy(device, bce=self.config.bce_loss, noted=not self.source.multi_label)
 
 
 class Accuracy(Metrics):
@@ -64,11 +68,36 @@ class Accuracy(Metrics):
     Args:
         device: where the sums are kept.
         bce: the loss is binary cross-entropy, averaged over classes; else softmax cross-entropy.
+        noted: keep what each sample was taken for too, in `by_sample` float64 [N, 2]: 1 + the class, its probability.
     """
 
-    def __init__(self, device: torch.device, *, bce: bool = False) -> None:
+    most_noted = 200_000
+
+    def __init__(self, device: torch.device, *, bce: bool = False, noted: bool = False) -> None:
         super().__init__(4, device)  # right at 1, right at 5, loss, images
         self._bce = bce
+        self._noted = noted
+
+    @cached_property
+    def by_sample(self) -> torch.Tensor | None:
+        """As `Metrics.by_sample`."""
+        if not self._noted or self.num_samples > self.most_noted:
+            return None
+        return self.sums.new_zeros(self.num_samples, 2)
+
+    @cached_property
+    def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys of the split's samples in growing order, and the sample of each."""
+        keys = torch.from_numpy(evaluation_keys(np.arange(self.num_samples))).to(self.sums.device)
+        return keys.sort()
+
+    def _note(self, logits: torch.Tensor, batch: Batch) -> None:
+        highest, predicted = logits.max(dim=1)
+        sure = highest.sigmoid() if self._bce else (highest - logits.logsumexp(dim=1)).exp()
+        keys, samples = self._keys
+        rows = batch["valid"]
+        places = samples[torch.searchsorted(keys, batch["keys"][rows])]
+        self.by_sample[places] = torch.stack((predicted + 1.0, sure), dim=1)[rows].double()
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, C]; targets int64 [B] or multi-hot float32 [B, C]."""
@@ -84,6 +113,8 @@ class Accuracy(Metrics):
             losses = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
         else:
             losses = F.cross_entropy(logits, targets, reduction="none")
+        if self.by_sample is not None:
+            self._note(logits, batch)
         rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()
         self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
 

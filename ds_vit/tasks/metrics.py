@@ -52,10 +52,13 @@ class Metrics(ABC):
 
     Attributes:
         num_samples: of the split; set before the first `update`.
+        by_sample: a row a sample of the split, in its order, zero where this rank has not counted it: they add up over
+            the ranks. None where the metrics have none.
         pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
     """
 
     num_samples: int = 0
+    by_sample: torch.Tensor | None = None
     pixels: torch.Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -26,12 +26,14 @@ class Watch:
         batches: wraps the batches of a pass, to see them go by.
         between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
         show: is given the pictures of the task's metrics, on every rank.
+        note: is given `Metrics.by_sample` of the task's metrics, summed over the ranks, on every rank.
         doing: shows what is under way and how many batches it has, for a block; gives what counts them.
     """
 
     batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
     between: Callable[[], None] = lambda: None
     show: Callable[[Pictures], None] = lambda pictures: None
+    note: Callable[[torch.Tensor], None] = lambda by_sample: None
     doing: Callable[[str, int | None], AbstractContextManager[Any]] = lambda what, total: nullcontext(iter)
 
 
@@ -54,6 +56,8 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
         metrics = task.metrics(engine.device)
         figures = _judge(engine, [metrics], inputs.evaluation(), watch)
         watch.show(metrics.pictures())
+        if metrics.by_sample is not None:
+            watch.note(metrics.by_sample)
     if task.evaluators:
         figures |= _judge_features(engine, inputs, watch)
     return figures
@@ -97,6 +101,8 @@ def _judge(
     for metrics in judges:
         sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
         metrics.sums = sums[:-1]
+        if metrics.by_sample is not None:
+            metrics.by_sample = engine.sum(metrics.by_sample)
         if metrics.pixels is not None:
             metrics.pixels = engine.sum(metrics.pixels)
         figures |= metrics.compute()

@@ -82,7 +82,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
 
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
-    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, Line(console).doing)
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
     engine, figures = evaluate_plan(plan, device, groups, watch, folder.skipped)
     if reporter:
         reporter.start(events=engine.write_events)

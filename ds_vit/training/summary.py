@@ -26,6 +26,7 @@ from ds_vit.launching.last_word import is_mpirun, say_last, say_nothing_last
 from ds_vit.models import Flops, count_kept, no_weight_decay_names, num_parameters
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import print_table
+from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
@@ -247,7 +248,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s"),
         *_saved_rows(RunFolder(folder)),
-        ("files", f"{folder}/ ({weights}metrics.jsonl, summary.json, tensorboard/)"),
+        ("files", f"{folder}/ ({weights}report.html, metrics.jsonl, summary.json, tensorboard/)"),
     ]
     return rows
 
@@ -289,7 +290,9 @@ def warn_under_mpirun(folder: Path, num_ranks: int, signal_name: str) -> None:
         )
 
 
-def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None) -> None:
+def show_start(
+    plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None
+) -> tuple[str, ...]:
     """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
 
     Args:
@@ -298,6 +301,9 @@ def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device
         flops: of an image.
         device: where this rank computes.
         console: of rank 0; None on the others.
+
+    Returns:
+        The host's name of each rank; empty where all are on one.
     """
     if console is not None:
         try:
@@ -312,17 +318,19 @@ def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
-    if plan.parallel.process.spans_hosts:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        if console is not None and len(set(hosts)) > 1:
-            print_table(console, "placement", Placement(plan.parallel.layout, tuple(hosts)).rows())
+    if not plan.parallel.process.spans_hosts:
+        return ()
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    if console is not None and len(set(hosts)) > 1:
+        print_table(console, "placement", Placement(plan.parallel.layout, tuple(hosts)).rows())
+    return tuple(hosts)
 
 
 def show_end(
     plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None, stopped: str = ""
 ) -> None:
-    """Write summary.json and show it, where there is a console.
+    """Write summary.json and show it, where there is a console; then report.html, as far as the disk takes it.
 
     Args:
         plan: the run.
@@ -351,3 +359,8 @@ def show_end(
         write_json(folder.summary, summary)
     except OSError as error:
         raise NotSaved(f"{folder.summary} could not be written: {error.strerror or error}") from error
+    try:
+        write_report(read_records([folder.path]), folder.report)
+    except Exception as error:  # pictures of a run that is done: nothing that is wrong with them may fail it
+        sentence = f"WARNING: {folder.report} is not written ({type(error).__name__}: {error}); ds-vit report makes it"
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)

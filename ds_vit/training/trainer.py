@@ -23,6 +23,7 @@ from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
+from ds_vit.monitoring.starts import note_start
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
@@ -103,7 +104,7 @@ class Trainer:
         """
         plan = self.plan
         console = self.reporter.console if self.reporter else None
-        show_start(plan, self.folder, self.flops, self.device, console)
+        hosts = show_start(plan, self.folder, self.flops, self.device, console)
         with self._doing("building the model"):
             self._build()
         if plan.resume is not None:
@@ -114,6 +115,7 @@ class Trainer:
             self.step = self.checkpoint_manager.restore()
         if self.reporter:
             self.reporter.start(self.step, self.engine.write_events)
+            note_start(self.folder, self.step, plan.parallel.layout, plan.deepspeed.zero_stage, self.device, hosts)
             if self.signals is not None:
                 self.signals.on_first = partial(warn_under_mpirun, self.folder.path, plan.parallel.process.world_size)
         try:
@@ -228,7 +230,14 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, self.profiler.batches(batches))
+            self._take_steps(first_step, self.profiler.batches(self._shown(batches)))
+
+    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; the report gets images of the run's first one."""
+        for number, batch in enumerate(batches):
+            if self.reporter and self.step == number == 0 and "images" in batch:
+                self.reporter.training_images(batch, self.plan.model.image, self.plan.model.task.class_names)
+            yield batch
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()

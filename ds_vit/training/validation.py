@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring.metrics import Reporter
@@ -100,8 +102,13 @@ class Validation:
             if self.reporter:
                 self.reporter.pictures(step, pictures, kind)
 
+        def note(by_sample: torch.Tensor) -> None:
+            if self.reporter and kind == "eval":
+                plan = self.plan
+                self.reporter.predictions(by_sample, plan.data.val_source, plan.model.task.class_names)
+
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
-        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, **doing)
+        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
         figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if self.reporter:

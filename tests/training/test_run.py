@@ -64,7 +64,9 @@ def test_files_of_a_run(digits_run):
     assert [code for code, _, _ in said] == [0, 0]
     names = {path.name for path in output.iterdir()}
     expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
-    assert names == expected | {"classes.json", "best.safetensors", "checkpoints", "deepspeed.derived.json"}
+    expected |= {"classes.json", "best.safetensors", "checkpoints", "deepspeed.derived.json", "starts.jsonl"}
+    expected |= {"report.html", "predictions.csv", "augmented.png", "augmented.json", "mistakes.png", "mistakes.json"}
+    assert names == expected
     rows = read_rows(output)
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
     assert all(set(row) == TRAIN_KEYS for row in train_rows(rows))

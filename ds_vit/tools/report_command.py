@@ -1,0 +1,54 @@
+"""`ds-vit report` and `ds-vit compare`: a run, or several beside each other, as a page and as tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_vit.config.run_folder import RunFolder
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `ds-vit report`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output folders; several are compared")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="the page (default: RUN/report.html, of several comparison.html)"
+    )
+    parser.set_defaults(run=_report)
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `ds-vit compare`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="two output folders or more")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="draw the curves into this page too (.html)")
+    parser.set_defaults(run=_compare)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from ds_vit.monitoring.report import read_records, write_report
+
+    records = read_records(arguments.runs)
+    alone = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
+    path = arguments.output or alone
+    write_report(records, path)
+    print(path)
+    return exit_codes.OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if len(arguments.runs) < 2:
+        raise UserError("ds-vit compare takes two runs or more; one alone: ds-vit report RUN")
+    from ds_vit.monitoring.metrics import make_console, print_columns
+    from ds_vit.monitoring.report import read_records, write_report
+    from ds_vit.monitoring.report.comparison import differences, outcomes
+
+    records = read_records(arguments.runs)
+    console, names = make_console(), [record.name for record in records]
+    print_columns(console, "what differs", [("setting", *names), *differences(records)])
+    print_columns(console, "what came of it", [("figure", *names), *outcomes(records)])
+    if arguments.output:
+        write_report(records, arguments.output)
+        print(arguments.output)
+    return exit_codes.OK

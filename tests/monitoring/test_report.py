@@ -1,0 +1,291 @@
+"""`report.html`, `ds-vit report` and `ds-vit compare`, on runs whose names would like to be markup."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from project import ROOT
+from runs import DIGITS, run_quietly
+
+from ds_vit import cli
+from ds_vit.monitoring import report
+from ds_vit.monitoring.report.charts import MOST_POINTS, log_ticks, number, thinned, ticks
+from ds_vit.monitoring.report.classes import confusion, figures
+from ds_vit.monitoring.report.record import Record
+from ds_vit.monitoring.sheets import save_sheet
+
+EVIL = ('<img src="http://evil.invalid/x" onerror="fail()">', "\"';$(rm -rf ~)|&", "</script><script>fail()</script>")
+FIGURES = ("precision", "recall", "F1")
+
+
+def layers(step):
+    """A row's figures by layer."""
+    one = {"norm": 1.0 / step, "update_to_weight": 1e-3, "below_2^-24": 0.01}
+    return {"embed": one, "blocks.0": {**one, "norm": None}, "head": one}
+
+
+def write_run(path, *, offset=0.0, stage=1):
+    """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
+    path.mkdir(parents=True)
+    rows = []
+    for step in range(1, 41):
+        figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
+        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1})
+    rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
+    rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
+    rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
+    layout = {"pp": 2, "dp": 2, "tp": 1, "zero_stage": stage}
+    starts = [{"step": step, "layout": layout, "device": "cpu", "versions": {"torch": "2"}} for step in (0, 20)]
+    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    (path / "config.yaml").write_text(yaml.safe_dump({"model": "vit_tiny", "data_dir": EVIL[0], "seed": stage}))
+    (path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    (path / "classes.json").write_text(json.dumps(EVIL))
+    summary = {"model": "vit_tiny", "layout": layout, "steps": 40, "best_top1": 80.0, "exit": "completed"}
+    (path / "summary.json").write_text(json.dumps({**summary, "num_parameters": 5_000_000}))
+    taken_for = [(0, 0), (0, 1), (1, 1), (2, 1)]
+    with (path / "predictions.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
+        table.writerows((f"{EVIL[0]}.jpg", EVIL[a], EVIL[b], "0.9", a, b) for a, b in taken_for)
+    save_sheet([Image.new("RGB", (8, 8), "red")] * 3, EVIL, path / "mistakes.png")
+    return path
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory):
+    """Such a run, in a folder of such a name."""
+    return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
+
+
+class Tags(HTMLParser):
+    """Every element of a page, and its text outside script and style."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.text, self.inside = [], "", ""
+        self.feed(page)
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        self.inside = name
+
+    def handle_data(self, data):
+        self.text += data if self.inside not in ("script", "style") else ""
+
+
+def page_of(capsys, *words):
+    """The page that a command writes, and what it said."""
+    assert cli.main([str(word) for word in words]) == 0
+    said = capsys.readouterr().out
+    path = said.splitlines()[-1]
+    with open(path, encoding="utf-8") as file:
+        return file.read(), said
+
+
+def test_names_are_text_and_nothing_is_fetched(evil, capsys):
+    """A class that is markup, a folder that is a command, a picture from somewhere else."""
+    page, _ = page_of(capsys, "report", evil)
+    found = Tags(page)
+    assert sum(name == "script" for name, _ in found.elements) == 1
+    assert not [words for _, words in found.elements if any(key.startswith("on") for key in words)]
+    links = [words.get("src") or words.get("href") for _, words in found.elements]
+    assert {link.partition(",")[0].split(";")[0] for link in links if link} == {
+        "data:",
+        "data:image/png",
+        "data:image/jpeg",
+    }
+    for name in EVIL:
+        assert name in found.text
+    command = next(line for line in found.text.splitlines() if "launch/train.py" in line)
+    words = shlex.split(command[command.index("DS_ACCELERATOR") :].partition("All settings")[0])
+    assert words[words.index("--recipe") + 1] == str(evil / "config.yaml")
+    assert words[1:4] == ["deepspeed", "--num_accelerators", "4"]
+    assert len(page) < 300_000
+
+
+def test_what_a_run_tells(evil, capsys):
+    """A panel that is lost, a mark that is drawn nowhere."""
+    page, _ = page_of(capsys, "report", evil)
+    titles = re.findall(r"<figcaption>(.*?)</figcaption>", page)
+    wanted = (
+        "Training loss",
+        "Learning rate",
+        "Gradient norm by layer",
+        "Confusion matrix",
+        "Surest mistakes",
+        "pp 2 x dp 2",
+    )
+    assert [title for title in wanted if not any(title in each for each in titles)] == []
+    assert "step 20: went on in another process (pp 2 x dp 2 x tp 1)" in page
+    assert 'class="mark rollback"' in page
+    assert 'class="mark resume"' in page
+    assert "stage 1" in page
+    assert "replica 1" in page
+
+
+def test_figures_of_classes(evil):
+    """Precision and recall in each other's place: known counts."""
+    counts = confusion(Record.read(evil))
+    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
+    expected = [[100.0, 50.0, 200 / 3], [100 / 3, 100.0, 50.0], [np.nan, 0.0, 0.0]]
+    np.testing.assert_allclose(figures(counts), expected)
+
+
+def test_compare_says_what_differs(evil, tmp_path, capsys):
+    """A difference that is passed over, a deviation that is not one."""
+    other = write_run(tmp_path / "other", offset=0.5, stage=3)
+    page, said = page_of(capsys, "compare", evil, other, "--output", tmp_path / "both.html")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
+    assert "flag model" not in table
+    assert table["loss, furthest from the first run's"] == ["-", "10"]  # 0.5 beside 2 / 40
+    assert "How far the loss lies from that of" in page
+    assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
+
+
+def test_what_cannot_be_reported(evil, tmp_path, capsys):
+    """A traceback."""
+    for words, wrong in (
+        (["report", tmp_path / "nowhere"], "there is no metrics.jsonl"),
+        (["compare", evil], "takes two runs or more"),
+        (["compare", evil, evil], "stands twice"),
+        (["report", evil, "--output", evil / "metrics.jsonl" / "x.html"], "could not be written"),
+    ):
+        assert cli.main([str(word) for word in words]) == 2
+        assert wrong in capsys.readouterr().err
+
+
+def test_axes():
+    """A tick between the lines, a spike that thinning loses."""
+    assert ticks(0, 880, 6) == [0, 200, 400, 600, 800]
+    assert ticks(0.5, 2.4, 5) == [0.5, 1.0, 1.5, 2.0]
+    for low, high, powers in (
+        (1e-9, 0.02, [1e-9, 1e-7, 1e-5, 1e-3]),
+        (5e-4, 0.03, [5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02]),
+    ):
+        assert 10.0 ** np.array(log_ticks(np.log10(low), np.log10(high))) == pytest.approx(powers)
+    assert len(log_ticks(0.1, 0.2)) >= 2
+    assert [number(value) for value in (0, 3e-5, 0.25, 12_000, 2.5e6)] == ["0", "3e-5", "0.25", "12k", "2.5M"]
+    points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)] + [(10_000, float("nan"))]
+    thin = thinned(points)
+    assert len(thin) <= MOST_POINTS
+    assert (7777, 100.0) in thin
+    assert thin[-1][0] == 9999
+
+
+HOVER = """<script>
+for (const each of document.querySelectorAll("svg.chart, .cells")) {
+  const box = each.getBoundingClientRect();
+  const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2};
+  each.dispatchEvent(new PointerEvent("pointermove", at));
+  const said = document.createElement("q");
+  said.textContent = tip.textContent;
+  document.body.append(said);
+}
+</script>"""
+
+
+def test_in_a_browser(evil, tmp_path, capsys):
+    """A script that fails, a page that fetches; values under the pointer that are none."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium: apt-get install chromium")
+    page, _ = page_of(capsys, "report", evil)
+    (tmp_path / "page.html").write_text(page.replace("</body>", HOVER + "</body>"))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'browser'}", f"--log-net-log={tmp_path / 'net.json'}"]
+    done = subprocess.run([*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    asked = set(re.findall(r'"url":"(\w+://[^"]*)"', (tmp_path / "net.json").read_text()))
+    its_own = re.compile(r"https?://[\w.]*(google|googleapis|gvt1)\.com/")  # the browser looks for updates
+    assert not [url for url in asked if not its_own.match(url) and not url.startswith("file://")]
+    said = re.findall(r"<q>(.*?)</q>", done.stdout, re.DOTALL)
+    step, loss = re.match(r"step (\d+)\nof the step  ([\d.]+)", said[0]).groups()
+    assert float(loss) == pytest.approx(2 / int(step), rel=1e-5)
+    assert len(said) >= 7
+    assert all(said)
+
+
+def predicted_by(run):
+    """predictions.csv by image."""
+    with (run / "predictions.csv").open(newline="") as file:
+        return {row["image"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+def test_every_layout_writes_the_same_predictions(ranks, tmp_path):
+    """A sample that two ranks count, a rank whose rows are lost; a report that stops the run."""
+    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
+    kwargs = ("--model-kwargs", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2")
+    words = ("--deepspeed_config", config, *DIGITS, *kwargs, "--max-steps", 2, "--lr", 1e-3, "--no-aug")
+    words = [str(word) for word in (*words, "--epochs", 1, "--checkpoint-interval", 0)]
+    cuts = {"one": (1, ["-b", "32"]), "dp": (2, ["-b", "16"]), "pp": (2, ["-b", "32", "--pp", "2"])}
+    for name, (world, cut) in cuts.items():
+        said = ranks.run(world, run_quietly, [*words, *cut, "--output", str(tmp_path / name)])
+        assert {code for code, _, _ in said} == {0}, said
+    one = predicted_by(tmp_path / "one")
+    assert len(one) == 355
+    for name in ("dp", "pp"):
+        other = predicted_by(tmp_path / name)
+        assert {image: row["predicted"] for image, row in other.items()} == {
+            i: row["predicted"] for i, row in one.items()
+        }
+        gaps = [abs(float(other[image]["probability"]) - float(row["probability"])) for image, row in one.items()]
+        assert max(gaps) < 2e-6
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    right = sum(row["class"] == row["predicted"] for row in one.values())
+    assert 100.0 * right / len(one) == pytest.approx(summary["last_top1"])
+    for name in cuts:
+        page = (tmp_path / name / "report.html").read_text()
+        assert "Confusion matrix" in page
+        assert "Training images of the first step" in page
+        told = json.loads((tmp_path / name / "augmented.json").read_text())
+        assert len(told["captions"]) == 16
+        assert all(told["captions"]) == (name != "pp")  # the last stage has the labels
+
+
+def break_the_report():
+    """On a rank: a page that cannot be made."""
+    from contextlib import contextmanager
+    from unittest import mock
+
+    @contextmanager
+    def broken():
+        with mock.patch.object(report.page, "curves", side_effect=KeyError("oh")):
+            yield
+
+    return broken()
+
+
+def test_a_report_that_fails_is_a_warning(ranks, tmp_path):
+    """A finished run that exits with an error for want of a picture."""
+    config = str(ROOT / "ds_configs" / "cpu_zero0_fp32.json")
+    kwargs = ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"]
+    words = [
+        "--deepspeed_config",
+        config,
+        *DIGITS,
+        *kwargs,
+        "--max-steps",
+        "1",
+        "-b",
+        "8",
+        "--checkpoint-interval",
+        "0",
+    ]
+    words += ["--val-split", "", "--lr", "1e-3", "--epochs", "1", "--output", str(tmp_path / "run")]
+    [(code, out, _)] = ranks.run(1, run_quietly, words, break_the_report)
+    assert code == 0
+    assert "report.html is not written (KeyError: 'oh'); ds-vit report makes it" in out

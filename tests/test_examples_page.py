@@ -1,0 +1,49 @@
+"""docs/examples.md, followed in its order, with fewer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+from ds_vit.launching.ports import free_port
+
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+SHORTER = {
+    "--epochs 10": "--epochs 1 --warmup-epochs 0",
+    "--epochs 20": "--epochs 1 --warmup-epochs 0",
+    "depth=6": "depth=2",
+}
+
+
+@pytest.mark.slow
+def test_four_examples(tmp_path):
+    # Catches: an example that lags behind the program.
+    script = "".join(f"{line[4:]}\n" for line in PAGE.splitlines() if line.startswith("    "))
+    for text, shorter in SHORTER.items():
+        assert text in script
+        script = script.replace(text, shorter)
+    script = script.replace("deepspeed --", f"deepspeed --master_port {free_port()} --")
+    for name in ("launch", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ds-vit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ds_vit.cli "$@"\n')
+    (tmp_path / "bin" / "ds-vit").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
+    assert {summary["exit"] for summary in summaries.values()} == {"completed"}
+    assert summaries["moved"]["steps"] == 40
+    assert "1-is-a-" in done.stdout
+    assert (
+        "step 20: went on in another process (pp 1 x dp 1 x tp 1)" in (tmp_path / "runs/moved/report.html").read_text()
+    )
+    assert re.search(r"k-NN top-1", done.stdout)
