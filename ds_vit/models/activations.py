@@ -54,7 +54,7 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
     """
 
     def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
-        with _FusedAttention(), GivenByDear() as dear:
+        with FusedAttention(), GivenByDear() as dear:
             saved, out = _saved(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
         given = storages_of([inputs[0]])
         sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)
@@ -88,7 +88,7 @@ def made_going_back(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype 
 
     def course(layer: Layer, inputs: Any) -> tuple[list[int], Any]:
         with _Live() as live:
-            with _FusedAttention():
+            with FusedAttention():
                 outputs = layer(inputs)
             before, live.course = live.now, [live.now]
             grown = [tensor for tensor in tree_leaves(outputs) if tensor.requires_grad]
@@ -174,7 +174,7 @@ def _saved(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> 
     return {key: storage for key, storage in kept.items() if key not in not_counted}, out
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Attention by a fused kernel, as on every real device; on the meta device torch would write the scores out."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ from ds_vit.models import (
 )
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
+from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.memory import LayerMemory
 
 
@@ -94,6 +95,14 @@ def memory_of_layers(
             )
         )
     return found
+
+
+def cut_regions(layers: Sequence[Layer]) -> list[int]:
+    """Of each layer, how many cut parts it has, after each of which the tokens are summed over the group."""
+    return [
+        sum(isinstance(module, Entered) for module in layer.modules()) if isinstance(layer, BlockLayer) else 0
+        for layer in layers
+    ]
 
 
 def num_states(states: int, fallback: frozenset[str], sizes: Mapping[str, int]) -> int:

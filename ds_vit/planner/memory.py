@@ -109,6 +109,7 @@ class MemoryRules:
         sent_as: bytes of a gradient more while the ranks sum it up in another type than it waits in.
         autocast: the weights are in fp32 and the products in 16 bits.
         average: the weights have one.
+        whole_matrices: the optimizer puts matrices together that ZeRO has cut (Muon).
         checkpointing: of activations.
     """
 
@@ -123,6 +124,7 @@ class MemoryRules:
     sent_as: int
     autocast: bool
     average: bool
+    whole_matrices: bool
     checkpointing: Checkpointing
 
     @classmethod
@@ -134,6 +136,7 @@ class MemoryRules:
         compute: str,
         autocast: bool,
         average: bool,
+        whole_matrices: bool,
         checkpointing: Checkpointing,
     ) -> MemoryRules:
         """Those of a DeepSpeed JSON without "auto".
@@ -144,6 +147,7 @@ class MemoryRules:
             compute: torch's name of the weights' type.
             autocast: as the attribute.
             average: as the attribute.
+            whole_matrices: as the attribute.
             checkpointing: as the attribute.
         """
         zero = json.get("zero_optimization") or {}
@@ -154,6 +158,7 @@ class MemoryRules:
         overlaps = zero.get("overlap_comm")
         bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if (stage == 3 if overlaps is None else overlaps) else 1
+        bucket *= 2 if autocast and stage in (1, 2) else 1  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         return cls(
             stage=stage,
@@ -167,6 +172,7 @@ class MemoryRules:
             sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
             autocast=autocast,
             average=average,
+            whole_matrices=whole_matrices,
             checkpointing=checkpointing,
         )
 
@@ -267,6 +273,8 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
     if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
         copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
         copies += rules.of_type * trained if rules.sums_apart else 0
+    if rules.whole_matrices:  # whole ones, their updates, and both once more on the way between ranks
+        copies += 4 * (3 if dp > 1 else 1) * trained // dp
     states = RankMemory(
         parameters=number,
         weights=weights,
