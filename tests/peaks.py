@@ -10,8 +10,10 @@ def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
     import gc
     from unittest import mock
 
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from ds_vit.models import BlockLayer
     from ds_vit.train import main
     from ds_vit.training.trainer import Trainer
 
@@ -22,14 +24,19 @@ def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
         watched.start()
         build(trainer)
 
+    def tidy(module: Any, inputs: Any) -> None:
+        """What lies in cycles goes when Python comes to it, else at another moment each time."""
+        if isinstance(module, BlockLayer):
+            gc.collect()
+
     def train_watched(trainer: Trainer, first_step: int) -> None:
         gc.collect()
         gc.freeze()
-        gc.collect()  # of what is left: Python looks through all of it only when it has grown by a quarter
-        gc.set_threshold(20, 1, 1)  # what lies in cycles goes when Python comes to it, else at another moment each time
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(tidy)
         try:
             train(trainer, first_step)
         finally:
+            hook.remove()
             watched.stop()
 
     with mock.patch.object(Trainer, "_build", build_watched), mock.patch.object(Trainer, "_train", train_watched):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ds_vit.models import Layer
 from ds_vit.optim.build import states_per_element
+from ds_vit.optim.muon import Muon
 from ds_vit.planner import memory
 from ds_vit.planner.layers import as_a_rank_has_them, memory_of_layers
 from ds_vit.planner.layers import as_computed as in_types
@@ -39,6 +40,7 @@ def by_stage(plan: Plan) -> list[StageMemory]:
         compute=told.precision.compute,
         autocast="autocast" in told.precision.name,
         average=plan.config.model_ema,
+        whole_matrices=optimizer is not None and issubclass(optimizer.cls, Muon),
         checkpointing=told.checkpointing,
     )
     return [

@@ -289,7 +289,9 @@ def warn_under_mpirun(folder: Path, num_ranks: int, signal_name: str) -> None:
         )
 
 
-def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None) -> None:
+def show_start(
+    plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None, more: Rows = ()
+) -> None:
     """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
 
     Args:
@@ -298,6 +300,7 @@ def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device
         flops: of an image.
         device: where this rank computes.
         console: of rank 0; None on the others.
+        more: rows for the table.
     """
     if console is not None:
         try:
@@ -311,7 +314,7 @@ def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device
             raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
+        print_table(console, "ds_vit", [*start_rows(plan, flops, device, folder.path), *more])
     if plan.parallel.process.spans_hosts:
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
@@ -320,7 +323,12 @@ def show_start(plan: Plan, folder: RunFolder, flops: Flops, device: torch.device
 
 
 def show_end(
-    plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None, stopped: str = ""
+    plan: Plan,
+    folder: RunFolder,
+    summary: dict[str, Any],
+    console: Console | None,
+    stopped: str = "",
+    more: Rows = (),
 ) -> None:
     """Write summary.json and show it, where there is a console.
 
@@ -330,13 +338,14 @@ def show_end(
         summary: the contents.
         console: of rank 0; None on the others.
         stopped: by what the run was interrupted, and where it is saved; the last line then says how to go on.
+        more: rows for the table.
 
     Raises:
         NotSaved: the file could not be written.
     """
     if console is None:
         return
-    rows = end_rows(plan, summary, folder.path)
+    rows = [*end_rows(plan, summary, folder.path), *more]
     if stopped:
         place = f"at {summary['steps']:,} of {plan.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
