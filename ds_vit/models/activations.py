@@ -67,7 +67,7 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
 
 
 class GoingBack(NamedTuple):
-    """What a layer's backward pass holds at its fullest moment beyond what the forward pass kept, gradients included.
+    """What a layer holds at its fullest moment beyond what its forward pass keeps, gradients included.
 
     Attributes:
         moments: (bytes whatever the micro-batch, bytes for each image) of every moment that may be the fullest.
@@ -81,7 +81,7 @@ class GoingBack(NamedTuple):
 
 
 def made_going_back(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[GoingBack]:
-    """What the backward pass of each layer makes; the arguments are those of `kept_by_layers`.
+    """What each layer makes for a moment, forward or back; the arguments are those of `kept_by_layers`.
 
     Each is run with two and with four images: what grows between the same moments of both belongs to the images.
     """
@@ -90,7 +90,7 @@ def made_going_back(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype 
         with _Live() as live:
             with FusedAttention():
                 outputs = layer(inputs)
-            before, live.course = live.now, [live.now]
+            before = live.now
             grown = [tensor for tensor in tree_leaves(outputs) if tensor.requires_grad]
             if grown:
                 torch.autograd.backward(grown, [torch.ones_like(tensor) for tensor in grown])

@@ -157,8 +157,8 @@ class MemoryRules:
         sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
         overlaps = zero.get("overlap_comm")
         bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
-        bucket *= 2 if (stage == 3 if overlaps is None else overlaps) else 1
-        bucket *= 2 if autocast and stage in (1, 2) else 1  # one for each type that it knows
+        bucket *= 2 if overlaps and stage < 3 else 1
+        bucket *= 2 if autocast and stage == 1 else 1  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         return cls(
             stage=stage,
@@ -274,7 +274,7 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
         copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
         copies += rules.of_type * trained if rules.sums_apart else 0
     if rules.whole_matrices:  # whole ones, their updates, and both once more on the way between ranks
-        copies += 4 * (3 if dp > 1 else 1) * trained // dp
+        copies += 4 * 3 * trained // dp
     states = RankMemory(
         parameters=number,
         weights=weights,
@@ -284,16 +284,23 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
         average=4 * trained // share if rules.average else 0,
         activations=0,
         buckets=rules.bucket,
-        gathered=_put_together(number, rules),
+        gathered=_put_together(number, max((layer.parameters for layer in layers), default=0), rules),
         updating=gradients + copies,
     )
     return StageMemory(states, ahead, rules, tuple(_runs(layers, rules)))
 
 
-def _put_together(number: int, rules: MemoryRules) -> int:
-    """Bytes of weights beside those that are held: what ZeRO-3 has gathered, or autocast has cast for this step."""
-    gathered = rules.of_type * min(number, rules.live) if rules.stage == 3 else 0
-    return gathered + (2 * number if rules.autocast else 0)
+def _put_together(number: int, largest: int, rules: MemoryRules) -> int:
+    """Bytes of weights beside those that are held: what autocast has cast for this step, or ZeRO-3 has gathered.
+
+    Args:
+        number: parameters of the stage.
+        largest: of a layer, which is under way while the ones before it are still there.
+        rules: of the run.
+    """
+    if rules.stage < 3:
+        return 2 * number if rules.autocast else 0
+    return rules.of_type * (min(number, rules.live) + largest) if rules.dp > 1 else 0
 
 
 def _runs(layers: Sequence[LayerMemory], rules: MemoryRules) -> list[_Run]:

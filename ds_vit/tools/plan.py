@@ -47,7 +47,7 @@ _OF_RECIPE = ("model", "img_size", "epochs", "model_ema", "deepspeed_config", "m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `ds-vit plan`."""
     parser.add_argument("--model", help="timm name, or one of the sizes up to vit_120b_patch14_224")
-    parser.add_argument("--gpus", type=int, required=True, help="how many, on all hosts")
+    parser.add_argument("--gpus", type=int, help="how many, on all hosts")
     parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="what they are [%(default)s]")
     parser.add_argument("--gpus-per-node", type=int, help="of them in a host [the usual host's]")
     parser.add_argument("--link", default="ib400", metavar="NAME|FILE", help="between hosts, a GPU [%(default)s]")
@@ -68,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", metavar="DIR", help="write the best layout's JSON, host file and command there")
     parser.add_argument("--output", metavar="FILE", help="draw its memory and its pipeline into a png, svg or pdf")
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="measure this machine's accelerator instead, and write a file for --gpu"
+    )
     reliability = parser.add_argument_group("goodput, instead of layouts")
     reliability.add_argument("--goodput", action="store_true", help="what failures cost on 8 GPUs up to --gpus")
     for flag, unit, text in _RELIABILITY:
@@ -79,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Carry the command out."""
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.gpus is None:
+        raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     if arguments.goodput:
         return _goodput(arguments)
     with_recipe(arguments)
@@ -126,6 +133,24 @@ def _goodput(arguments: argparse.Namespace) -> int:
         from ds_vit.tools.plan_picture import draw_goodput
 
         save_figure(draw_goodput(found, per_host), Path(arguments.output))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measure, write, and say what came of it."""
+    from ds_vit.tools.calibrate import calibrate
+
+    found = calibrate(Path(arguments.calibrate))
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    lines = [["figure", "measured"]]
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            lines.append([name, ", ".join(f"{key} {share:.2f}" for key, share in value.items())])
+        else:
+            lines.append([name, f"{value:.4g}" if isinstance(value, float) else str(value)])
+    print_columns(make_console(), f"written to {arguments.calibrate}, for --gpu {arguments.calibrate}", lines)
     return 0
 
 

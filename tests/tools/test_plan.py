@@ -134,6 +134,19 @@ def test_what_is_written_starts(capsys, tmp_path):
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
 
 
+def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
+    # Catches: a file that --gpu does not take, a rate of the wrong thing.
+    from ds_vit.tools.calibrate import calibrate
+
+    path = tmp_path / "mine.yaml"
+    found = calibrate(path, widths=(32, 64), times=2)
+    assert 0 < found["memory_bytes_per_second"] < 1e12
+    assert max(found["matmul_efficiency"].values()) == 1.0
+    words = ["plan", "--model", "vit_tiny_patch16_224", "--gpus", "1", "--gpu", str(path), "--global-batch", "16"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"]
+
+
 def test_pictures(capsys, tmp_path):
     # Catches: a picture that cannot be drawn.
     pytest.importorskip("matplotlib")
