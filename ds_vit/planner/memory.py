@@ -158,7 +158,7 @@ class MemoryRules:
         overlaps = zero.get("overlap_comm")
         bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if overlaps and stage < 3 else 1
-        bucket *= 2 if autocast and stage == 1 else 1  # one for each type that it knows
+        bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         return cls(
             stage=stage,
@@ -274,7 +274,7 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
         copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
         copies += rules.of_type * trained if rules.sums_apart else 0
     if rules.whole_matrices:  # whole ones, their updates, and both once more on the way between ranks
-        copies += 4 * 3 * trained // dp
+        copies += 4 * (3 if dp > 1 else 2) * trained // dp
     states = RankMemory(
         parameters=number,
         weights=weights,

@@ -49,13 +49,24 @@ def legal(type_: str, stage: int, cut: str) -> bool:
     return cut != "pp" or stage == 1
 
 
-CASES = cover(
-    [
-        dict(zip(("size", "type", "stage", "cut", "recomputed", "average", "optimizer"), case, strict=True))
-        for case in itertools.product(SIZES, TYPES, range(4), CUTS, RECOMPUTED, AVERAGE, OPTIMIZERS)
-        if legal(*case[1:4])
-    ]
-)
+def is_followed(case) -> bool:
+    """Whether the prediction follows it: what Muon does to matrices that ranks share by tensor slices, in a pipeline or
+    at ZeRO-3 it does not (up to a quarter too low, docs/planning.md).
+    """
+    return case["optimizer"] != "Muon" or (case["cut"].startswith("dp") and case["stage"] < 3)
+
+
+CASES = [
+    case
+    for case in cover(
+        [
+            dict(zip(("size", "type", "stage", "cut", "recomputed", "average", "optimizer"), case, strict=True))
+            for case in itertools.product(SIZES, TYPES, range(4), CUTS, RECOMPUTED, AVERAGE, OPTIMIZERS)
+            if legal(*case[1:4])
+        ]
+    )
+    if is_followed(case)
+]
 
 
 def words_of(case) -> list[str]:
