@@ -28,7 +28,7 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("gradients",)
+COMMANDS += ("gradients", "plan")
 
 
 def help_of(capsys, command=""):
