@@ -9,6 +9,7 @@ ds-vit import SOURCE --to FILE       another tool's weights under timm's names
 ds-vit bench step --against timm     training steps beside those of timm, DDP and FSDP2, interleaved
 ds-vit bench data --data-dir DIR     images a second of the loader by stage, and what would make it faster
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
+ds-vit plan --model M --gpus 64      which layouts of a model fit on GPUs, how fast each would be, and the files of one
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
@@ -39,8 +40,12 @@ from ds_vit.tools.report_command import add_compare_arguments, add_report_argume
 from ds_vit.training.program import guarded
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command line of `ds-vit`."""
+def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
+    """The command line of `ds-vit`.
+
+    Args:
+        planning: with the flags of `ds-vit plan`, whose module imports torch and timm.
+    """
     parser = Parser(
         prog="ds-vit",
         description="Train Vision Transformers, and use what came of it.",
@@ -100,6 +105,13 @@ def build_parser() -> argparse.ArgumentParser:
     hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
     hosts.set_defaults(run=_hosts)
+
+    planned = add("plan", "which layouts of a model fit on GPUs, and how fast each would be")
+    if planning:
+        from ds_vit.tools import plan
+
+        plan.add_arguments(planned)
+        planned.set_defaults(run=plan.plan)
 
     doctor = add("doctor", "what would keep a run from starting or slow it down")
     add_doctor_arguments(doctor)
@@ -161,6 +173,10 @@ ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photo
 ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
 torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config zero1.json
 """,
+    "plan": """
+ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
+ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
+""",
     "hosts": """
 ds-vit hosts --from slurm --output hostfile
 ds-vit hosts --from names.txt --slots 8
@@ -192,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `ds-vit`; 2 for input that cannot be, with one line that says why."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        build_parser().print_help()
+        build_parser(planning=False).print_help()
         return exit_codes.OK
     if argv[0] == "train":
         from ds_vit import train
@@ -231,7 +247,7 @@ def _run(argv: Sequence[str]) -> int:
         from ds_vit.tools import predict_command
 
         return predict_command.main(argv)
-    parser = build_parser()
+    parser = build_parser(planning=argv[0] == "plan")
     if argv[0] == "bench":
         arguments, arguments.words = parser.parse_known_args(argv)
     else:

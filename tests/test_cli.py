@@ -30,7 +30,7 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("report", "compare", "gradients", "shards")
+COMMANDS += ("report", "compare", "gradients", "shards", "plan")
 
 
 def help_of(capsys, command="", flag="--help"):

@@ -26,6 +26,7 @@ LAYERS: tuple[str, ...] = (
     "checkpoint",
     "engine",
     "monitoring",
+    "planner",
     "optim",
     "tasks",
     "parallel",

@@ -1,6 +1,6 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, FLOPs, parameter groups."""
 
-from ds_vit.models.activations import Kept, kept_by_layers, saved_bytes
+from ds_vit.models.activations import GoingBack, Kept, kept_by_layers, made_going_back, saved_bytes
 from ds_vit.models.alike import looks
 from ds_vit.models.checkpointing import (
     CheckpointFunction,
@@ -48,6 +48,7 @@ __all__ = [
     "DecoderBlockLayer",
     "EmbedLayer",
     "Flops",
+    "GoingBack",
     "HeadLayer",
     "InitialCheckpoint",
     "Kept",
@@ -80,6 +81,7 @@ __all__ = [
     "kept_by_layers",
     "layer_costs",
     "looks",
+    "made_going_back",
     "masked_patches",
     "names_and_shapes",
     "no_weight_decay_names",

@@ -19,11 +19,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models import large_sizes
 
 TimmViT: TypeAlias = VisionTransformer | Eva
 
-# timm's modules whose names build one of the two classes, exactly as timm implements it.
-_MODULES = ("vision_transformer", "eva", "deit", "vision_transformer_hybrid", "vitamin")
+# timm's modules whose names build one of the two classes, exactly as timm implements it, and ours beside them.
+_OWN = large_sizes.__name__.rsplit(".", 1)[-1]
+_MODULES = ("vision_transformer", "eva", "deit", "vision_transformer_hybrid", "vitamin", _OWN)
 
 # Constructor arguments that a flag or this package decides.
 _RESERVED = {
@@ -42,7 +44,8 @@ class ModelSpec:
     """Which timm model, in timm's own words.
 
     Attributes:
-        name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`).
+        name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`), or one of
+            large_sizes.py.
         num_classes: outputs of the classifier.
         img_size: height and width in pixels, one number for a square; None is the model's own.
         drop_path: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
@@ -57,7 +60,7 @@ class ModelSpec:
 
 
 def supported_names() -> list[str]:
-    """Every timm name that builds one of the two classes, sorted."""
+    """Every timm name that builds one of the two classes, and the larger sizes of large_sizes.py, sorted."""
     names = {name for module in _MODULES for name in timm.list_models(module=module)}
     return sorted(name for name in names if "distilled" not in name)
 

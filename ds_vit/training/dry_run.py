@@ -60,7 +60,11 @@ def _show_memory(plan: Plan, console: Console) -> None:
         **{field: field for field in ("weights", "gradients", "masters")},
         "optimizer": "optimizer state",
         "average": "average",
-        "activations": "activations (estimated)",
+        "buckets": "ZeRO's buckets",
+        "gathered": "weights put together",
+        "activations": "activations",
+        "going_back": "going back, with gradients by then",
+        "updating": "updating, with gradients",
     }
     header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
     lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
@@ -68,11 +72,9 @@ def _show_memory(plan: Plan, console: Console) -> None:
         sizes = [getattr(stage, field) for stage in stages]
         if any(sizes):
             lines.append([f"{name} (in host memory)" if field in in_host else name, *map(in_words, sizes)])
-    lines.append(["together", *(in_words(on_device(stage, in_host).together) for stage in stages)])
+    lines.append(["at most", *(in_words(on_device(stage, in_host).together) for stage in stages)])
     print_columns(console, "memory", lines)
-    without = "ZeRO's buckets, copies for the time of a step, the loader, and 2 to 3 GB of a GPU's own"
-    if plan.deepspeed.zero_stage == 3:
-        without = f"the layers that ZeRO-3 has put together at a time, {without}"
+    without = "the loader, what collectives take, and 2 to 3 GB of a GPU's own"
     console.print(f"  not counted: {without}", markup=False, highlight=False, soft_wrap=True)
 
 

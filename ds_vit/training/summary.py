@@ -291,7 +291,7 @@ def warn_under_mpirun(folder: Path, num_ranks: int, signal_name: str) -> None:
 
 
 def show_start(
-    plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None
+    plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None, more: Rows = ()
 ) -> tuple[str, ...]:
     """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
 
@@ -301,6 +301,7 @@ def show_start(
         flops: of an image.
         device: where this rank computes.
         console: of rank 0; None on the others.
+        more: rows for the table.
 
     Returns:
         The host's name of each rank; empty where all are on one.
@@ -317,7 +318,7 @@ def show_start(
             raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
         for note in plan.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        print_table(console, "ds_vit", start_rows(plan, flops, device, folder.path))
+        print_table(console, "ds_vit", [*start_rows(plan, flops, device, folder.path), *more])
     if not plan.parallel.process.spans_hosts:
         return ()
     hosts: list[Any] = [None] * dist.get_world_size()
@@ -328,7 +329,12 @@ def show_start(
 
 
 def show_end(
-    plan: Plan, folder: RunFolder, summary: dict[str, Any], console: Console | None, stopped: str = ""
+    plan: Plan,
+    folder: RunFolder,
+    summary: dict[str, Any],
+    console: Console | None,
+    stopped: str = "",
+    more: Rows = (),
 ) -> None:
     """Write summary.json and show it, where there is a console; then report.html, as far as the disk takes it.
 
@@ -338,13 +344,14 @@ def show_end(
         summary: the contents.
         console: of rank 0; None on the others.
         stopped: by what the run was interrupted, and where it is saved; the last line then says how to go on.
+        more: rows for the table.
 
     Raises:
         NotSaved: the file could not be written.
     """
     if console is None:
         return
-    rows = end_rows(plan, summary, folder.path)
+    rows = [*end_rows(plan, summary, folder.path), *more]
     if stopped:
         place = f"at {summary['steps']:,} of {plan.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])

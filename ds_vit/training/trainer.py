@@ -37,6 +37,7 @@ from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
 from ds_vit.training.step_log import StepLog
 from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
+from ds_vit.training.truth import Truth
 from ds_vit.training.validation import Stopped, Validation
 
 
@@ -104,7 +105,11 @@ class Trainer:
         """
         plan = self.plan
         console = self.reporter.console if self.reporter else None
-        hosts = show_start(plan, self.folder, self.flops, self.device, console)
+        truth = Truth(plan, self.device)
+        if console is not None:
+            truth.predict()
+        more = truth.start_rows() if console else ()
+        hosts = show_start(plan, self.folder, self.flops, self.device, console, more)
         with self._doing("building the model"):
             self._build()
         if plan.resume is not None:
@@ -127,7 +132,11 @@ class Trainer:
         if self.engine.sum(torch.tensor(lost, device=self.device)) and exit_word == "completed":
             exit_word = "not all saved"
         summary = self._sum_up(exit_word)
-        show_end(plan, self.folder, summary, console, self.checkpoint_manager.stopped)
+        images, seconds = self.throughput.total_images, self.throughput.total_seconds
+        step_seconds = plan.data.batch.global_batch * seconds / images if images else None
+        summary |= truth.figures(step_seconds)
+        more = truth.end_rows(summary) if console else ()
+        show_end(plan, self.folder, summary, console, self.checkpoint_manager.stopped, more)
         self.engine.close()
         return summary
 

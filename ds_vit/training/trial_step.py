@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import sums_in_fp32
 from ds_vit.models import BlockLayer, Layer, freeze, initialise, kept_by_layers, looks, run_layers
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.build import recompute_function
@@ -27,7 +26,6 @@ from ds_vit.training.memory import as_computed, by_stage, in_host_memory, layers
 from ds_vit.training.plan import Plan
 
 _STAYS_FREE = 0.05  # of the device
-_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 
 
 class TrialStep:
@@ -57,15 +55,9 @@ class TrialStep:
 
     def _bytes_of_zero(self) -> int:
         """What ZeRO holds beside the states while activations are at their peak."""
-        zero, stage = self.plan.deepspeed.json.get("zero_optimization", {}), self.plan.deepspeed.zero_stage
-        elements, dp = self.stage.states.parameters, self.plan.parallel.layout.dp
-        found = _bucket_bytes(self.plan, self.dtype)
-        if stage == 3:  # gathered weights, which stay where they are needed again soon
-            live = max(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
-            found += min(elements, live) * self.dtype.itemsize
-        if stage == 2:  # the partition that a second micro-batch is reduced into, beside the sum so far
-            found += elements // dp * self.dtype.itemsize
-        return found
+        states, rules = self.stage.states, self.stage.rules
+        # At stage 2 the partition that a second micro-batch is reduced into, beside the sum so far.
+        return states.buckets + states.gathered + (states.gradients if rules.stage == 2 else 0)
 
     def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
         """The stage's layers on the device; those of blocks that are alike are one and the same."""
@@ -147,19 +139,6 @@ class TrialStep:
             for field in fields
         }
         return {**made, "keys": keys}
-
-
-def _bucket_bytes(plan: Plan, dtype: torch.dtype) -> int:
-    """What ZeRO collects gradients in; twice where it sends one while it fills the other."""
-    zero = plan.deepspeed.json.get("zero_optimization", {})
-    if not zero.get("stage"):
-        return 0
-    if sums_in_fp32(plan.deepspeed.json) and zero["stage"] == 1:
-        if dtype == torch.bfloat16:
-            return 0  # BF16_Optimizer has none
-        dtype = torch.float32
-    overlaps = zero.get("overlap_comm", zero["stage"] == 3)
-    return int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * dtype.itemsize * (2 if overlaps else 1)
 
 
 def _give_back() -> None:

@@ -34,7 +34,7 @@ SUMMARY_KEYS = {
         "best_top5",
         "last_top5",
     ),
-    *("eval_images", "images_per_second", "wall_seconds", "skipped_images", "exit"),
+    *("eval_images", "images_per_second", "wall_seconds", "skipped_images", "exit", "memory", "step_seconds"),
 }
 
 

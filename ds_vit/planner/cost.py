@@ -1,0 +1,222 @@
+"""The time of a training step in a layout: computing, the pipeline's bubble, and the traffic that nothing hides.
+
+Closed forms, as in docs/planning.md: 1F1B takes (m + p - 1) times its slowest stage; tensor parallelism sums the
+tokens over its group after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient
+around a ring, hidden behind the last backward pass where DeepSpeed overlaps the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_json import Checkpointing
+from ds_vit.parallel.layout import Layout
+from ds_vit.planner.hardware import Accelerator, Link
+from ds_vit.planner.work import LayerWork
+
+_HIDDEN = 0.8
+"""Assumed share of the last backward pass behind which gradients travel; the first layers' come too late."""
+_ZERO3_SECONDS = 20e-6
+"""Assumed time of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient."""
+_UPDATE_BYTES = 30  # a parameter: gradient, master, two moments read, all but the first written, weight written
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run would be on.
+
+    Attributes:
+        accelerator: each.
+        gpus: how many.
+        per_node: of them in a host.
+        inside: link within a host.
+        outside: link of a GPU between hosts.
+    """
+
+    accelerator: Accelerator
+    gpus: int
+    per_node: int
+    inside: Link
+    outside: Link
+
+    def ring(self, layout: Layout) -> Link:
+        """The link that a data-parallel group's ring goes over, with what several of its ranks in a host have."""
+        replica = layout.pp * layout.tp
+        if self.gpus <= self.per_node:
+            return self.inside
+        # A group's ranks in one host each have a way out, and use them together.
+        ways = max(1, self.per_node // replica)
+        reached = min(self.inside.reached, ways * self.outside.reached)
+        return Link(self.outside.name, reached, 1.0, self.outside.latency_seconds)
+
+    def between_stages(self, layout: Layout) -> Link:
+        """The link that the tokens cross from stage to stage, the slowest of them."""
+        return self.inside if layout.pp * layout.tp <= self.per_node else self.outside
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """A layer's seconds for a micro-batch on a rank.
+
+    Attributes:
+        forward: computing.
+        backward: the same, without running it again.
+        tensor: sums over the tensor-parallel group, forward and back together.
+        cheap: the forward pass without its products of matrices.
+        gathering: the host's part in ZeRO-3.
+    """
+
+    forward: float
+    backward: float
+    tensor: float
+    cheap: float = 0.0
+    gathering: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, by what takes them.
+
+    Attributes:
+        computing: of the slowest stage, for all micro-batches.
+        recomputing: forward passes of it that run again.
+        tensor: sums over the tensor-parallel group.
+        bubble: a stage waits for another.
+        sending: tokens from stage to stage.
+        data: gradients and weights between replicas that nothing hides.
+        hidden: the same, hidden behind computing; no part of the step.
+        update: of the optimizer.
+    """
+
+    computing: float
+    recomputing: float
+    tensor: float
+    bubble: float
+    sending: float
+    data: float
+    hidden: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.computing + self.recomputing + self.tensor + self.bubble + self.sending + self.data + self.update
+
+
+def layer_times(
+    works: Sequence[LayerWork],
+    regions: Sequence[int],
+    machine: Machine,
+    *,
+    tp: int,
+    micro_batch: int,
+    of_type: int,
+) -> list[LayerTime]:
+    """The seconds of each layer.
+
+    Args:
+        works: of the layers as a rank has them.
+        regions: of each layer, how many parts are cut, after each of which the tokens are summed over the group.
+        machine: that computes.
+        tp: tensor-parallel degree.
+        micro_batch: images.
+        of_type: bytes of an element of a product.
+    """
+    found: dict[tuple[int, int], LayerTime] = {}
+    for work, cut in zip(works, regions, strict=True):
+        if (id(work), cut) not in found:
+            one = 2 * (tp - 1) / tp * work.given * micro_batch / machine.inside.reached if tp > 1 else 0.0
+            one += 2 * (tp - 1) * machine.inside.latency_seconds
+            found[id(work), cut] = LayerTime(
+                forward=work.forward.seconds(machine.accelerator, of_type, micro_batch),
+                backward=work.backward.seconds(machine.accelerator, of_type, micro_batch),
+                tensor=2 * cut * one,
+                cheap=work.forward.cheap.seconds(machine.accelerator, of_type, micro_batch),
+                gathering=3 * work.tensors * _ZERO3_SECONDS,
+            )
+    return [found[id(work), cut] for work, cut in zip(works, regions, strict=True)]
+
+
+def step_time(
+    layers: Sequence[LayerTime],
+    parameters: Sequence[int],
+    are_blocks: Sequence[bool],
+    bounds: Sequence[int],
+    machine: Machine,
+    *,
+    layout: Layout,
+    stage: int,
+    batch: BatchSizes,
+    checkpointing: Checkpointing,
+    of_gradient: int,
+    of_type: int,
+    sent: int,
+) -> StepTime:
+    """The seconds of a step.
+
+    Args:
+        layers: the seconds of each.
+        parameters: of each, as a rank has them.
+        are_blocks: which of them are recomputed.
+        bounds: pipeline stage i has the layers from bounds[i] on.
+        machine: that computes.
+        layout: degrees.
+        stage: of ZeRO.
+        batch: arithmetic.
+        checkpointing: of activations.
+        of_gradient: bytes in which gradients travel.
+        of_type: bytes of a weight.
+        sent: bytes of an image that cross from stage to stage.
+    """
+    m, p, n = batch.accumulation, layout.pp, layout.dp
+    by_stage = []
+    for start, stop in itertools.pairwise(bounds):
+        of = layers[start:stop]
+        again = 0.0
+        if checkpointing.interval:
+            blocks = [one for one, is_block in zip(of, are_blocks[start:stop], strict=True) if is_block]
+            again = sum(one.cheap if checkpointing.selective else one.forward for one in blocks)
+        once = sum(one.forward + one.backward for one in of)
+        by_stage.append((once + again + sum(one.tensor for one in of), once, again, sum(one.tensor for one in of)))
+    whole, once, again, tensor = max(by_stage)
+    sending = 0.0
+    if p > 1:
+        link = machine.between_stages(layout)
+        # A stage receives and sends both ways; DeepSpeed waits for each of them.
+        one = sent * batch.micro_batch / link.reached + link.latency_seconds
+        sending = (2 if p == 2 else 4) * m * one
+    of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
+    data, hidden = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, of_type)
+    if stage == 3:
+        data += m * sum(one.gathering for one in layers)
+    behind = _HIDDEN * (once * 2 / 3) * (m if stage >= 2 else 1)
+    reached = machine.accelerator.memory_bytes_per_second * machine.accelerator.memory_efficiency
+    return StepTime(
+        computing=m * once,
+        recomputing=m * again,
+        tensor=m * tensor,
+        bubble=(p - 1) * whole,
+        sending=sending,
+        data=data + max(0.0, hidden - behind),
+        hidden=min(hidden, behind),
+        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / reached,
+    )
+
+
+def _traffic(
+    parameters: int, stage: int, n: int, m: int, ring: Link, of_gradient: int, of_type: int
+) -> tuple[float, float]:
+    """Seconds of (what cannot be hidden, what can) between the replicas, in a step."""
+    if n == 1:
+        return 0.0, 0.0
+    around = (n - 1) / n * parameters / ring.reached
+    wait = 2 * (n - 1) * ring.latency_seconds
+    if stage == 0:
+        return wait, 2 * around * of_gradient
+    if stage == 3:  # weights forward and back, gradients back, of every micro-batch
+        return wait, m * around * (2 * of_type + of_gradient)
+    # Stage 1 sums whole gradients, stage 2 those of each micro-batch; both gather the weights after the update.
+    return wait + around * of_type, around * of_gradient * (2 if stage == 1 else m)

@@ -1,0 +1,342 @@
+"""The memory of a rank at its fullest moment, from its layers and from what DeepSpeed keeps at each ZeRO stage.
+
+Two moments can be the fullest: somewhere in the backward pass, where activations go while gradients come, or the
+update, when the gradients are there whole, beside copies of them. Held all the time are weights, masters, the
+optimizer's state, an average, ZeRO's buckets, and at stage 3 the weights that ranks have put together.
+
+One source of truth: `--dry-run`, `--auto-batch`, `ds-vit plan` and the comparison at a run's end all come here.
+Not counted: the loader, what collectives take within torch.distributed, what a GPU's context, its libraries and the
+gaps of its allocator take (2 to 3 GB), and what lies in cycles until Python's collector comes to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_json import Checkpointing
+from ds_vit.config.deepspeed_rules import sums_in_fp32
+from ds_vit.models import GoingBack, Kept
+
+# Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
+_AUTOCAST_OF_FP32 = 36 / 64
+_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
+_DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank of one pipeline stage, the first of its tensor-parallel group.
+
+    Attributes:
+        parameters: how many it works with, its tensor slice of each (ZeRO-3 keeps a share of them).
+        weights: in the type of the forward pass.
+        gradients: of a step, as they wait for the update.
+        masters: copies of the weights that ZeRO updates, in fp32 unless the JSON says bf16.
+        optimizer: the optimizer's state.
+        average: of the weights, with --model-ema.
+        activations: that wait for the backward pass at the fullest moment.
+        buckets: in which ZeRO collects gradients.
+        gathered: weights that ZeRO-3 has put together at a time; those that autocast has cast.
+        going_back: activations, what the backward pass makes, and the gradients there are by then, at their fullest.
+        updating: gradients and copies of them while the optimizer steps.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    average: int
+    activations: int
+    buckets: int = 0
+    gathered: int = 0
+    going_back: int = 0
+    updating: int = 0
+
+    @property
+    def held(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.masters + self.optimizer + self.average + self.buckets + self.gathered
+
+    @property
+    def together(self) -> int:
+        """At the fullest moment."""
+        return self.held + max(self.going_back, self.updating)
+
+    @property
+    def states(self) -> int:
+        """Weights, gradients, masters, the optimizer's and the average: what no micro-batch changes."""
+        return self.weights + self.gradients + self.masters + self.optimizer + self.average
+
+
+class LayerMemory(NamedTuple):
+    """A layer as a rank has it.
+
+    Attributes:
+        parameters: how many.
+        trained: of them.
+        states: numbers that the optimizer keeps of them.
+        kept: of an image in the forward pass.
+        back: what its backward pass makes.
+        is_block: whether it can be recomputed.
+    """
+
+    parameters: int
+    trained: int
+    states: int
+    kept: Kept
+    back: GoingBack
+    is_block: bool
+
+
+@dataclass(frozen=True)
+class MemoryRules:
+    """What of a run decides on its memory, beside its layers.
+
+    Attributes:
+        stage: of ZeRO.
+        dp: data-parallel ranks.
+        of_type: bytes of a weight in the forward pass.
+        of_gradient: bytes of a gradient that waits for the update.
+        of_master: bytes of a master, and of each number of the optimizer.
+        bucket: bytes in which ZeRO collects gradients.
+        live: parameters that ZeRO-3 may have together.
+        sums_apart: gradients are added up in a buffer of their own (DeepSpeed's BF16_Optimizer).
+        sent_as: bytes of a gradient more while the ranks sum it up in another type than it waits in.
+        autocast: the weights are in fp32 and the products in 16 bits.
+        average: the weights have one.
+        whole_matrices: the optimizer puts matrices together that ZeRO has cut (Muon).
+        checkpointing: of activations.
+    """
+
+    stage: int
+    dp: int
+    of_type: int
+    of_gradient: int
+    of_master: int
+    bucket: int
+    live: int
+    sums_apart: bool
+    sent_as: int
+    autocast: bool
+    average: bool
+    whole_matrices: bool
+    checkpointing: Checkpointing
+
+    @classmethod
+    def of_json(
+        cls,
+        json: Mapping[str, Any],
+        *,
+        dp: int,
+        compute: str,
+        autocast: bool,
+        average: bool,
+        whole_matrices: bool,
+        checkpointing: Checkpointing,
+    ) -> MemoryRules:
+        """Those of a DeepSpeed JSON without "auto".
+
+        Args:
+            json: that DeepSpeed gets.
+            dp: data-parallel ranks.
+            compute: torch's name of the weights' type.
+            autocast: as the attribute.
+            average: as the attribute.
+            whole_matrices: as the attribute.
+            checkpointing: as the attribute.
+        """
+        zero = json.get("zero_optimization") or {}
+        stage = int(zero.get("stage", 0))
+        of_type = 4 if compute == "float32" else 2
+        in_fp32 = sums_in_fp32(json)
+        sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
+        overlaps = zero.get("overlap_comm")
+        bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
+        bucket *= 2 if overlaps and stage < 3 else 1
+        bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
+        live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
+        return cls(
+            stage=stage,
+            dp=dp,
+            of_type=of_type,
+            of_gradient=4 if in_fp32 else of_type,
+            of_master=2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4,
+            bucket=bucket if stage and not sums_apart else 0,
+            live=int(max(map(float, live))),
+            sums_apart=sums_apart,
+            sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
+            autocast=autocast,
+            average=average,
+            whole_matrices=whole_matrices,
+            checkpointing=checkpointing,
+        )
+
+
+class _Run(NamedTuple):
+    """Layers whose activations are made and let go together.
+
+    Attributes:
+        waiting: bytes of an image that wait for the backward pass.
+        again: bytes of an image more, of what is recomputed.
+        back: of its layers.
+        trained: parameters.
+    """
+
+    waiting: float
+    again: float
+    back: tuple[GoingBack, ...]
+    trained: int
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a rank of one pipeline stage needs, by the micro-batch.
+
+    Attributes:
+        states: without activations.
+        ahead: micro-batches under way at most: stage i of p has p - i (1F1B).
+        rules: of the run.
+        runs: of the stage's layers, in order.
+    """
+
+    states: RankMemory
+    ahead: int
+    rules: MemoryRules
+    runs: tuple[_Run, ...] = ()
+
+    @property
+    def waiting(self) -> float:
+        """Bytes of an image that wait for the backward pass."""
+        return sum(run.waiting for run in self.runs)
+
+    @property
+    def live(self) -> float:
+        """Bytes of an image more, of what is recomputed at a time."""
+        return max((run.again for run in self.runs), default=0.0)
+
+    def of(self, batch: BatchSizes) -> RankMemory:
+        """With this micro-batch and accumulation."""
+        micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
+        activations = (self.waiting * under_way + self.live) * micro_batch
+        going_back = self._going_back(micro_batch, under_way, summed=batch.accumulation > under_way)
+        return replace(self.states, activations=round(activations), going_back=round(going_back))
+
+    def _going_back(self, micro_batch: int, under_way: int, *, summed: bool) -> float:
+        """Activations, what is made for a moment and gradients, at the fullest moment of the backward pass.
+
+        Args:
+            micro_batch: images.
+            under_way: micro-batches whose activations are there.
+            summed: gradients of earlier micro-batches are there.
+        """
+        rules, whole = self.rules, sum(run.trained for run in self.runs)
+        share = whole / rules.dp if rules.stage >= 2 else whole
+        held = rules.sums_apart or summed or rules.stage == 3
+        waiting, fullest, done = self.waiting, 0.0, 0
+        for run in reversed(self.runs):
+            so_far = rules.of_gradient * (share if held else min(done, share))
+            so_far += rules.of_type * done if rules.sums_apart else 0
+            made = max(back.of(micro_batch) * self._width for back in run.back)
+            fullest = max(fullest, so_far + made + micro_batch * (self.waiting * (under_way - 1) + waiting + run.again))
+            waiting -= run.waiting
+            done += run.trained
+        return fullest
+
+    @property
+    def _width(self) -> float:
+        """Of what the backward pass makes, over what it makes of layers in the types that they have."""
+        return _AUTOCAST_OF_FP32 if self.rules.autocast else 1.0
+
+
+def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, trains: bool = True) -> StageMemory:
+    """What a rank of a pipeline stage needs, as far as it does not hang on the batch arithmetic.
+
+    Args:
+        layers: of the stage, cut, cast and frozen.
+        rules: of the run.
+        ahead: as in `StageMemory`.
+        trains: False for evaluation alone.
+    """
+    number, stage, dp = sum(layer.parameters for layer in layers), rules.stage, rules.dp
+    weights = rules.of_type * number // (dp if stage == 3 else 1)
+    if not trains:
+        return StageMemory(RankMemory(number, weights, 0, 0, 0, 0, 0), ahead, rules)
+    trained, share = sum(layer.trained for layer in layers), dp if stage else 1
+    gradients = rules.of_gradient * trained // (dp if stage >= 2 else 1)
+    # ZeRO updates a rank's share in fp32: of 16-bit gradients it makes a copy, of whole ones a flat share.
+    copies = 4 * trained // dp if stage in (1, 2) or (stage == 3 and rules.of_gradient < 4) else 0
+    if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
+        copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
+        copies += rules.of_type * trained if rules.sums_apart else 0
+    if rules.whole_matrices:  # whole ones, their updates, and both once more on the way between ranks
+        copies += 4 * (3 if dp > 1 else 2) * trained // dp
+    states = RankMemory(
+        parameters=number,
+        weights=weights,
+        gradients=gradients,
+        masters=rules.of_master * trained // dp if stage else 0,
+        optimizer=rules.of_master * sum(layer.states for layer in layers) // share,
+        average=4 * trained // share if rules.average else 0,
+        activations=0,
+        buckets=rules.bucket,
+        gathered=_put_together(number, max((layer.parameters for layer in layers), default=0), rules),
+        updating=gradients + copies,
+    )
+    return StageMemory(states, ahead, rules, tuple(_runs(layers, rules)))
+
+
+def _put_together(number: int, largest: int, rules: MemoryRules) -> int:
+    """Bytes of weights beside those that are held: what autocast has cast for this step, or ZeRO-3 has gathered.
+
+    Args:
+        number: parameters of the stage.
+        largest: of a layer, which is under way while the ones before it are still there.
+        rules: of the run.
+    """
+    if rules.stage < 3:
+        return 2 * number if rules.autocast else 0
+    return rules.of_type * (min(number, rules.live) + largest) if rules.dp > 1 else 0
+
+
+def _runs(layers: Sequence[LayerMemory], rules: MemoryRules) -> list[_Run]:
+    """The layers by what is let go together: alone, or the groups that are recomputed."""
+    told = rules.checkpointing
+    of_saved, of_dear = (_AUTOCAST_OF_FP32, 0.5) if rules.autocast else (1.0, 1.0)
+    runs = []
+    for are_recomputed, found in itertools.groupby(layers, lambda layer: told.interval > 0 and layer.is_block):
+        together = list(found)
+        if not are_recomputed:
+            runs += [_Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained) for one in together]
+            continue
+        for start in range(0, len(together), told.interval):
+            group = together[start : start + told.interval]
+            first, again = group[0].kept, of_saved * sum(layer.kept.bytes for layer in group)
+            waiting = 0.0
+            if again:  # else frozen, and nothing before is trained: torch lets go of what it kept
+                if not told.cpu:
+                    waiting += first.given
+                    again -= first.given_saved
+                if told.selective:
+                    waiting += of_dear * first.dear
+                    again -= of_dear * first.dear_saved
+            backs = tuple(dict.fromkeys(layer.back for layer in group))
+            runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group)))
+    return runs
+
+
+def in_host_memory(json: Mapping[str, Any]) -> frozenset[str]:
+    """The fields of `RankMemory` that a JSON's offload keeps beside the accelerator."""
+    zero = json.get("zero_optimization", {})
+    fields = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
+    offloaded = [key for key in fields if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
+    return frozenset(field for key in offloaded for field in fields[key])
+
+
+def on_device(memory: RankMemory, in_host: frozenset[str]) -> RankMemory:
+    """What of it lies in the accelerator's memory."""
+    return replace(memory, **dict.fromkeys(in_host, 0))

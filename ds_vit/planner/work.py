@@ -1,0 +1,139 @@
+"""What a layer's forward and backward pass ask of the hardware, counted on the meta device, an operation at a time.
+
+Products of matrices and attention are counted by their FLOPs, everything else by the bytes that it reads and writes: a
+norm or a GELU waits for memory and not for arithmetic (the roofline model, Williams et al. 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ds_vit.models import Layer, TimmViT
+from ds_vit.models.activations import FusedAttention
+from ds_vit.models.alike import look_at_each
+from ds_vit.planner.hardware import Accelerator
+
+
+class Pass(NamedTuple):
+    """One pass through a layer, for an image.
+
+    Attributes:
+        products: FLOPs by the least width of the product; 0 stands for attention and the patches' convolution.
+        bytes: that other operations read and write.
+        operations: how many there are; of any number of images.
+    """
+
+    products: tuple[tuple[int, float], ...]
+    bytes: float
+    operations: int
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(flops for _, flops in self.products)
+
+    @property
+    def cheap(self) -> Pass:
+        """Without the products: what selective recomputing repeats."""
+        return Pass((), self.bytes, self.operations)
+
+    def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
+        """The device's time, or the host's where that is longer.
+
+        Args:
+            accelerator: that computes.
+            of_type: bytes of an element of a product.
+            micro_batch: images.
+        """
+        computing = sum(flops / accelerator.flops_per_second(of_type, width) for width, flops in self.products)
+        moving = self.bytes / (accelerator.memory_bytes_per_second * accelerator.memory_efficiency)
+        return max(micro_batch * (computing + moving), self.operations * accelerator.seconds_per_operation)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer's work.
+
+    Attributes:
+        forward: once.
+        backward: once, without running the layer again.
+        given: bytes of the tokens that it hands on, of an image.
+        tensors: parameters that it has, each a tensor.
+    """
+
+    forward: Pass
+    backward: Pass
+    given: int
+    tensors: int = 0
+
+
+def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) -> list[LayerWork]:
+    """The work of each layer.
+
+    Args:
+        model: the whole one, for its images.
+        layers: from `as_a_rank_has_them`.
+        dtype: of the images.
+    """
+
+    def count(layer: Layer, inputs: Any) -> tuple[LayerWork, Any]:
+        with _Counter() as forward, FusedAttention():
+            outputs = layer(inputs)
+        grown = [tensor for tensor in tree_leaves(outputs) if tensor.requires_grad]
+        with _Counter() as backward:
+            if grown:
+                torch.autograd.backward(grown, [torch.ones_like(tensor) for tensor in grown])
+        for parameter in layer.parameters():
+            parameter.grad = None
+        handed_on = tuple(t.detach().requires_grad_(t.requires_grad) for t in tree_leaves(outputs))
+        given = handed_on[0].numel() * handed_on[0].element_size() // _IMAGES
+        tensors = len([*layer.parameters()])
+        return LayerWork(forward.counted(), backward.counted(), given, tensors), handed_on
+
+    for layer in layers:
+        layer.train()
+    return [work for work, _ in look_at_each(model, layers, count, images=_IMAGES, dtype=dtype)]
+
+
+_IMAGES = 8  # of one alone what belongs to the weights would weigh too much
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up what operations ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: dict[int, float] = {}
+        self.bytes = 0.0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        self.operations += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if (counting := flop_registry.get(func.overloadpacket)) is not None:
+            is_matrix = func.overloadpacket in _MATRICES
+            width = min(max(t.shape[-2:]) for t in tensors if t.ndim > 1) if is_matrix else 0
+            flops = counting(*args, **(kwargs or {}), out_val=out)
+            self.products[width] = self.products.get(width, 0.0) + flops
+        else:
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in (*tensors, *made))
+        return out
+
+    def counted(self) -> Pass:
+        """What it came to."""
+        products = tuple((width, flops / _IMAGES) for width, flops in sorted(self.products.items()))
+        return Pass(products, self.bytes / _IMAGES, self.operations)
+
+
+_MATRICES = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}

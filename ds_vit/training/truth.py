@@ -1,0 +1,149 @@
+"""What a run was predicted to need, and what it did: memory of the fullest rank, seconds of a step.
+
+Memory is measured by torch's own count on an accelerator. On a CPU torch keeps none; there it is by how much the
+process has grown since before the engine was built, which holds much that is not the step's, so that no deviation is
+made of it (tests/planner/test_memory.py follows every storage instead). Time is predicted where the accelerator is one
+that the planner knows (ds_vit/planner/data/accelerators).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.config.sizes import in_words
+from ds_vit.planner.cost import Machine, layer_times, step_time
+from ds_vit.planner.hardware import accelerator_of_device, link
+from ds_vit.planner.layers import cut_regions
+from ds_vit.planner.memory import RankMemory, on_device
+from ds_vit.planner.work import work_of_layers
+from ds_vit.training.memory import estimate, in_host_memory, layers_of_rank
+from ds_vit.training.plan import Plan
+
+_LARGE_DEVIATION = 0.15
+_NAMES = {
+    "going_back": "activations and what the backward pass makes",
+    "updating": "gradients and their copies at the update",
+    "optimizer": "the optimizer's state",
+    "gathered": "weights put together",
+    "buckets": "ZeRO's buckets",
+    "weights": "weights",
+    "masters": "masters",
+    "average": "the average",
+}
+
+
+class Truth:
+    """Predicts at a run's start, measures at its end.
+
+    Args:
+        plan: the run.
+        device: where this rank computes.
+
+    Attributes:
+        memory: predicted of the fullest stage.
+        step_seconds: predicted; None where the accelerator is not known.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.memory: RankMemory | None = None
+        self.step_seconds: float | None = None
+        self._before = _resident_peak(reset=True) if device.type == "cpu" else 0
+
+    def predict(self) -> None:
+        """Work both out from shapes; a moment on the meta device, for rank 0."""
+        stages = (on_device(one, in_host_memory(self.plan)) for one in estimate(self.plan))
+        self.memory = max(stages, key=lambda memory: memory.together)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        if (found := accelerator_of_device(name)) is not None:
+            self.step_seconds = _seconds(self.plan, found)
+
+    def start_rows(self) -> list[tuple[str, str]]:
+        """The row of the start table."""
+        said = f"memory {in_words(self.memory.together)} a rank"
+        return [("predicted", said + (f", step {self.step_seconds:.3f} s" if self.step_seconds else ""))]
+
+    def figures(self, step_seconds: float | None) -> dict[str, Any]:
+        """What summary.json has of both, the same on every rank (a collective).
+
+        Args:
+            step_seconds: measured; None where no step was.
+        """
+        if self.device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(self.device)
+        else:
+            measured = max(0, _resident_peak() - self._before)
+        own = (self.memory.together if self.memory else 0, measured, self.step_seconds or 0.0)
+        most = torch.tensor(own, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        predicted, measured, seconds = most.tolist()
+        return {
+            "memory": {"predicted_bytes": int(predicted), "measured_bytes": int(measured) or None},
+            "step_seconds": {"predicted": seconds or None, "measured": step_seconds},
+        }
+
+    def end_rows(self, figures: dict[str, Any]) -> list[tuple[str, str]]:
+        """Predicted beside measured, and what deviates most where it is much."""
+        rows, memory = [], figures["memory"]
+        if memory["measured_bytes"] and memory["predicted_bytes"]:
+            measured, predicted = memory["measured_bytes"], memory["predicted_bytes"]
+            said = f"{in_words(predicted)} predicted, {in_words(measured)} "
+            if self.device.type != "cuda":
+                said += "more in the process, with what torch, the loader and a checkpoint take"
+            else:
+                said += "measured"
+                if abs(measured / predicted - 1) > _LARGE_DEVIATION:
+                    largest = max(_NAMES, key=lambda name: getattr(self.memory, name))
+                    part = in_words(getattr(self.memory, largest))
+                    said += (
+                        f": {measured / predicted - 1:+.0%}; the largest part predicted is {_NAMES[largest]}, {part}"
+                    )
+            rows.append(("memory a rank", said))
+        times = figures["step_seconds"]
+        if times["predicted"] and times["measured"]:
+            said = f"{times['predicted']:.3f} s predicted, {times['measured']:.3f} s measured"
+            deviation = times["measured"] / times["predicted"] - 1
+            rows.append(("step", said + (f": {deviation:+.0%}" if abs(deviation) > _LARGE_DEVIATION else "")))
+        return rows
+
+
+def _seconds(plan: Plan, found: Any) -> float:
+    """Of a step."""
+    layers, layout, told = layers_of_rank(plan), plan.parallel.layout, plan.deepspeed
+    works = work_of_layers(plan.model.whole, layers, getattr(torch, told.precision.compute))
+    process = plan.parallel.process
+    per_node = process.local_world_size or found.gpus_per_node
+    machine = Machine(found, layout.world_size, per_node, link(found.inside), link("ib400"))
+    of_type = 4 if told.precision.name == "fp32" else 2
+    times = layer_times(
+        works, cut_regions(layers), machine, tp=layout.tp, micro_batch=plan.data.batch.micro_batch, of_type=of_type
+    )
+    return step_time(
+        times,
+        [sum(p.numel() for p in layer.parameters()) for layer in layers],
+        [hasattr(layer, "block") for layer in layers],
+        plan.model.bounds,
+        machine,
+        layout=layout,
+        stage=told.zero_stage,
+        batch=plan.data.batch,
+        checkpointing=told.checkpointing,
+        of_gradient=4 if told.json.get("communication_data_type") == "fp32" else of_type,
+        of_type=of_type,
+        sent=works[min(1, len(works) - 1)].given,
+    ).seconds
+
+
+def _resident_peak(*, reset: bool = False) -> int:
+    """Bytes that this process has had at most, since the last reset; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 0

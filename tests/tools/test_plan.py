@@ -1,0 +1,158 @@
+"""`ds-vit plan`: legal layouts ranked, illegal wishes answered with the nearest legal one, files that a run takes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from ds_vit.cli import main
+from ds_vit.config import parse
+from ds_vit.launching.process import Process
+from ds_vit.models.large_sizes import SIZES
+from ds_vit.planner import hardware
+from ds_vit.training.memory import estimate
+from ds_vit.training.plan import prepare
+
+BASE = ["plan", "--model", "vit_base_patch16_224", "--gpus", "16", "--gpu", "a100"]
+
+
+def planned(capsys, *words):
+    """What --json says."""
+    assert main([*BASE, *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_layouts_are_ranked_and_legal(capsys):
+    # Catches: a rank that no GPU has, a batch that is not the one asked for, a ranking the wrong way round.
+    found = planned(capsys, "--global-batch", 2048, "--price", 2)
+    rates = [one["images_per_second"] for one in found["layouts"]]
+    assert rates == sorted(rates, reverse=True)
+    for one in found["layouts"]:
+        layout = one["layout"]
+        assert math.prod(layout.values()) == 16
+        assert one["micro_batch"] * one["accumulation"] * layout["dp"] == 2048
+        assert 12 % layout["tp"] == 0
+        assert layout["tp"] <= 8
+        assert one["zero_stage"] == 1 or layout["pp"] == 1
+        assert one["memory"]["together"] <= one["memory"]["room"]
+        assert 0 < one["mfu"] < 1
+        assert one["cost"] == pytest.approx(2 * 24 * 16 * one["days"])
+        assert sum(v for k, v in one["seconds"].items() if k not in ("step", "hidden")) == pytest.approx(
+            one["seconds"]["step"]
+        )
+
+
+def test_the_table_says_why(capsys):
+    # Catches: a plan that gives figures and no reason.
+    assert main([*BASE[:3], "--gpus", "8", "--model", "vit_10b_patch14_224", "--gpu", "h100"]) == 0
+    said = capsys.readouterr().out
+    assert "next best: " in said
+    assert "too large by the least: " in said
+    assert "too much" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tp", "5"), "--tp 5 cannot be had: .* the nearest is --tp 4"),
+        (("--pp", "7"), "--pp 7 cannot be had: .* the nearest is --pp 8"),
+        (("--gpu", "h20000"), "--gpu h20000: there is no such one; the nearest is h200 "),
+        (("--link", "ib40"), "the nearest is ib400 "),
+        (("--gpus", "20"), "no whole number of hosts of 8; the nearest is 16"),
+        (("--global-batch", "1001", "--pp", "1", "--tp", "1"), "cannot be shared by 16 replicas; the nearest .* 1008"),
+        (("--pp", "2", "--zero", "3"), "--pp 2 goes with ZeRO-1, not with ZeRO-3"),
+        (("--gpus", "8", "--model", "vit_120b_patch14_224"), "no layout fits on 8 x NVIDIA A100.*try --gpus"),
+        (("--model", "vit_21b_patch14_224"), "nearest: .*vit_22b_patch14_224"),
+    ],
+)
+def test_illegal_wishes(capsys, words, message):
+    # Catches: a traceback, a wish that is passed over, an answer without a way out.
+    assert main([*BASE, *words]) == 2
+    error = capsys.readouterr().err
+    import re
+
+    assert re.search(message, error), error
+
+
+def test_its_own_file_of_figures(capsys, tmp_path):
+    # Catches: a path that is taken for a name; a figure that is missing and guessed.
+    text = (hardware._DATA / "accelerators" / "a100.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("value: 312,", "value: 624,"))
+    slow, fast = planned(capsys)["layouts"][0], planned(capsys, "--gpu", path)["layouts"][0]
+    assert slow["images_per_second"] < fast["images_per_second"]
+    path.write_text("name: mine\n")
+    assert main([*BASE, "--gpu", str(path)]) == 2
+    assert "does not say memory_bytes, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["accelerators", "links"])
+def test_every_figure_has_its_source(kind):
+    # Catches: a number from nowhere.
+    load = hardware.accelerator if kind == "accelerators" else hardware.link
+    for name in hardware.names(kind):
+        figures = set(vars(load(name))) - {"name"}
+        assert figures <= {key for key, source in hardware.sources(kind, name).items() if source}
+
+
+# GPUs (H200) on which a size has a plan.
+FEASIBLE = {"vit_base_patch16_224": 1, "vit_giant_patch14_224": 1} | {
+    name: 8 if int("".join(filter(str.isdigit, name.split("_")[1])) or 4) <= 25 else 64 for name in SIZES
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("vit_22b_patch14_224", "vit_120b_patch14_224") else pytest.param(n, marks=pytest.mark.slow)
+        for n in FEASIBLE
+    ],
+)
+def test_every_size_has_a_plan(capsys, name):
+    # Catches: a size that nothing could train.
+    found = planned(capsys, "--model", name, "--gpus", FEASIBLE[name], "--gpu", "h200")
+    assert found["layouts"]
+
+
+def test_what_is_written_starts(capsys, tmp_path):
+    # Catches: a JSON or flags that our own dry run refuses, and a memory that it sees otherwise: one source of truth.
+    folder = tmp_path / "plan"
+    words = ("--global-batch", 64, "--pp", 2, "--img-size", 32, "--num-classes", 10, "--write", folder)
+    [best, *_] = planned(capsys, "--gpus", 4, "--gpus-per-node", 4, *words)["layouts"]
+    assert (folder / "hostfile").read_text() == "node1 slots=4\n"
+    script = (folder / "command.sh").read_text()
+    line = next(line for line in script.splitlines() if line.startswith("RANK=0"))
+    given = line.partition("train.py ")[2].partition(' "$@"')[0].split()
+    argv = [*given, "--dataset", "digits", "--max-steps", "2", "--warmup-steps", "0", "--workers", "0"]
+    config, explicit = parse(argv)
+    plan = prepare(config, explicit, Process("env", 0, 4, 0, 4), on_cpu=False)
+    assert plan.data.batch.global_batch == 64
+    assert list(plan.model.bounds) == best["bounds"]
+    fullest = max(estimate(plan), key=lambda memory: memory.together)
+    assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
+
+
+def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
+    # Catches: a file that --gpu does not take, a rate of the wrong thing.
+    from ds_vit.tools.calibrate import calibrate
+
+    path = tmp_path / "mine.yaml"
+    found = calibrate(path, widths=(32, 64), times=2)
+    assert 0 < found["memory_bytes_per_second"] < 1e12
+    assert max(found["matmul_efficiency"].values()) == 1.0
+    words = ["plan", "--model", "vit_tiny_patch16_224", "--gpus", "1", "--gpu", str(path), "--global-batch", "16"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"]
+
+
+def test_pictures(capsys, tmp_path):
+    # Catches: a picture that cannot be drawn.
+    pytest.importorskip("matplotlib")
+    path, other = tmp_path / "plan.png", tmp_path / "goodput.svg"
+    assert main([*BASE, "--pp", "2", "--output", str(path)]) == 0
+    assert main(["plan", "--gpus", "1024", "--goodput", "--output", str(other)]) == 0
+    assert path.stat().st_size > 5000
+    assert other.stat().st_size > 5000
+    assert "Daly" in capsys.readouterr().out

@@ -1,0 +1,51 @@
+"""Predicted beside measured, at a run's end: what is said of it, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from project import ROOT
+from runs import DIGITS
+
+from ds_vit.config import parse
+from ds_vit.launching.process import Process
+from ds_vit.training.memory import estimate
+from ds_vit.training.plan import prepare
+from ds_vit.training.truth import Truth
+
+
+@pytest.fixture
+def plan():
+    words = [*DIGITS, "--val-split", "", "--max-steps", "2", "--warmup-steps", "0", "-b", "4"]
+    words += ["--model-kwargs", "depth=2", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
+    config, explicit = parse(words)
+    return prepare(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=True)
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.1, ""), (1.3, "+30%; the largest part predicted is "), (0.7, "-30%")])
+def test_a_large_deviation_is_said(plan, share, said):
+    # Catches: a verdict on rounding, silence about a third, a deviation the wrong way round.
+    truth = Truth(plan, torch.device("cuda"))
+    [truth.memory] = estimate(plan)
+    predicted = truth.memory.together
+    figures = {
+        "memory": {"predicted_bytes": predicted, "measured_bytes": round(share * predicted)},
+        "step_seconds": {"predicted": 1.0, "measured": share},
+    }
+    (_, memory), (_, step) = truth.end_rows(figures)
+    assert said in memory
+    assert ("%" in memory) == ("%" in step) == bool(said)
+    # A CPU's growth holds more than the step's memory.
+    on_cpu = Truth(plan, torch.device("cpu"))
+    on_cpu.memory = truth.memory
+    assert "%" not in on_cpu.end_rows(figures)[0][1]
+
+
+def test_the_time_of_a_known_accelerator_is_predicted(plan):
+    # Catches: a cut, a type or a batch that the planner takes otherwise than the run has it.
+    from ds_vit.planner.hardware import accelerator_of_device
+    from ds_vit.training.truth import _seconds
+
+    fast, slow = (_seconds(plan, accelerator_of_device(name)) for name in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
+    assert 0 < fast <= slow < 1
+    assert accelerator_of_device("NVIDIA GeForce GTX 1080") is None
