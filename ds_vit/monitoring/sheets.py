@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.data import ImageConfig, Source
-from ds_vit.data.sources.source import ImageDecodeError
+from ds_vit.data.decode import ImageDecodeError
 from ds_vit.tasks import Batch
 
 SIDE = 112  # pixels of an image in a sheet
