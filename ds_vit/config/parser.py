@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import os
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -318,8 +319,8 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
         const = FIELDS[name].metadata["const"]
         if const is not None and isinstance(value, bool):
             values[name] = const if value else default_of(name)
-    if "deepspeed_config" in values:
-        values["deepspeed_config"] = or_shipped(values["deepspeed_config"])
+    if isinstance(values.get("deepspeed_config"), str | os.PathLike):
+        values["deepspeed_config"] = or_shipped(str(values["deepspeed_config"]))
     if isinstance(values.get("grad_checkpointing"), int):
         values["grad_checkpointing"] = str(values["grad_checkpointing"])
     if values.get("aa") == "none":
