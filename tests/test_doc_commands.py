@@ -37,7 +37,7 @@ HOW = {
     "docs/clusters.md": "needs-cluster: tests/launching/test_cluster_*.py on hosts made of network namespaces",
     "docs/data.md": "tests/data/test_shards.py, tests/tools/test_make_shards.py, test_bench_data.py: smaller",
     "docs/doctor.md": "tests/tools/test_doctor.py, tests/tools/test_cluster_doctor.py",
-    "docs/examples.md": "tests/test_examples_page.py, to the letter but shorter",
+    "docs/examples.md": "tests/test_examples_page.py, shorter; tests/tools/test_parity_tool.py",
     "docs/finetune.md": "tests/test_finetune_page.py, to the letter",
     "docs/launching.md": "what .ci/run does; tests/launching/test_launching.py, tests/test_package.py",
     "docs/numerics.md": "tests/monitoring/test_gradient_picture.py; the other takes minutes",
