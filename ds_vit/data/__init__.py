@@ -13,9 +13,10 @@ step, share), whatever the number of ranks and workers.
 """
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
-from ds_vit.data.loader import Loader, MicroBatch, eval_loader, train_loader
+from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.class_checks import unreadable_classes

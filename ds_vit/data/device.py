@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.erasing import erase
 from ds_vit.data.augment.mixing import mix_images, mix_targets
-from ds_vit.data.loader import MicroBatch
+from ds_vit.data.batches import MicroBatch
 from ds_vit.data.settings import ImageConfig
 
 

@@ -331,12 +331,12 @@ def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder)
 
 def with_a_broken_sampler(argv):
     """On a rank: main, with batches that raise what code raises, not people."""
-    from ds_vit.data import loader
+    from ds_vit.data import batches
 
     def broken(self, number):
         raise ValueError("planted")
 
-    loader._TrainBatches.load = broken
+    batches.TrainBatches.load = broken
     return run_main(argv)
 
 
