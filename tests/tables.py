@@ -20,7 +20,7 @@ def write_tables(folder: Path, source: Source, kind: str, **changes: object) -> 
         folder: for the files.
         source: has `encoded` and `path`.
         kind: "arrow" or "parquet".
-        changes: `labels`, `names`, or `columns` (of an image and a label) that are not the source's.
+        changes: `labels`, `label_type`, `names`, or `columns` (of an image and a label) that are not the source's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = range(len(source))
@@ -31,8 +31,9 @@ def write_tables(folder: Path, source: Source, kind: str, **changes: object) -> 
     names = changes.get("names", source.class_names)
     features = {columns[0]: {"_type": "Image"}, columns[1]: {"_type": "ClassLabel", "names": list(names or [])}}
     noted = {"huggingface": json.dumps({"info": {"features": features}})} if names is not None else {}
-    schema = pa.schema({columns[0]: image, columns[1]: pa.int64()}, noted)
-    table = pa.table([pa.array(images, image), pa.array(labels, pa.int64())], schema=schema)
+    kind_of_label = changes.get("label_type", pa.int64())
+    schema = pa.schema({columns[0]: image, columns[1]: kind_of_label}, noted)
+    table = pa.table([pa.array(images, image), pa.array(labels, kind_of_label)], schema=schema)
     half = -(-len(source) // NUM_FILES)
     for number in range(NUM_FILES):
         path, part = folder / f"data-{number:05}-of-{NUM_FILES:05}.{kind}", table.slice(number * half, half)

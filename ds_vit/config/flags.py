@@ -31,7 +31,7 @@ _RECOMPUTED = Rule(
     lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
 )
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
-_WEIGHTS = Rule("must be numbers above 0", lambda x: 0 < min(x) <= max(x) < float("inf"))
+_WEIGHTS = Rule("must be numbers above 0", lambda x: all(0 < weight < float("inf") for weight in x))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
 
 

@@ -160,7 +160,7 @@ def load_recipe(path: str) -> dict[str, Any]:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
 
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
-        if name in out:
+        if out.get(name):
             out[name] = [beside(path) for path in out[name]] if name == "data_dir" else beside(out[name])
     return out
 
@@ -299,11 +299,19 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
     if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
         aside.add("pp_partition")  # bounds of another number of stages
     own = {name: value for name, value in values.items() if name in FIELDS}
+    own["data_dir"] = _one_or_several(own.get("data_dir"))
     idle = idle_names(RunConfig(**{**own, **({"eval_only": True} if eval_only else {})}))
     aside |= idle - idle_names(RunConfig(**recipe))
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
     aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in chosen and other not in given}
     return {name: value for name, value in values.items() if name in given or name not in aside}
+
+
+def _one_or_several(folders: Any) -> Any:
+    """--data-dir as `RunConfig` has it: one folder is a word, none the empty word."""
+    if isinstance(folders, (list, tuple)) and len(folders) < 2:
+        return folders[0] if folders else ""
+    return folders or ""
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
@@ -325,8 +333,8 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
         values["grad_checkpointing"] = str(values["grad_checkpointing"])
     if values.get("aa") == "none":
         values["aa"] = ""
-    if isinstance(values.get("data_dir"), tuple) and len(values["data_dir"]) == 1:
-        values["data_dir"] = values["data_dir"][0]
+    if "data_dir" in values:
+        values["data_dir"] = _one_or_several(values["data_dir"])
     config = RunConfig(**values)
     explicit = frozenset(values)
     check(config, explicit)

@@ -25,6 +25,7 @@ Box = tuple[int, int, int, int]
 _ROWS_OF_AN_MCU = 32  # at most: of a component sampled at a quarter of the height
 _SCALES = (8, 4, 2)
 _scratch = threading.local()
+_MOST_KEPT = 2**26  # bytes, of 16 million pixels
 
 
 class ImageDecodeError(UserError):
@@ -191,9 +192,12 @@ def _decode(data: bytes, size: tuple[int, int], **options: object) -> np.ndarray
 
     # Four channels are Pillow's own layout in memory; new memory for each image would cost a tenth of the decoding.
     num_bytes = 4 * size[0] * size[1]
-    if len(getattr(_scratch, "memory", b"")) < num_bytes:
-        _scratch.memory = bytearray(num_bytes)
-    return simplejpeg.decode_jpeg(data, "RGBX", buffer=_scratch.memory, **options)
+    memory = getattr(_scratch, "memory", b"")
+    if len(memory) < num_bytes:
+        memory = bytearray(num_bytes)
+        if num_bytes <= _MOST_KEPT:
+            _scratch.memory = memory
+    return simplejpeg.decode_jpeg(data, "RGBX", buffer=memory, **options)
 
 
 def _without_rows_below(data: bytes, bottom: int, height: int) -> tuple[bytes, int]:

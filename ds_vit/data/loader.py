@@ -62,13 +62,14 @@ class Loader:
         # An iterator that was given up may still wait for the garbage collector. Collected in a worker, it would close
         # files whose numbers are those of the worker's own queues. What is frozen here, no worker collects.
         gc.freeze()
+        own_handler = signal.getsignal(signal.SIGCHLD)
         items = iter(self._loader)
         gc.unfreeze()
         workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid)
         _end_with_this_process(workers)
         if workers:
             with contextlib.suppress(ValueError):  # this is not the main thread
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error wherever the run is
+                signal.signal(signal.SIGCHLD, own_handler)  # torch's would raise an error wherever the run is
         while True:
             self._check(workers)
             try:

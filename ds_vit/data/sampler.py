@@ -30,7 +30,8 @@ class SampleOrder:
             that it then visits one sample in `aug_repeats`.
         mixture: where the data set is several with weights, one after the other: the images of each, and its rows of
             an epoch, which together are `num_samples`. Which rows they are is a permutation like any other. Each source
-            goes through all of its images before it begins again, across epochs, each time in another order.
+            goes through its images before it begins again, across epochs, each time in another order; those of rows
+            that no step takes (behind an epoch's last full batch, between `aug_repeats`) are passed over.
 
     Raises:
         UserError: not one full global batch in an epoch, or a number below its range.

@@ -87,7 +87,7 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
     targets = {int(at): int(source.target(int(at))) for at in order}
     predicted = taken_for.astype(int) - 1
     partial = folder.predictions.with_name(f".{folder.predictions.name}.partial")
-    with partial.open("w", newline="") as file:
+    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:  # names that are not UTF-8
         table = csv.writer(file)
         table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
         for at, target in targets.items():

@@ -201,9 +201,10 @@ def _make(first: int) -> Packed:
     file_bytes, written, undecodable = _write(partial, numbers)
     index = read_index(str(partial))
     with partial.open("rb") as file:
-        read = [os.pread(file.fileno(), size, at) for at, size in zip(index.offsets, index.sizes, strict=True)]
+        places = zip(index.offsets, index.sizes, strict=True)
+        read = [_digest(os.pread(file.fileno(), size, at)) for at, size in places]
     labels = [source.target(number) for number in numbers]
-    if list(map(_digest, read)) != written or index.labels.tolist() != labels:
+    if read != written or index.labels.tolist() != labels:
         raise UserError(f"{shard} was written and reads back otherwise: the disk or the memory is at fault")
     partial.replace(shard)
     save_index(str(shard), index)

@@ -28,13 +28,18 @@ _IDENTITY = {
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
     "decode": "give the same --decode",
+    "mixture": "give the same folders in --data-dir, with the same --data-weights",
     "samples": "give the same images under the same names in the same classes; the folder itself may be another",
     "optimizer": "name the same optimizer in the JSON",
     **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
 }
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
-_BEFORE = {"task": "classification", "decode": "exact"}  # what was the case before it had a name in checkpoints
+_BEFORE = {
+    "task": "classification",
+    "decode": "exact",
+    "mixture": [],
+}  # what was the case before it had a name in checkpoints
 # Flags that say how or how long, not what: these may change without a word.
 _FREE_NAMES = """
     deepspeed_config set pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas

@@ -54,6 +54,8 @@ class Truth:
         self.memory: RankMemory | None = None
         self.step_seconds: float | None = None
         self._before = _resident_peak(reset=True) if device.type == "cpu" else 0
+        if device.type == "cuda":  # --auto-batch has filled it, or an earlier run of this program
+            torch.cuda.reset_peak_memory_stats(device)
 
     def predict(self) -> None:
         """Work both out from shapes; a moment on the meta device, for rank 0."""

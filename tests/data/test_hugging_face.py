@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 from tables import write_tables
@@ -87,6 +88,12 @@ def test_a_parquet_file_is_turned_once_and_again_when_it_changes(plain, tmp_path
     assert open_source("hfds/", str(tmp_path), "train").target(0) == 1
 
 
+def test_small_whole_numbers(plain, tmp_path):
+    """Would catch a table whose labels are of another integer type, as other tools write it."""
+    write_tables(tmp_path / "train", plain, "arrow", label_type=pa.uint8())
+    assert _same(open_source("hfds/", str(tmp_path), "train"), plain)
+
+
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:300])
 
@@ -99,6 +106,11 @@ BROKEN = {
     ),
     "label beyond the names": ({"names": ["cat"]}, None, "has the label 1, and the 1 classes"),
     "null label": ({"labels": [None] * 10}, None, "has the label -1"),
+    "labels of words": (
+        {"labels": ["cat", "dog"] * 5, "label_type": pa.string()},
+        None,
+        "column label is of string, not of whole",
+    ),
     "no image column": (
         {"columns": ("x", "label"), "names": None},
         None,

@@ -87,6 +87,15 @@ def _config(*folders: Path, **more: object):
     return from_values(values)[0]
 
 
+def test_the_only_validation_split_has_the_numbers_of_training(tmp_path):
+    """Would catch validation labels counted over the classes of the one folder that has any."""
+    first = _folder(tmp_path / "a", "abc", 3, ("train",))
+    second = _folder(tmp_path / "second", "bc", 2)
+    _, val, _ = _open_sources(_config(first, second))
+    assert val.class_names == ("a", "b", "c")
+    assert [val.target(number) for number in range(len(val))] == [1, 1, 2, 2]
+
+
 def test_folders_are_mixed_and_classes_matched_by_name(tmp_path):
     """Would catch a class number that means another class in the second folder, or a split that is not mixed."""
     first, second = _folder(tmp_path / "a", "abc", 3), _folder(tmp_path / "second", "bc", 2, ("train",))

@@ -6,7 +6,9 @@ import io
 import os
 import pickle
 import shutil
+import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ from PIL import Image
 from shards import write_shard
 
 from ds_vit.data import open_source
-from ds_vit.data.sources import shard_index
+from ds_vit.data.sources import made_once, shard_index
+from ds_vit.data.sources import shards as shard_source
 from ds_vit.data.sources.shards import expand_braces
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -131,6 +134,46 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(folder, monkeypat
         first.image(4)
 
 
+def test_few_files_are_open_at_a_time(folder, monkeypatch):
+    """Would catch a handle a shard: thousands of shards, of 1,024 files that a process may open."""
+    monkeypatch.setattr(shard_source, "_MOST_OPEN", 2)
+    source = open_source("wds/", str(folder), "train")
+    for number in (0, 4, 8, 0, 11):
+        assert source.image(number).tobytes() == _pixels(number)
+    assert len(source._open) == 2
+
+
+def test_names_that_begin_as_webdatasets_own(tmp_path):
+    """Would catch an image that is lost because its name begins like `__key__`."""
+    files = {"cat/__main.png": _encoded(0), "cat/__main.cls": b"0", "__meta__.json": b"{}", "__info__/x.png": b""}
+    write_shard(tmp_path / "train-000.tar", files)
+    source = open_source("wds/", str(tmp_path), "train")
+    assert (len(source), source.image(0).tobytes()) == (1, _pixels(0))
+
+
+def test_shards_of_this_folder(folder, monkeypatch):
+    """Would catch a validation split that is looked for in no folder."""
+    monkeypatch.chdir(folder)
+    assert len(open_source("wds/train-{000..002}.tar", "", "train")) == 12
+    assert len(open_source("wds/train-{000..002}.tar", "", "val")) == 1
+
+
+def test_one_process_makes_an_index(folder, monkeypatch):
+    """Would catch every rank scanning every shard: while one does, the others wait and read what it wrote."""
+    scanned, scan = [], shard_index._scan
+    monkeypatch.setattr(shard_index, "_scan", lambda file, shard: scanned.append(shard) or scan(file, shard))
+    shard = str(folder / "train-000.tar")
+    pool = ThreadPoolExecutor(3)
+    with made_once.one_at_a_time(shard):
+        waiting = [pool.submit(shard_index.make_index, shard) for _ in range(3)]
+        assert not any(one.done() for one in waiting)
+        shard_index.save_index(shard, shard_index.read_index(shard))
+        scanned.clear()
+    pool.shutdown()
+    assert len({len(one.result().paths) for one in waiting}) == 1
+    assert not scanned
+
+
 def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
     """Would catch a data set on a read-only disk that cannot be trained on."""
 
@@ -174,6 +217,13 @@ def test_a_million_samples_open_at_once(tmp_path):
 # What a person is told
 
 
+def _linked(shard: Path) -> None:
+    with tarfile.open(shard, "w") as tar:
+        link = tarfile.TarInfo("b.png")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.png"
+        tar.addfile(link)
+
+
 def _without_end(shard: Path, size: int) -> None:
     shard.write_bytes(shard.read_bytes()[:size])
 
@@ -209,6 +259,7 @@ BROKEN = {
         lambda f: (f / "classes.json").write_text('["cat", "dog"]'),
         r"train-000\.tar:0002\.png has the label 2, and the 2 classes have the numbers 0 to 1; 4 of 12 samples",
     ),
+    "a hard link": (lambda f: _linked(f / "train-001.tar"), r"train-001\.tar holds b\.png as a hard link"),
     "json that is none": (
         lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.json": b"{"}),
         r"train-001\.tar:a\.json is no JSON",

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import tracemalloc
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from project import ROOT
 from runs import DIGITS, run_quietly
 
 from ds_vit import cli
+from ds_vit.config.run_folder import RunFolder
+from ds_vit.data import Source
 from ds_vit.monitoring import report
 from ds_vit.monitoring.report.charts import MOST_POINTS, log_ticks, number, thinned, ticks
-from ds_vit.monitoring.report.classes import confusion, figures
+from ds_vit.monitoring.report.classes import Confusion, class_panels
 from ds_vit.monitoring.report.record import Record
-from ds_vit.monitoring.sheets import save_sheet
+from ds_vit.monitoring.sheets import save_sheet, write_predictions
 
 EVIL = ('<img src="http://evil.invalid/x" onerror="fail()">', "\"';$(rm -rf ~)|&", "</script><script>fail()</script>")
 FIGURES = ("precision", "recall", "F1")
@@ -38,12 +44,14 @@ def write_run(path, *, offset=0.0, stage=1):
     """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
     path.mkdir(parents=True)
     rows = []
-    for step in range(1, 41):
+    for step in (*range(1, 31), None, *range(21, 41)):
+        if step is None:
+            rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
+            continue
         figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
         rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1})
     rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
     rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
-    rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
     layout = {"pp": 2, "dp": 2, "tp": 1, "zero_stage": stage}
     starts = [{"step": step, "layout": layout, "device": "cpu", "versions": {"torch": "2"}} for step in (0, 20)]
@@ -136,10 +144,72 @@ def test_what_a_run_tells(evil, capsys):
 
 def test_figures_of_classes(evil):
     """Precision and recall in each other's place: known counts."""
-    counts = confusion(Record.read(evil))
-    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
+    found = Confusion.of(Record.read(evil))
+    assert found.matrix().tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
     expected = [[100.0, 50.0, 200 / 3], [100 / 3, 100.0, 50.0], [np.nan, 0.0, 0.0]]
-    np.testing.assert_allclose(figures(counts), expected)
+    np.testing.assert_allclose(found.figures(), expected)
+
+
+def test_21843_classes(evil):
+    """A matrix of gigabytes, a page of megabytes."""
+    names = [f"class {number}" for number in range(21843)]
+    rows = [
+        {"image": "a", "class": name, "predicted": names[at // 2], "probability": "0.5"}
+        | {"class_number": str(at), "predicted_number": str(at // 2)}
+        for at, name in enumerate(names)
+    ]
+    tracemalloc.start()
+    panels = class_panels(replace(Record.read(evil), classes=names, predictions=rows))
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+    assert "The 1,000 hardest of 21,843 classes" in "".join(panels)
+    assert len("".join(panels)) < 1e6
+
+
+def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
+    """The branch of a run that was killed, or rolled back, beyond where it went on."""
+    rows = [{"kind": "train", "step": step, "loss": 1.0} for step in (10, 20, 30, 40)]
+    rows += [{"kind": "eval", "step": 40, "top1": 1.0}, {"kind": "checkpoint", "step": 40}]
+    rows += [{"kind": "train", "step": step, "loss": 2.0} for step in (20, 25)]
+    rows += [{"kind": "rollback", "step": 26, "to_step": 20}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = Record.read(tmp_path)
+    assert record.points("train", "loss") == [(10, 1.0), (20, 2.0)]
+    assert record.points("eval", "top1") == []
+    assert len(record.rows["checkpoint"]) == 1
+
+
+def test_a_name_that_is_not_utf8(evil, tmp_path):
+    """A file of a Latin-1 machine that ends the training at its first evaluation."""
+    source = Stub([0, 1], [os.fsdecode(b"caf\xe9.jpg"), "b.jpg"])
+    folder = RunFolder(tmp_path)
+    write_predictions(folder, torch.tensor([[2.0, 0.9], [2.0, 0.8]]), source, ["a", os.fsdecode(b"\xe9")])
+    assert [row["image"] for row in csv.DictReader(folder.predictions.open(errors="surrogateescape"))] == source.names
+    shutil.copytree(evil, tmp_path / "run")
+    shutil.copy(folder.predictions, tmp_path / "run")
+    report.write_report([Record.read(tmp_path / "run")], tmp_path / "page.html")
+    assert "caf?.jpg" in (tmp_path / "page.html").read_text()
+
+
+class Stub(Source):
+    """Images without pixels."""
+
+    class_names = ("a", "b")
+
+    def __init__(self, targets, names):
+        self.targets, self.names = targets, names
+
+    def __len__(self):
+        return len(self.targets)
+
+    def target(self, index):
+        return self.targets[index]
+
+    def describe(self, index):
+        return self.names[index]
+
+    def image(self, index):
+        return Image.new("RGB", (8, 8))
 
 
 def test_compare_says_what_differs(evil, tmp_path, capsys):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-_GREY = torch.tensor([[19595.0, 38470.0, 7471.0]])  # over 2^16: Pillow's conversion to "L" (ITU-R 601-2)
+_GREY = (19595.0, 38470.0, 7471.0)  # over 2^16: Pillow's conversion to "L" (ITU-R 601-2)
 
 
 class Planes:
@@ -39,7 +39,10 @@ class Planes:
 
     def grey(self) -> torch.Tensor:
         """Pillow's grey, float32 [1, H * W]."""
-        torch.mm(_GREY, self.values, out=self._grey)
+        red, green, blue = self.values
+        grey = self._grey[0]
+        # Whole numbers below 2**24: exact in any order, which a matrix product under --tf32 would not be.
+        torch.mul(red, _GREY[0], out=grey).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2])
         return self._grey.add_(32768.0).mul_(1.0 / 65536.0).floor_()
 
     def blend(self, other: torch.Tensor | float, factor: float) -> None:

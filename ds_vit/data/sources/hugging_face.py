@@ -19,6 +19,7 @@ import numpy as np
 from timm.utils.misc import natural_key
 
 from ds_vit.data.sources.folders import TRAIN_NAMES, NoSuchSplit, synonyms_of
+from ds_vit.data.sources.made_once import one_at_a_time, partial_name
 from ds_vit.data.sources.source import Source, below_common_folder
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
@@ -93,9 +94,7 @@ class HuggingFaceSource(Source):
         ]:
             raise UserError(f"{missing[0]} has other columns than {files[0]}")
         self._bounds = np.cumsum([0, *(table.num_rows for table in self._tables)])
-        columns = [table[label] for table in self._tables]
-        numbers = [column.fill_null(-1).to_numpy().astype(np.int64) for column in columns]
-        self._targets = np.concatenate(numbers)
+        self._targets = np.concatenate([_numbers(table[label], label, files[0]) for table in self._tables])
         if not len(self._targets):
             raise UserError(f"{files[0]} holds no rows")
         known = features.get(label, {}).get("names") or classes
@@ -146,7 +145,7 @@ class HuggingFaceSource(Source):
     def encoded(self, index: int) -> bytes:
         piece = int(np.searchsorted(self._starts, index, side="right")) - 1
         value = self._pieces[piece][index - int(self._starts[piece])].as_py()
-        data = value["bytes"] if isinstance(value, dict) else value
+        data = value.get("bytes") if isinstance(value, dict) else value
         if data is None:
             raise UserError(
                 f"{self.describe(index)} holds no image, only a path; save the data set with its images (datasets' "
@@ -168,13 +167,27 @@ class HuggingFaceSource(Source):
         """The file names of a piece of the image column; None where it has none, or not for each."""
         import pyarrow as pa
 
-        if not pa.types.is_struct(piece.type) or piece.field("path").null_count:
+        if not pa.types.is_struct(piece.type) or piece.type.get_field_index("path") < 0:
+            return None
+        if piece.field("path").null_count:
             return None
         return [os.fsencode(path) for path in piece.field("path").to_pylist()]
 
     def describe(self, index: int) -> str:
         file = int(np.searchsorted(self._bounds, index, side="right")) - 1
         return f"{self._files[file]}[{index - int(self._bounds[file])}]"
+
+
+def _numbers(column: Any, name: str, where: str) -> np.ndarray:
+    """Class numbers, int64; -1 where there is none."""
+    import pyarrow as pa
+
+    if not pa.types.is_integer(column.type):
+        raise UserError(
+            f"{where}: the column {name} is of {column.type}, not of whole numbers; datasets' class_encode_column "
+            "makes numbers of names"
+        )
+    return column.cast(pa.int64()).fill_null(-1).to_numpy()
 
 
 def _check_all_there(files: Sequence[str]) -> None:
@@ -212,16 +225,28 @@ def _column(schema: Any, features: dict[str, Any], kind: str, names: Sequence[st
 
 def _as_arrow(path: str) -> str:
     """The Arrow file beside a parquet file; made where there is none that fits it, whole or not at all."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     found = os.stat(path)
     state = f"{found.st_size} {found.st_mtime_ns}".encode()
     arrow = f"{path}.arrow"
+    if _is_made_of(arrow, state):
+        return arrow
+    with one_at_a_time(path):
+        return arrow if _is_made_of(arrow, state) else _convert(path, arrow, state)
+
+
+def _is_made_of(arrow: str, state: bytes) -> bool:
+    import pyarrow as pa
+
     with contextlib.suppress(OSError, pa.ArrowInvalid), pa.memory_map(arrow) as mapped:
-        if pa.ipc.open_stream(mapped).schema.metadata.get(_MADE_OF) == state:
-            return arrow
-    partial = f"{arrow}.{os.getpid()}.partial"
+        return (pa.ipc.open_stream(mapped).schema.metadata or {}).get(_MADE_OF) == state
+    return False
+
+
+def _convert(path: str, arrow: str, state: bytes) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    partial = partial_name(arrow)
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), _MADE_OF: state})

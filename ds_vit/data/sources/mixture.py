@@ -12,7 +12,7 @@ from ds_vit.fault_tolerance.errors import UserError
 
 
 def mixed(sources: Sequence[Source], weights: Sequence[float] = (), classes: Sequence[str] | None = None) -> Source:
-    """One source of several; a single one is itself.
+    """One source of several; a single one is itself, where its classes have these numbers.
 
     Args:
         sources: in the order of --data-dir.
@@ -22,7 +22,8 @@ def mixed(sources: Sequence[Source], weights: Sequence[float] = (), classes: Seq
     Raises:
         UserError: a class of one source that is none of the classes, or a weight of less than one row.
     """
-    return sources[0] if len(sources) == 1 and not weights else MixedSource(sources, weights, classes)
+    as_it_is = len(sources) == 1 and not weights and tuple(classes or ()) in ((), sources[0].class_names)
+    return sources[0] if as_it_is else MixedSource(sources, weights, classes)
 
 
 class MixedSource(Source):

@@ -17,10 +17,12 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from ds_vit.data.sources.made_once import one_at_a_time, partial_name
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -75,10 +77,13 @@ def state_of(file: BinaryIO) -> tuple[int, int]:
 
 def make_index(shard: str) -> ShardIndex:
     """Read a shard's index from the tar, and write it beside it where that is possible."""
-    index = read_index(shard)
-    with contextlib.suppress(OSError):  # a folder to read from alone
-        save_index(shard, index)
-    return index
+    with one_at_a_time(shard):
+        index = load_index(shard)  # another rank's, meanwhile
+        if index is None:
+            index = read_index(shard)
+            with contextlib.suppress(OSError):  # a folder to read from alone
+                save_index(shard, index)
+        return index
 
 
 def read_index(shard: str) -> ShardIndex:
@@ -89,7 +94,7 @@ def read_index(shard: str) -> ShardIndex:
 
 def save_index(shard: str, index: ShardIndex) -> None:
     """Write an index beside its shard, whole or not at all; any number of processes may do so at once."""
-    partial = f"{shard}{SUFFIX}.{os.getpid()}.partial"
+    partial = partial_name(shard + SUFFIX)
     try:
         with open(partial, "wb") as file:
             np.savez(
@@ -126,8 +131,14 @@ def _make_all(shards: Sequence[str]) -> list[ShardIndex]:
     if len(shards) < 2:
         return [make_index(shard) for shard in shards]
     processes = min(len(shards), os.cpu_count() or 1, _MOST_PROCESSES)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(make_index, shards))
+    try:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+            return list(pool.map(make_index, shards))
+    except BrokenProcessPool:
+        raise UserError(
+            f"a process that indexed {shards[0]} and its like was killed; had the machine no memory left? What is "
+            "indexed stays: start again to go on"
+        ) from None
 
 
 class _Sample:
@@ -139,6 +150,7 @@ class _Sample:
         self.files: list[str] = []
 
 
+_OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # what its writers keep for themselves
 _KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
 
 
@@ -150,7 +162,12 @@ def _scan(file: BinaryIO, shard: str) -> ShardIndex:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
                 path = posixpath.normpath(info.name)
-                if not info.isreg() or posixpath.basename(path).startswith("__"):
+                if info.islnk():
+                    raise UserError(
+                        f"{shard} holds {info.name} as a hard link, which has no bytes of its own; make the shard "
+                        "again with tar --hard-dereference"
+                    )
+                if not info.isreg() or _OF_WEBDATASET.search(path):
                     continue
                 named = _KEY.fullmatch(path)
                 if named is None:

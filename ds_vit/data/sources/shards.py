@@ -28,6 +28,8 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _NUMBERED = re.compile(r"(.*?)(\d+)\.tar")
 
+_MOST_OPEN = 256  # files; a process may have 1,024 on most systems
+
 
 def open_shards(location: str, split: str, classes: Sequence[str] | None = None) -> ShardSource:
     """Open one split of WebDataset shards.
@@ -48,7 +50,7 @@ def open_shards(location: str, split: str, classes: Sequence[str] | None = None)
     elif of_training and "train" in names:
         shards = _expanded(location)
     else:
-        shards = _of_split(folder, names)
+        shards = _of_split(folder or ".", names)
     return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
 
 
@@ -214,7 +216,9 @@ class ShardSource(Source):
     def encoded(self, index: int) -> bytes:
         number = int(self._shard_of[index])
         if number not in self._open:
-            file = open(self._shards[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            file = open(self._shards[number], "rb", buffering=0)  # noqa: SIM115 - kept for later samples
             if state_of(file) != self._states[number]:
                 raise UserError(f"{self._shards[number]} has changed since its index was read; start again")
             self._open[number] = file

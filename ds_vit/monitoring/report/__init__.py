@@ -22,7 +22,7 @@ def write_report(records: Sequence[Record], path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(render(records), encoding="utf-8")
+        partial.write_text(render(records), encoding="utf-8", errors="replace")
         partial.replace(path)
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror or error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ds_vit.monitoring.report.charts import heat_map
@@ -11,35 +13,64 @@ from ds_vit.monitoring.report.tables import table
 
 MOST_IN_MATRIX = 200
 MOST_PAIRS = 10
+MOST_CLASSES = 1000
 
 
-def confusion(record: Record) -> np.ndarray:
-    """How many images of each class (rows) were taken for each class (columns), int64 [C, C]."""
-    pairs = [(int(row["class_number"]), int(row["predicted_number"])) for row in record.predictions]
-    size = max([len(record.classes), *(1 + number for pair in pairs for number in pair)])
-    counts = np.zeros((size, size), dtype=np.int64)
-    for pair in pairs:
-        counts[pair] += 1
-    return counts
+@dataclass(frozen=True)
+class Confusion:
+    """What was taken for what; C classes, of which 21,843 would make a matrix of gigabytes.
 
+    Attributes:
+        pairs: int64 [P, 2], a class and what its images were taken for, each pair once.
+        counts: int64 [P], images.
+        num_classes: C.
+    """
 
-def figures(counts: np.ndarray) -> np.ndarray:
-    """Precision, recall and F1 of each class in percent, float64 [C, 3]; nan where a class never came up."""
-    right = np.diag(counts).astype(float)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        precision, recall = right / counts.sum(0), right / counts.sum(1)
-        f1 = 2 * right / (counts.sum(0) + counts.sum(1))
-    return 100 * np.stack((precision, recall, f1), axis=1)
+    pairs: np.ndarray
+    counts: np.ndarray
+    num_classes: int
+
+    @classmethod
+    def of(cls, record: Record) -> Confusion:
+        """From predictions.csv."""
+        rows = record.predictions
+        found = np.array([(int(row["class_number"]), int(row["predicted_number"])) for row in rows], dtype=np.int64)
+        pairs, counts = np.unique(found.reshape(-1, 2), axis=0, return_counts=True)
+        return cls(pairs, counts, max(len(record.classes), int(pairs.max(initial=-1)) + 1))
+
+    @property
+    def wrong(self) -> np.ndarray:
+        """Which pairs are mistakes, bool [P]."""
+        return self.pairs[:, 0] != self.pairs[:, 1]
+
+    def images(self, side: int) -> np.ndarray:
+        """How many images show each class (side 0) or were taken for it (side 1), int64 [C]."""
+        return np.bincount(self.pairs[:, side], self.counts, minlength=self.num_classes).astype(np.int64)
+
+    def figures(self) -> np.ndarray:
+        """Precision, recall and F1 of each class in percent, float64 [C, 3]; nan where a class never came up."""
+        right = np.bincount(self.pairs[~self.wrong, 0], self.counts[~self.wrong], minlength=self.num_classes)
+        shown, taken = self.images(0), self.images(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return 100 * np.stack((right / taken, right / shown, 2 * right / (shown + taken)), axis=1)
+
+    def matrix(self) -> np.ndarray:
+        """int64 [C, C], rows by what an image shows."""
+        matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
+        matrix[tuple(self.pairs.T)] = self.counts
+        return matrix
 
 
 def class_panels(record: Record) -> list[Html]:
     """The panels; none where the run wrote no predictions."""
-    counts = confusion(record)
-    if not counts.sum():
+    if not record.predictions:
         return []
-    names, panels = [*record.classes, *(f"class {at}" for at in range(len(record.classes), len(counts)))], []
+    found = Confusion.of(record)
+    names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), found.num_classes))]
+    shown, taken = found.images(0), found.images(1)
+    panels = []
     if len(names) <= MOST_IN_MATRIX:
-        shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        shares = found.matrix() / np.maximum(shown[:, None], 1)
         panels.append(
             heat_map(
                 "Confusion matrix, % of each class",
@@ -50,21 +81,23 @@ def class_panels(record: Record) -> list[Html]:
                 note="rows: what an image shows; columns: what it was taken for",
             )
         )
-    wrong = counts - np.diag(np.diag(counts))
-    pairs = [divmod(int(at), len(names)) for at in np.argsort(-wrong, axis=None, kind="stable")[:MOST_PAIRS]]
+    pairs, counts = found.pairs[found.wrong], found.counts[found.wrong]
     mixed_up = [
-        (names[a], names[b], str(wrong[a, b]), f"{wrong[a, b] / counts[a].sum():.1%}") for a, b in pairs if wrong[a, b]
+        (names[a], names[b], str(count), f"{count / shown[a]:.1%}")
+        for (a, b), count in ((pairs[at], counts[at]) for at in np.argsort(-counts, kind="stable")[:MOST_PAIRS])
     ]
     if mixed_up:
         panels.append(table("Most often mixed up", ("shows", "taken for", "images", "of the class"), mixed_up))
-    judged = figures(counts)
-    order = np.argsort(np.nan_to_num(judged[:, 2], nan=-1), kind="stable")
+    judged = found.figures()
+    order = [at for at in np.argsort(np.nan_to_num(judged[:, 2], nan=-1), kind="stable") if shown[at] or taken[at]]
     lines = [
-        (names[at], str(counts[at].sum()), *("-" if np.isnan(v) else f"{v:.1f} %" for v in judged[at]))
-        for at in order
-        if counts[at].sum() or counts[:, at].sum()
+        (names[at], str(shown[at]), *("-" if np.isnan(v) else f"{v:.1f} %" for v in judged[at]))
+        for at in order[:MOST_CLASSES]
     ]
-    panels.append(table("Each class, the hardest first", ("class", "images", "precision", "recall", "F1"), lines))
+    title = "Each class, the hardest first"
+    if len(order) > MOST_CLASSES:
+        title = f"The {MOST_CLASSES:,} hardest of {len(order):,} classes"
+    panels.append(table(title, ("class", "images", "precision", "recall", "F1"), lines))
     return [*panels, *_sure_mistakes(record)]
 
 

@@ -18,7 +18,7 @@ def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
     known = [dict(_settings(record)) for record in records]
     names = list(dict.fromkeys(name for each in known for name in each))
     lines = [(name, *(each.get(name, "-") for each in known)) for name in names if name not in _OF_THE_PLACE]
-    return [line for line in lines if len(set(line[1:])) > 1]
+    return [(name, *map(_cut, values)) for name, *values in lines if len(set(values)) > 1]
 
 
 def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -63,7 +63,7 @@ def _settings(record: Record) -> Iterator[tuple[str, str]]:
     yield from ((f"layout {name}", _shown(value)) for name, value in record.layout.items())
     start = record.starts[-1] if record.starts else {}
     yield from ((f"version of {name}", _shown(value)) for name, value in (start.get("versions") or {}).items())
-    yield from ((name, _shown(start[name])) for name in ("device", "train_data", "eval_data") if name in start)
+    yield "device", _shown(start.get("device"))
     yield "classes", _shown(list(record.classes))
 
 
@@ -80,5 +80,8 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"

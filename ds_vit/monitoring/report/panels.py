@@ -57,7 +57,6 @@ def curves(records: Sequence[Record]) -> list[Html]:
         chart("Time spent waiting for data, %", ("train", "data_wait_fraction", "share", 100.0)),
         chart("TFLOP/s an accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0)),
-        chart("Memory of a rank at its highest, GiB", ("train", "memory_bytes", "GiB", 2.0**-30)),
         chart(
             "Checkpoints, seconds",
             ("checkpoint", "pause_seconds", "training waited", 1.0),

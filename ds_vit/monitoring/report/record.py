@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,7 @@ class Record:
         folder = RunFolder(path)
         if not folder.metrics.is_file():
             raise UserError(f"{path}: there is no metrics.jsonl; give a run's --output folder")
-        by_kind: dict[str, dict[int, Row]] = {}
-        for row in _json_lines(folder.metrics):
-            if isinstance(row.get("step"), int):
-                by_kind.setdefault(str(row.get("kind")), {})[row["step"]] = row
+        by_kind = _rows_by_kind(_json_lines(folder.metrics))
         config: Any = {}
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             config = yaml.safe_load(folder.config.read_text())
@@ -126,7 +123,11 @@ class Record:
         if self.world_size == 1:
             return shlex.join(["ds-vit", "train", *words])
         on_cpu = self.starts and self.starts[-1].get("device") == "cpu"
-        launcher = ["deepspeed", "--num_accelerators" if on_cpu else "--num_gpus", str(self.world_size)]
+        hosts = len(set(self.starts[-1].get("hosts") or ())) if self.starts else 1
+        if hosts > 1:
+            launcher = ["deepspeed", "--hostfile", "hostfile"]
+        else:
+            launcher = ["deepspeed", "--num_accelerators" if on_cpu else "--num_gpus", str(self.world_size)]
         return ("DS_ACCELERATOR=cpu " if on_cpu else "") + shlex.join([*launcher, "launch/train.py", *words])
 
 
@@ -168,7 +169,24 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
+def _rows_by_kind(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
+    """Kind → step → its last row. What was measured on steps that a resume or a rollback took back is left out."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        step, kind = row.get("step"), str(row.get("kind"))
+        if not isinstance(step, int):
+            continue
+        taken_back = step if kind == "train" else row.get("to_step", step) + 1 if kind == "rollback" else None
+        if taken_back is not None:
+            for measured in ("train", "eval", "eval_ema", "gradients"):
+                by_step = found.get(measured, {})
+                while by_step and next(reversed(by_step)) >= taken_back:
+                    by_step.popitem()
+        found.setdefault(kind, {})[step] = row
+    return found
+
+
 def _predictions(path: Path) -> list[dict[str, str]]:
-    with contextlib.suppress(OSError), path.open(newline="") as file:
+    with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         return list(csv.DictReader(file))
     return []

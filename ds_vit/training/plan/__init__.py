@@ -113,6 +113,7 @@ class Plan:
             "images": len(self.data.train_source),
             "class_names": list(self.data.train_source.class_names),
             "decode": self.config.decode,
+            "mixture": [list(part) for part in self.data.train_source.mixture],
             "samples": self.data.train_source.fingerprint,
             "optimizer": self.optimizer.cls.__name__,
             **rules_of(self.optimizer.cls).identity(self.optimizer.fallback),
