@@ -126,7 +126,8 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
         return _NUM_STATES[cls]
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
-    optimizer = cls([parameter], **arguments)
+    known = {name: value for name, value in arguments.items() if value != "auto"}  # rate and decay come from the flags
+    optimizer = cls([parameter], **{"lr": 1e-3, **known})
     optimizer.step()
     return sum(torch.is_tensor(v) and v.shape == parameter.shape for v in optimizer.state[parameter].values())
 
