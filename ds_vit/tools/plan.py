@@ -381,7 +381,7 @@ def training_words(one: Layouted, folder: Path, arguments: argparse.Namespace) -
     if arguments.model_ema:
         words.append("--model-ema")
     if one.recomputing or arguments.recipe:
-        words += ["--grad-checkpointing", one.recomputing]
+        words.append(f"--grad-checkpointing={one.recomputing}")  # an empty word of its own is lost in some shell
     return words
 
 

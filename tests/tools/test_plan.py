@@ -181,7 +181,7 @@ def test_a_recipe_is_read_as_training_reads_it(tmp_path, monkeypatch):
     found = plan_tool.Search(plan_tool.wishes_of(arguments)).run()
     best = next(one for one in found.fitting if not one.recomputing)
     plan_tool.write(found, best, tmp_path / "plan", arguments)
-    config, _ = parse(plan_tool.training_words(best, tmp_path / "plan", arguments))
+    config, _ = parse([*plan_tool.training_words(best, tmp_path / "plan", arguments), "--dataset", "digits"])
     assert (config.pp, config.tp, config.grad_checkpointing) == (1, 1, "")
 
 
