@@ -8,13 +8,15 @@ around a ring, hidden behind the last backward pass where DeepSpeed overlaps the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import Checkpointing
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.hardware import Accelerator, Link
+from ds_vit.planner.memory import MemoryRules
 from ds_vit.planner.work import LayerWork
 
 _HIDDEN = 0.8
@@ -54,7 +56,9 @@ class Machine:
 
     def between_stages(self, layout: Layout) -> Link:
         """The link that the tokens cross from stage to stage, the slowest of them."""
-        return self.inside if layout.pp * layout.tp <= self.per_node else self.outside
+        # Replicas lie one after the other: only those that divide a host stay inside one.
+        stays_inside = self.gpus <= self.per_node or self.per_node % (layout.pp * layout.tp) == 0
+        return self.inside if stays_inside else self.outside
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class LayerTime:
         tensor: sums over the tensor-parallel group, forward and back together.
         cheap: the forward pass without its products of matrices.
         gathering: the host's part in ZeRO-3.
+        first_sum: of `tensor`, the first of the forward pass.
     """
 
     forward: float
@@ -74,6 +79,7 @@ class LayerTime:
     tensor: float
     cheap: float = 0.0
     gathering: float = 0.0
+    first_sum: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,63 +142,54 @@ def layer_times(
                 tensor=2 * cut * one,
                 cheap=work.forward.cheap.seconds(machine.accelerator, of_type, micro_batch),
                 gathering=3 * work.tensors * _ZERO3_SECONDS,
+                first_sum=one if cut else 0.0,
             )
     return [found[id(work), cut] for work, cut in zip(works, regions, strict=True)]
 
 
 def step_time(
-    layers: Sequence[LayerTime],
+    works: Sequence[LayerWork],
+    regions: Sequence[int],
     parameters: Sequence[int],
     are_blocks: Sequence[bool],
     bounds: Sequence[int],
     machine: Machine,
     *,
     layout: Layout,
-    stage: int,
     batch: BatchSizes,
-    checkpointing: Checkpointing,
-    of_gradient: int,
-    of_type: int,
-    sent: int,
+    rules: MemoryRules,
+    json: Mapping[str, Any],
 ) -> StepTime:
-    """The seconds of a step.
+    """The seconds of a step, of a planned layout and of a run alike.
 
     Args:
-        layers: the seconds of each.
+        works: of the layers as a rank has them.
+        regions: of each layer, as `layer_times` takes them.
         parameters: of each, as a rank has them.
         are_blocks: which of them are recomputed.
         bounds: pipeline stage i has the layers from bounds[i] on.
         machine: that computes.
         layout: degrees.
-        stage: of ZeRO.
         batch: arithmetic.
-        checkpointing: of activations.
-        of_gradient: bytes in which gradients travel.
-        of_type: bytes of a weight.
-        sent: bytes of an image that cross from stage to stage.
+        rules: ZeRO's stage, types and recomputing.
+        json: DeepSpeed's, of the same.
     """
-    m, p, n = batch.accumulation, layout.pp, layout.dp
-    by_stage = []
-    for start, stop in itertools.pairwise(bounds):
-        of = layers[start:stop]
-        again = 0.0
-        if checkpointing.interval:
-            blocks = [one for one, is_block in zip(of, are_blocks[start:stop], strict=True) if is_block]
-            again = sum(one.cheap if checkpointing.selective else one.forward for one in blocks)
-        once = sum(one.forward + one.backward for one in of)
-        by_stage.append((once + again + sum(one.tensor for one in of), once, again, sum(one.tensor for one in of)))
-    whole, once, again, tensor = max(by_stage)
+    m, p, n, stage = batch.accumulation, layout.pp, layout.dp, rules.stage
+    of_product = 2 if rules.autocast else rules.of_type
+    layers = layer_times(works, regions, machine, tp=layout.tp, micro_batch=batch.micro_batch, of_type=of_product)
+    whole, once, again, tensor = max(_by_stage(layers, are_blocks, bounds, rules.checkpointing))
     sending = 0.0
     if p > 1:
         link = machine.between_stages(layout)
         # A stage receives and sends both ways; DeepSpeed waits for each of them.
-        one = sent * batch.micro_batch / link.reached + link.latency_seconds
+        one = works[min(1, len(works) - 1)].given * batch.micro_batch / link.reached + link.latency_seconds
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
-    data, hidden = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, of_type)
+    of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
+    data, overlapped = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, rules.of_type)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-    behind = _HIDDEN * (once * 2 / 3) * (m if stage >= 2 else 1)
+    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(stage, json) else 0.0
     reached = machine.accelerator.memory_bytes_per_second * machine.accelerator.memory_efficiency
     return StepTime(
         computing=m * once,
@@ -200,10 +197,32 @@ def step_time(
         tensor=m * tensor,
         bubble=(p - 1) * whole,
         sending=sending,
-        data=data + max(0.0, hidden - behind),
-        hidden=min(hidden, behind),
+        data=data + max(0.0, overlapped - behind),
+        hidden=min(overlapped, behind),
         update=_UPDATE_BYTES * of_rank / (n if stage else 1) / reached,
     )
+
+
+def _by_stage(
+    layers: Sequence[LayerTime], are_blocks: Sequence[bool], bounds: Sequence[int], checkpointing: Checkpointing
+) -> list[tuple[float, float, float, float]]:
+    """Of each pipeline stage the seconds of a micro-batch: together, computed once, again, and of sums over ranks."""
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        of = layers[start:stop]
+        once, tensor, again = sum(one.forward + one.backward for one in of), sum(one.tensor for one in of), 0.0
+        if checkpointing.interval:
+            blocks = [one for one, is_block in zip(of, are_blocks[start:stop], strict=True) if is_block]
+            again = sum(one.cheap if checkpointing.selective else one.forward for one in blocks)
+            tensor += sum(one.first_sum for one in blocks)  # docs/performance.md: what runs again sends it again
+        found.append((once + again + tensor, once, again, tensor))
+    return found
+
+
+def _overlaps(stage: int, json: Mapping[str, Any]) -> bool:
+    """Whether gradients travel during the backward pass: ZeRO-0 and 1 reduce after it (DeepSpeed 0.19.8, engine.py)."""
+    overlap = (json.get("zero_optimization") or {}).get("overlap_comm")
+    return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
 
 
 def _traffic(

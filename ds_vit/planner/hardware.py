@@ -108,7 +108,7 @@ def accelerator(name: str) -> Accelerator:
 
 def accelerator_of_device(name: str) -> Accelerator | None:
     """That of data/ whose name is part of the device's own (`NVIDIA H200`); None where there is none."""
-    known = [key for key in names("accelerators") if key.upper() in name.upper()]
+    known = [key for key in names("accelerators") if key.replace("_", " ").upper() in name.upper()]
     return accelerator(max(known, key=len)) if name and known else None
 
 
@@ -160,9 +160,12 @@ def _filled(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
         near = difflib.get_close_matches(extra[0], wanted, n=1, cutoff=0.0)[0]
         raise UserError(f"{where}: there is no figure {extra[0]!r}; the nearest is {near!r}")
     try:
-        return kind(**{key: _number(key, value) for key, value in values.items()})
+        found = kind(**{key: _number(key, value) for key, value in values.items()})
     except (TypeError, ValueError):
         raise UserError(f"{where}: some figure is no number; compare the files of ds_vit/planner/data/") from None
+    if isinstance(found, Accelerator) and found.gpus_per_node < 1:
+        raise UserError(f"{where}: gpus_per_node is {found.gpus_per_node}; a host has at least 1")
+    return found
 
 
 def _number(key: str, value: Any) -> Any:

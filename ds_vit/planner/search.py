@@ -23,7 +23,7 @@ from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import legal_degrees, pays
-from ds_vit.planner.cost import Machine, StepTime, layer_times, step_time
+from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.layers import as_a_rank_has_them, cut_regions, memory_of_layers
 from ds_vit.planner.memory import LayerMemory, MemoryRules, RankMemory, in_host_memory, of_stage, on_device
 from ds_vit.planner.work import LayerWork, work_of_layers
@@ -141,7 +141,8 @@ class Planned:
     def mfu(self, found: Layouted) -> float:
         """Share of the peak that a layout's products of matrices come to; what runs again does not count."""
         accelerator = self.wishes.machine.accelerator
-        peak = accelerator.fp32_tflops if self.wishes.compute == "float32" else accelerator.bf16_tflops
+        in_fp32 = self.wishes.compute == "float32" and not self.wishes.autocast
+        peak = accelerator.fp32_tflops if in_fp32 else accelerator.bf16_tflops
         return self.flops * found.images_per_second / self.wishes.machine.gpus / (peak * 1e12)
 
 
@@ -165,12 +166,16 @@ class Search:
 
     @cached_property
     def _optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        cls, arguments = optimizer_class(self.wishes.json.get("optimizer") or {"type": "AdamW"}, "the JSON")
+        block = dict(self.wishes.json.get("optimizer") or {"type": "AdamW"})
+        # What the flags of training fill in decides neither on memory nor on time.
+        block["params"] = {key: value for key, value in (block.get("params") or {}).items() if value != "auto"}
+        cls, arguments = optimizer_class(block, "the JSON")
         return cls, {"lr": 1e-3, **arguments}
 
     def _may_be_tensor(self, tp: int) -> bool:
         machine = self.wishes.machine
-        return machine.gpus % tp == 0 and tp <= machine.per_node
+        in_hosts = machine.gpus <= machine.per_node or machine.per_node % tp == 0  # else some group has two hosts
+        return machine.gpus % tp == 0 and tp <= machine.per_node and in_hosts
 
     def _check(self) -> None:
         """Refuse what cannot be."""
@@ -312,7 +317,7 @@ class Search:
             if batch.micro_batch > _LARGEST_MICRO_BATCH or (batch.accumulation < layout.pp and batch.micro_batch > 1):
                 break
             memory = tuple(on_device(one.of(batch), in_host) for one in stages)
-            time = self._time(layout, stage, recomputing, bounds, batch, rules)
+            time = self._time(layout, bounds, batch, rules)
             found = Layouted(layout, stage, recomputing, batch, tuple(bounds), memory, room, time)
             if not found.fits:
                 return (fastest, True) if fastest else (found, False)
@@ -320,30 +325,19 @@ class Search:
                 fastest = found
         return fastest, fastest is not None
 
-    def _time(
-        self,
-        layout: Layout,
-        stage: int,
-        recomputing: str,
-        bounds: Sequence[int],
-        batch: BatchSizes,
-        rules: MemoryRules,
-    ) -> StepTime:
-        cut, machine = self.cut(layout.tp), self.wishes.machine
-        of_type = 4 if self.wishes.compute == "float32" and not self.wishes.autocast else 2
+    def _time(self, layout: Layout, bounds: Sequence[int], batch: BatchSizes, rules: MemoryRules) -> StepTime:
+        cut = self.cut(layout.tp)
         return step_time(
-            layer_times(cut.works, cut.regions, machine, tp=layout.tp, micro_batch=batch.micro_batch, of_type=of_type),
+            cut.works,
+            cut.regions,
             [layer.parameters for layer in cut.memory],
             [layer.is_block for layer in cut.memory],
             bounds,
-            machine,
+            self.wishes.machine,
             layout=layout,
-            stage=stage,
             batch=batch,
-            checkpointing=RECOMPUTING[recomputing],
-            of_gradient=4 if self.json_of(stage).get("communication_data_type") == "fp32" else rules.of_gradient,
-            of_type=rules.of_type,
-            sent=cut.works[1].given,
+            rules=rules,
+            json=self.json_of(rules.stage),
         )
 
 

@@ -56,7 +56,7 @@ def calibrate(path: Path, *, widths: tuple[int, ...] = (), times: int = 5) -> di
         "memory_bytes_per_second": _copy(_COPY[kind], device, times),
         "memory_efficiency": 1.0,
         "watts": known.watts if known else 0.0,
-        "gpus_per_node": torch.cuda.device_count() if kind == "cuda" else psutil.cpu_count(logical=False) or 1,
+        "gpus_per_node": torch.cuda.device_count() if kind == "cuda" else 1,  # all threads were one accelerator
         "inside": known.inside if known else "nvlink4",
         "matmul_efficiency": {width: rate / max(half.values()) for width, rate in half.items()},
         "attention_efficiency": attention,
@@ -64,7 +64,13 @@ def calibrate(path: Path, *, widths: tuple[int, ...] = (), times: int = 5) -> di
         "reserved_bytes": known.reserved_bytes if known else 0.0,
     }
     source = f"measured by ds-vit plan --calibrate, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    table = {key: value if key == "name" else {"value": value, "source": source} for key, value in found.items()}
+    taken = f"not measured: as {known.name}" if known else "not measured, and not known of this accelerator"
+    not_measured = dict.fromkeys(("watts", "inside", "reserved_bytes"), taken)
+    not_measured["memory_efficiency"] = "the rate beside it is a copy's own"
+    table = {
+        key: value if key == "name" else {"value": value, "source": not_measured.get(key, source)}
+        for key, value in found.items()
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(table, sort_keys=False))

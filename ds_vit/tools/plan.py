@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +16,19 @@ from typing import Any
 
 import yaml
 
+from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
 from ds_vit.config.run_folder import write_json
+from ds_vit.config.shipped import or_shipped
 from ds_vit.config.sizes import in_words
-from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns
 from ds_vit.planner.cost import Machine
 from ds_vit.planner.goodput import Reliability, simulate
-from ds_vit.planner.hardware import accelerator, link
+from ds_vit.planner.hardware import Accelerator, accelerator, link
 from ds_vit.planner.search import Layouted, Planned, Search, Wishes, json_at_stage, why_slower
+from ds_vit.tasks.classification import Classification
 
 _IMAGENET = 1_281_167
 _BF16 = {
@@ -107,9 +111,16 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _gpus_of_host(arguments: argparse.Namespace, gpu: Accelerator) -> int:
+    """How many GPUs a host has."""
+    if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
+        raise UserError(f"--gpus-per-node {arguments.gpus_per_node}: a host has at least 1")
+    return arguments.gpus_per_node or gpu.gpus_per_node
+
+
 def _goodput(arguments: argparse.Namespace) -> int:
     """The table of goodput by the number of GPUs."""
-    per_host = arguments.gpus_per_node or accelerator(arguments.gpu).gpus_per_node
+    per_host = _gpus_of_host(arguments, accelerator(arguments.gpu))
     figures = {flag: getattr(arguments, flag) for flag, *_ in _RELIABILITY}
     if min(figures["host_hours"], figures["checkpoint_seconds"]) <= 0 or min(figures.values()) < 0:
         raise UserError("--host-hours and --checkpoint-seconds must be above 0, and none of the others below")
@@ -157,18 +168,16 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def with_recipe(arguments: argparse.Namespace) -> None:
     """Fill in what the command line leaves open from --recipe, in place."""
     if arguments.recipe:
-        try:
-            recipe = yaml.safe_load(read_text(arguments.recipe, "--recipe "))
-        except yaml.YAMLError as error:
-            raise UserError(f"--recipe {arguments.recipe} is no YAML: {first_line(error)}") from None
-        if not isinstance(recipe, Mapping):
-            raise UserError(f"--recipe {arguments.recipe}: it holds no settings")
+        recipe = load_recipe(arguments.recipe)
+        if (task := recipe.get("task", Classification.name)) != Classification.name:
+            raise UserError(
+                f"--recipe {arguments.recipe}: its task is {task}, and plans are made for {Classification.name} alone; "
+                "give a recipe of that, or --model and --deepspeed_config"
+            )
         for key in _OF_RECIPE:
             if key in recipe and not getattr(arguments, key):
                 setattr(arguments, key, recipe[key])
-        if arguments.deepspeed_config and arguments.deepspeed_config == recipe.get("deepspeed_config"):
-            beside = Path(arguments.recipe).parent / arguments.deepspeed_config
-            arguments.deepspeed_config = str(beside)
+    arguments.deepspeed_config = arguments.deepspeed_config and or_shipped(arguments.deepspeed_config)
     if not arguments.model:
         raise UserError("--model is missing, and no --recipe names one; for example --model vit_large_patch16_224")
 
@@ -182,7 +191,7 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
     if arguments.gpus < 1 or arguments.global_batch < 1:
         raise UserError(f"--gpus {arguments.gpus} --global-batch {arguments.global_batch}: both must be at least 1")
     gpu = accelerator(arguments.gpu)
-    per_node = arguments.gpus_per_node or gpu.gpus_per_node
+    per_node = _gpus_of_host(arguments, gpu)
     if arguments.gpus > per_node and arguments.gpus % per_node:
         nearest = max(1, round(arguments.gpus / per_node)) * per_node
         raise UserError(
@@ -327,7 +336,7 @@ def _nothing_fits(found: Planned) -> str:
     if not found.too_large:
         return f"no layout of {machine.gpus} GPUs is legal with these wishes; drop --pp, --tp or --zero"
     one = found.too_large[0]
-    more = machine.gpus * 2 ** max(1, round((one.needs / one.room - 1) + 0.5))
+    more = machine.gpus * 2 ** math.ceil(math.log2(one.needs / one.room))
     return (
         f"no layout fits on {machine.gpus} x {machine.accelerator.name}: {one} comes nearest and needs "
         f"{in_words(one.needs)} of the {in_words(one.room)} that a rank has; try --gpus {more}, or free --pp, --tp, "
@@ -366,12 +375,14 @@ def training_words(one: Layouted, folder: Path, arguments: argparse.Namespace) -
         if getattr(arguments, flag):
             words += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
     for flag, degree in (("--pp", one.layout.pp), ("--tp", one.layout.tp)):
-        words += [flag, str(degree)] if degree > 1 else []
+        words += [flag, str(degree)] if degree > 1 or arguments.recipe else []  # a recipe has its own
     if one.layout.pp > 1:
         words += ["--pp-partition", ",".join(map(str, one.bounds))]
     if arguments.model_ema:
         words.append("--model-ema")
-    return [*words, *(["--grad-checkpointing", one.recomputing] if one.recomputing else [])]
+    if one.recomputing or arguments.recipe:
+        words.append(f"--grad-checkpointing={one.recomputing}")  # an empty word of its own is lost in some shell
+    return words
 
 
 def command(one: Layouted, folder: Path, arguments: argparse.Namespace) -> str:

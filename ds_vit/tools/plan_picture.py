@@ -37,7 +37,7 @@ def draw(found: Planned, one: Layouted) -> Figure:
     axes[0].invert_yaxis()
     axes[0].legend(fontsize="small", ncols=4)
     if pp > 1:
-        _draw_course(axes[1], play_layout(one))
+        _draw_course(axes[1], one)
     return figure
 
 
@@ -50,7 +50,8 @@ def play_layout(one: Layouted) -> Played:
     return play(stages, min(m, _MOST_MICRO_BATCHES))
 
 
-def _draw_course(axes: Axes, played: Played) -> None:
+def _draw_course(axes: Axes, one: Layouted) -> None:
+    played, m = play_layout(one), one.batch.accumulation
     for kind, colour in _COLOURS.items():
         spans = [span for span in played.spans if span.kind == kind and span.end > span.start]
         if spans:
@@ -63,7 +64,9 @@ def _draw_course(axes: Axes, played: Played) -> None:
                 linewidth=0.4,
                 label=kind,
             )
-    axes.set(xlabel="ms", ylabel="stage", title=f"one step, bubble {played.bubble(0):.0%} of it")
+    shown = f"the first {_MOST_MICRO_BATCHES} of {m} micro-batches" if m > _MOST_MICRO_BATCHES else "one step"
+    bubble = f"bubble {one.time.bubble / one.time.seconds:.0%} of the step"
+    axes.set(xlabel="ms", ylabel="stage", title=f"{shown}; {bubble}")
     axes.invert_yaxis()
     axes.legend(fontsize="small", ncols=4)
 
@@ -78,5 +81,5 @@ def draw_goodput(found: Sequence[Goodput], per_host: int) -> Figure:
     beside = axes.twinx()
     beside.plot(gpus, [one.interval_seconds / 60 for one in found], marker="s", color="tab:orange")
     beside.plot(gpus, [one.young_daly_seconds / 60 for one in found], linestyle=":", color="black")
-    beside.set(yscale="log", ylabel="minutes between checkpoints: best (squares), Daly's formula (dotted)")
+    beside.set(yscale="log", ylabel="checkpoint every … minutes (dotted: Daly)")
     return figure

@@ -26,6 +26,7 @@ def estimate(plan: Plan) -> list[RankMemory]:
 def by_stage(plan: Plan) -> list[StageMemory]:
     """What a rank of each pipeline stage needs, as far as it does not hang on the batch arithmetic."""
     model, optimizer, told, pp = plan.model, plan.optimizer, plan.deepspeed, plan.parallel.layout.pp
+    rules = rules_of_run(plan)
     found = memory_of_layers(
         model.whole,
         layers_of_rank(plan),
@@ -34,19 +35,24 @@ def by_stage(plan: Plan) -> list[StageMemory]:
         fallback=(optimizer.fallback if optimizer else None) or frozenset(),
         trains=optimizer is not None,
     )
-    rules = MemoryRules.of_json(
+    return [
+        of_stage(found[start:stop], rules, pp - stage, trains=optimizer is not None)
+        for stage, (start, stop) in enumerate(itertools.pairwise(model.bounds))
+    ]
+
+
+def rules_of_run(plan: Plan) -> MemoryRules:
+    """What of a run decides on its memory and its time."""
+    told = plan.deepspeed
+    return MemoryRules.of_json(
         told.json,
         dp=plan.parallel.layout.dp,
         compute=told.precision.compute,
         autocast="autocast" in told.precision.name,
         average=plan.config.model_ema,
-        whole_matrices=optimizer is not None and issubclass(optimizer.cls, Muon),
+        whole_matrices=plan.optimizer is not None and issubclass(plan.optimizer.cls, Muon),
         checkpointing=told.checkpointing,
     )
-    return [
-        of_stage(found[start:stop], rules, pp - stage, trains=optimizer is not None)
-        for stage, (start, stop) in enumerate(itertools.pairwise(model.bounds))
-    ]
 
 
 def layers_of_rank(plan: Plan) -> list[Layer]:

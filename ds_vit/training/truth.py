@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.config.sizes import in_words
-from ds_vit.planner.cost import Machine, layer_times, step_time
+from ds_vit.fault_tolerance.errors import first_line
+from ds_vit.planner.cost import Machine, step_time
 from ds_vit.planner.hardware import accelerator_of_device, link
 from ds_vit.planner.layers import cut_regions
 from ds_vit.planner.memory import RankMemory, on_device
 from ds_vit.planner.work import work_of_layers
-from ds_vit.training.memory import estimate, in_host_memory, layers_of_rank
+from ds_vit.training.memory import estimate, in_host_memory, layers_of_rank, rules_of_run
 from ds_vit.training.plan import Plan
 
 _LARGE_DEVIATION = 0.15
@@ -53,12 +54,20 @@ class Truth:
         self.plan, self.device = plan, device
         self.memory: RankMemory | None = None
         self.step_seconds: float | None = None
+        self._failed = ""
         self._before = _resident_peak(reset=True) if device.type == "cpu" else 0
         if device.type == "cuda":  # --auto-batch has filled it, or an earlier run of this program
             torch.cuda.reset_peak_memory_stats(device)
 
     def predict(self) -> None:
-        """Work both out from shapes; a moment on the meta device, for rank 0."""
+        """Work both out from shapes; a moment on the meta device, for rank 0. What goes wrong is said, no more."""
+        try:
+            self._predict()
+        except Exception as error:  # a figure on a screen, whatever a model's layers raise on meta
+            self.memory = self.step_seconds = None
+            self._failed = f"warning: could not be worked out: {type(error).__name__}: {first_line(error)}"
+
+    def _predict(self) -> None:
         stages = (on_device(one, in_host_memory(self.plan)) for one in estimate(self.plan))
         self.memory = max(stages, key=lambda memory: memory.together)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
@@ -67,6 +76,8 @@ class Truth:
 
     def start_rows(self) -> list[tuple[str, str]]:
         """The row of the start table."""
+        if self.memory is None:
+            return [("predicted", self._failed)]
         said = f"memory {in_words(self.memory.together)} a rank"
         return [("predicted", said + (f", step {self.step_seconds:.3f} s" if self.step_seconds else ""))]
 
@@ -121,23 +132,17 @@ def _seconds(plan: Plan, found: Any) -> float:
     process = plan.parallel.process
     per_node = process.local_world_size or found.gpus_per_node
     machine = Machine(found, layout.world_size, per_node, link(found.inside), link("ib400"))
-    of_type = 4 if told.precision.name == "fp32" else 2
-    times = layer_times(
-        works, cut_regions(layers), machine, tp=layout.tp, micro_batch=plan.data.batch.micro_batch, of_type=of_type
-    )
     return step_time(
-        times,
+        works,
+        cut_regions(layers),
         [sum(p.numel() for p in layer.parameters()) for layer in layers],
         [hasattr(layer, "block") for layer in layers],
         plan.model.bounds,
         machine,
         layout=layout,
-        stage=told.zero_stage,
         batch=plan.data.batch,
-        checkpointing=told.checkpointing,
-        of_gradient=4 if told.json.get("communication_data_type") == "fp32" else of_type,
-        of_type=of_type,
-        sent=works[min(1, len(works) - 1)].given,
+        rules=rules_of_run(plan),
+        json=told.json,
     ).seconds
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import shlex
 
 import pytest
+import yaml
+from project import ROOT
 
 from ds_vit.cli import main
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.planner import hardware
+from ds_vit.tools import plan as plan_tool
 from ds_vit.training.memory import estimate
 from ds_vit.training.plan import prepare
 
@@ -60,10 +65,14 @@ def test_the_table_says_why(capsys):
         (("--pp", "7"), "--pp 7 cannot be had: .* the nearest is --pp 8"),
         (("--gpu", "h20000"), "--gpu h20000: there is no such one; the nearest is h200 "),
         (("--link", "ib40"), "the nearest is ib400 "),
+        (("--gpus-per-node", "0"), "--gpus-per-node 0: a host has at least 1"),
+        (("--gpus-per-node", "-8", "--goodput"), "--gpus-per-node -8: a host has at least 1"),
+        (("--gpus", "24", "--tp", "3"), "--tp 3 cannot be had: .* stay inside a host of 8"),
+        (("--recipe", "launch/recipes/mae_digits.yaml"), "its task is mae, and plans are made for classification"),
         (("--gpus", "20"), "no whole number of hosts of 8; the nearest is 16"),
         (("--global-batch", "1001", "--pp", "1", "--tp", "1"), "cannot be shared by 16 replicas; the nearest .* 1008"),
         (("--pp", "2", "--zero", "3"), "--pp 2 goes with ZeRO-1, not with ZeRO-3"),
-        (("--gpus", "8", "--model", "vit_120b_patch14_224"), "no layout fits on 8 x NVIDIA A100.*try --gpus"),
+        (("--gpus", "8", "--model", "vit_120b_patch14_224"), "no layout fits on 8 x NVIDIA A100.*try --gpus 32,"),
         (("--model", "vit_21b_patch14_224"), "nearest: .*vit_22b_patch14_224"),
     ],
 )
@@ -83,6 +92,9 @@ def test_its_own_file_of_figures(capsys, tmp_path):
     path.write_text(text.replace("value: 312,", "value: 624,"))
     slow, fast = planned(capsys)["layouts"][0], planned(capsys, "--gpu", path)["layouts"][0]
     assert slow["images_per_second"] < fast["images_per_second"]
+    path.write_text(text.replace("gpus_per_node: {value: 8,", "gpus_per_node: {value: 0,"))
+    assert main([*BASE, "--gpu", str(path)]) == 2
+    assert "gpus_per_node is 0; a host has at least 1" in capsys.readouterr().err
     path.write_text("name: mine\n")
     assert main([*BASE, "--gpu", str(path)]) == 2
     assert "does not say memory_bytes, " in capsys.readouterr().err
@@ -124,7 +136,7 @@ def test_what_is_written_starts(capsys, tmp_path):
     assert (folder / "hostfile").read_text() == "node1 slots=4\n"
     script = (folder / "command.sh").read_text()
     line = next(line for line in script.splitlines() if line.startswith("RANK=0"))
-    given = line.partition("train.py ")[2].partition(' "$@"')[0].split()
+    given = shlex.split(line.partition("train.py ")[2].partition(' "$@"')[0])
     argv = [*given, "--dataset", "digits", "--max-steps", "2", "--warmup-steps", "0", "--workers", "0"]
     config, explicit = parse(argv)
     plan = prepare(config, explicit, Process("env", 0, 4, 0, 4), on_cpu=False)
@@ -132,6 +144,45 @@ def test_what_is_written_starts(capsys, tmp_path):
     assert list(plan.model.bounds) == best["bounds"]
     fullest = max(estimate(plan), key=lambda memory: memory.together)
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
+
+
+RECIPES = [p for p in sorted((ROOT / "launch" / "recipes").glob("*.yaml")) if "task: mae" not in p.read_text()]
+JSONS = sorted((ROOT / "ds_configs").glob("*auto*.json"))
+
+
+def arguments_of(*words):
+    """Of `ds-vit plan`."""
+    parser = argparse.ArgumentParser()
+    plan_tool.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *JSONS], ids=lambda path: path.name)
+def test_what_is_shipped_can_be_planned(path):
+    # Catches: an "auto" that reaches the optimizer or the memory's arithmetic.
+    words = ["--gpus", 2, "--tp", 1, "--pp", 1, "--zero", 1, "--global-batch", 2]
+    if path.suffix == ".json":
+        words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "depth=1", "--deepspeed_config", path]
+    arguments = arguments_of(*words, *(["--recipe", path] if path.suffix == ".yaml" else []))
+    plan_tool.with_recipe(arguments)
+    assert plan_tool.Search(plan_tool.wishes_of(arguments)).run().fitting
+
+
+def test_a_recipe_is_read_as_training_reads_it(tmp_path, monkeypatch):
+    # Catches: dashes in keys, a shipped file named from another folder, degrees of the recipe that win over the plan's.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "model: vit_tiny_patch16_224\nimg-size: 32\ndeepspeed-config: ds_configs/zero1_bf16_auto.json\n"
+        "pp: 2\ntp: 3\ngrad-checkpointing: true\n"
+    )
+    arguments = arguments_of("--gpus", 2, "--recipe", "mine.yaml", "--pp", 1, "--tp", 1, "--global-batch", 2)
+    plan_tool.with_recipe(arguments)
+    assert arguments.img_size == 32
+    found = plan_tool.Search(plan_tool.wishes_of(arguments)).run()
+    best = next(one for one in found.fitting if not one.recomputing)
+    plan_tool.write(found, best, tmp_path / "plan", arguments)
+    config, _ = parse([*plan_tool.training_words(best, tmp_path / "plan", arguments), "--dataset", "digits"])
+    assert (config.pp, config.tp, config.grad_checkpointing) == (1, 1, "")
 
 
 def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
@@ -142,6 +193,10 @@ def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
     found = calibrate(path, widths=(32, 64), times=2)
     assert 0 < found["memory_bytes_per_second"] < 1e12
     assert max(found["matmul_efficiency"].values()) == 1.0
+    told = yaml.safe_load(path.read_text())
+    assert told["gpus_per_node"]["value"] == 1
+    measured = {key for key, one in told.items() if key != "name" and one["source"].startswith("measured")}
+    assert not measured & {"watts", "inside", "reserved_bytes"}
     words = ["plan", "--model", "vit_tiny_patch16_224", "--gpus", "1", "--gpu", str(path), "--global-batch", "16"]
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"]

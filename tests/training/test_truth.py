@@ -49,3 +49,28 @@ def test_the_time_of_a_known_accelerator_is_predicted(plan):
     fast, slow = (_seconds(plan, accelerator_of_device(name)) for name in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
     assert 0 < fast <= slow < 1
     assert accelerator_of_device("NVIDIA GeForce GTX 1080") is None
+
+
+def test_forms_of_one_chip_are_told_apart():
+    # Catches: an H100 on a PCIe card that is taken for the faster one of a board.
+    from ds_vit.monitoring.throughput import _PEAK_TFLOPS
+    from ds_vit.planner.hardware import accelerator_of_device
+
+    for name in ("H100 PCIe", "H100 NVL", "H100", "H200", "B200", "A100"):
+        found = accelerator_of_device(f"NVIDIA {name}")
+        assert (found.bf16_tflops, found.fp32_tflops) == _PEAK_TFLOPS[name]
+
+
+def test_a_prediction_that_fails_ends_no_run(plan, monkeypatch):
+    # Catches: a traceback for the sake of a figure on the screen.
+    def broken(_):
+        raise RuntimeError("no meta kernel\nsecond line")
+
+    monkeypatch.setattr("ds_vit.training.truth.estimate", broken)
+    truth = Truth(plan, torch.device("cpu"))
+    truth.predict()
+    assert truth.start_rows() == [("predicted", "warning: could not be worked out: RuntimeError: no meta kernel")]
+    assert (
+        truth.end_rows({"memory": {"predicted_bytes": 0, "measured_bytes": 1}, "step_seconds": {"predicted": None}})
+        == []
+    )
