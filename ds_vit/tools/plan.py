@@ -18,7 +18,7 @@ import yaml
 
 from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
-from ds_vit.config.run_folder import write_json
+from ds_vit.config.run_folder import RunFolder, write_json
 from ds_vit.config.shipped import or_shipped
 from ds_vit.config.sizes import in_words
 from ds_vit.fault_tolerance.errors import UserError
@@ -356,7 +356,7 @@ def write(found: Planned, one: Layouted, folder: Path, arguments: argparse.Names
     hosts = "".join(f"node{i + 1} slots={per_host}\n" for i in range(max(1, machine.gpus // machine.per_node)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "deepspeed.json", told)
+        write_json(RunFolder(folder).deepspeed, told)
         (folder / "hostfile").write_text(hosts)
         (folder / "command.sh").write_text(command(one, folder, arguments))
     except OSError as error:
@@ -365,7 +365,7 @@ def write(found: Planned, one: Layouted, folder: Path, arguments: argparse.Names
 
 def training_words(one: Layouted, folder: Path, arguments: argparse.Namespace) -> list[str]:
     """The flags of training that a layout comes to."""
-    words = ["--deepspeed_config", str(folder / "deepspeed.json"), "--model", arguments.model]
+    words = ["--deepspeed_config", str(RunFolder(folder).deepspeed), "--model", arguments.model]
     if arguments.recipe:
         words = ["--recipe", arguments.recipe, *words]
     kwargs = arguments.model_kwargs
