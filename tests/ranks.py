@@ -263,7 +263,9 @@ def _report(fn: Callable[..., Any], world_size: int, failed: list[_Outcome], fol
 
 def _tail(path: Path) -> str:
     """The last `_OUTPUT_CHARS` characters of a file, if there is one."""
-    text = path.read_text(errors="replace").rstrip() if path.exists() else ""
+    lines = path.read_text(errors="replace").rstrip().splitlines() if path.exists() else []
+    # Of a crash: hundreds of names, behind the stacks.
+    text = "\n".join(line for line in lines if not line.startswith("Extension modules:"))
     return text if len(text) <= _OUTPUT_CHARS else f"[… {len(text) - _OUTPUT_CHARS} more]\n{text[-_OUTPUT_CHARS:]}"
 
 
