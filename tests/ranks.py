@@ -63,6 +63,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow, which scikit-learn imports where it is installed
 }
 
 # Imported once by the server. `muon_optimizer` stands for what `deepspeed.initialize` imports late: 600 modules of
