@@ -7,8 +7,6 @@ and the host's time for one small operation. A busy machine makes all of them wo
 from __future__ import annotations
 
 import platform
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.planner.hardware import accelerator, accelerator_of_device
+from ds_vit.tools.doctor.measure import fastest
 
 _ROWS = {"cpu": 512, "cuda": 16384}
 _WIDTHS = {"cpu": (64, 192, 384, 768, 1536), "cuda": (512, 1024, 2048, 4096, 8192)}
@@ -79,38 +78,25 @@ def calibrate(path: Path, *, widths: tuple[int, ...] = (), times: int = 5) -> di
     return found
 
 
-def _best(function: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of the fastest run, after one that warms up."""
-    best = float("inf")
-    for turn in range(times + 1):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if turn:
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
 def _product(rows: int, width: int, dtype: torch.dtype, device: torch.device, times: int) -> float:
     """FLOPs a second of [rows, width] x [width, 4 width]."""
     a = torch.randn(rows, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
-    return 8 * rows * width**2 / _best(lambda: a @ b, device, times)
+    return 8 * rows * width**2 / fastest(lambda: a @ b, device, times)
 
 
 def _attention(device: torch.device, times: int) -> float:
     """FLOPs a second of fused attention with 16 images, 6 heads of 64 and 197 tokens, forward."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q = torch.randn(16, 6, 197, 64, device=device, dtype=dtype)
-    return 4 * 16 * 6 * 197**2 * 64 / _best(lambda: F.scaled_dot_product_attention(q, q, q), device, times)
+    return 4 * 16 * 6 * 197**2 * 64 / fastest(lambda: F.scaled_dot_product_attention(q, q, q), device, times)
 
 
 def _copy(size: int, device: torch.device, times: int) -> float:
     """Bytes a second that a copy reads and writes together."""
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), device, times)
+    return 2 * size / fastest(lambda: target.copy_(source), device, times)
 
 
 def _operation(device: torch.device, number: int = 2000) -> float:
@@ -121,4 +107,4 @@ def _operation(device: torch.device, number: int = 2000) -> float:
         for _ in range(number):
             small.add_(1.0)
 
-    return _best(many, device, 3) / number
+    return fastest(many, device, 3) / number

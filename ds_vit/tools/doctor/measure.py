@@ -151,8 +151,8 @@ def _pair(rank: int, a: int, b: int, device: torch.device, size: int) -> tuple[f
             dist.recv(message, other)
             dist.send(message, other)
 
-    latency = _best(lambda: there_and_back(small), device, 20) / 2
-    seconds = _best(lambda: there_and_back(large), device, 4) / 2
+    latency = fastest(lambda: there_and_back(small), device, 20) / 2
+    seconds = fastest(lambda: there_and_back(large), device, 4) / 2
     return (latency, size / seconds) if rank == a else None
 
 
@@ -168,13 +168,13 @@ def _collectives(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[
             "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole),
         }
         dist.barrier()
-        seconds = torch.tensor(_best(calls[name], device, 5), device=device)
+        seconds = torch.tensor(fastest(calls[name], device, 5), device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         bus = 4 * count * world * bus_factor(name, world) / float(seconds)
         yield {"name": name, "bytes": 4 * count * world, "seconds": float(seconds), "bus_bytes_per_second": bus}
 
 
-def _best(function: Callable[[], Any], device: torch.device, times: int) -> float:
+def fastest(function: Callable[[], Any], device: torch.device, times: int) -> float:
     """The shortest of several runs after a warm-up, in seconds."""
     best = float("inf")
     for turn in range(times + 1):
