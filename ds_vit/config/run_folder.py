@@ -21,9 +21,10 @@ reconstruction.png              with --task mae: images, what was hidden and wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,8 +183,15 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Another name to write to, beside the file; at the end of the block it takes the file's place, in one piece."""
+    partial = path.with_name(f".{path.name}.partial")
+    yield partial
+    partial.replace(path)
+
+
 def write_json(path: Path, contents: Mapping[str, Any] | Sequence[Any]) -> None:
     """Write a small file that a reader sees whole or not at all, as `to_json` has it."""
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(to_json(contents, indent=2) + "\n")
-    temporary.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(to_json(contents, indent=2) + "\n")

@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from ds_vit.config.run_folder import RunFolder, to_json
+from ds_vit.config.run_folder import RunFolder, to_json, written_whole
 from ds_vit.data import ImageConfig, Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import save_training_images, write_predictions
@@ -294,9 +294,8 @@ def _cut_torn_line(path: Path) -> None:
 
 def save_picture(pixels: torch.Tensor, path: Path) -> None:
     """Write uint8 [3, height, width] as a PNG that a viewer sees whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(partial, format="png")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(partial, format="png")
 
 
 def make_console() -> Console:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.config.run_folder import RunFolder, write_json, written_whole
 from ds_vit.data import ImageConfig, Source
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.tasks import Batch
@@ -32,9 +32,8 @@ def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Pat
         resample = Image.Resampling.NEAREST if max(image.size) < SIDE else Image.Resampling.BICUBIC
         tile = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), resample)
         sheet.paste(tile, (at % _ACROSS * SIDE, at // _ACROSS * SIDE))
-    partial = path.with_name(f".{path.name}.partial")
-    sheet.save(partial, format="png")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        sheet.save(partial, format="png")
     write_json(path.with_suffix(".json"), {"tile": SIDE, "captions": list(captions)})
 
 
@@ -86,14 +85,14 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
     order = order[taken_for[order] > 0]
     targets = {int(at): int(source.target(int(at))) for at in order}
     predicted = taken_for.astype(int) - 1
-    partial = folder.predictions.with_name(f".{folder.predictions.name}.partial")
-    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:  # names that are not UTF-8
+    # Names of files need not be UTF-8.
+    encoding = {"encoding": "utf-8", "errors": "surrogateescape"}
+    with written_whole(folder.predictions) as partial, partial.open("w", newline="", **encoding) as file:
         table = csv.writer(file)
         table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
         for at, target in targets.items():
             names = (_name(target, classes), _name(predicted[at], classes))
             table.writerow((source.describe(at), *names, f"{probability[at]:.6f}", target, predicted[at]))
-    partial.replace(folder.predictions)
     images, captions = [], []
     for at in [at for at, target in targets.items() if target != predicted[at]][:_MOST_MISTAKES]:
         try:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from ds_vit.config.run_folder import written_whole
 from ds_vit.data.decode import ImageDecodeError, decode
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource, TarSource
@@ -153,9 +154,8 @@ def _keep_to_plan(out: Path, split: str, plan: dict[str, object], classes: Seque
     ):
         text = json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
         if not path.exists():
-            partial = path.with_name(f".{path.name}.partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            with written_whole(path) as partial:
+                partial.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
             raise UserError(f"{out} holds {what}, {path.name} says; give another folder, or remove that one")
 
@@ -197,16 +197,15 @@ def _make(first: int) -> Packed:
     found = load_index(str(shard)) if shard.exists() else None
     if found is not None and len(found.paths) == len(numbers):
         return Packed(len(numbers), 1, 0, 0, shard.stat().st_size, ())
-    partial = shard.with_name(f".{shard.name}.partial")
-    file_bytes, written, undecodable = _write(partial, numbers)
-    index = read_index(str(partial))
-    with partial.open("rb") as file:
-        places = zip(index.offsets, index.sizes, strict=True)
-        read = [_digest(os.pread(file.fileno(), size, at)) for at, size in places]
-    labels = [source.target(number) for number in numbers]
-    if read != written or index.labels.tolist() != labels:
-        raise UserError(f"{shard} was written and reads back otherwise: the disk or the memory is at fault")
-    partial.replace(shard)
+    with written_whole(shard) as partial:
+        file_bytes, written, undecodable = _write(partial, numbers)
+        index = read_index(str(partial))
+        with partial.open("rb") as file:
+            places = zip(index.offsets, index.sizes, strict=True)
+            read = [_digest(os.pread(file.fileno(), size, at)) for at, size in places]
+        labels = [source.target(number) for number in numbers]
+        if read != written or index.labels.tolist() != labels:
+            raise UserError(f"{shard} was written and reads back otherwise: the disk or the memory is at fault")
     save_index(str(shard), index)
     return Packed(len(numbers), 1, 1, file_bytes, shard.stat().st_size, undecodable)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_vit.config.run_folder import written_whole
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.report.page import render
 from ds_vit.monitoring.report.record import Record, read_records
@@ -19,11 +20,10 @@ def write_report(records: Sequence[Record], path: Path) -> None:
     Raises:
         UserError: the disk refuses.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(render(records), encoding="utf-8", errors="replace")
-        partial.replace(path)
+        with written_whole(path) as partial:
+            partial.write_text(render(records), encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror or error}") from None
 
