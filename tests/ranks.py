@@ -320,6 +320,8 @@ def _world(rank: int, world_size: int, folder: Path, port: int):
     import torch
     import torch.distributed as dist
 
+    from ds_vit.engine.start import without_compiled_collectives
+
     os.environ.update(
         _ENVIRONMENT,
         RANK=str(rank),
@@ -333,8 +335,6 @@ def _world(rank: int, world_size: int, folder: Path, port: int):
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    # Else init_distributed compiles this op, for a minute, on a machine with a compiler (and fails without ninja).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     dist.init_process_group(
         "gloo",
@@ -343,7 +343,8 @@ def _world(rank: int, world_size: int, folder: Path, port: int):
         world_size=world_size,
         timeout=datetime.timedelta(minutes=30),
     )
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    with without_compiled_collectives():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     yield
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves early would close the sockets that the others still read

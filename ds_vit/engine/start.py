@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ class WarningsOnly(logging.Filter):
         return record.levelno >= logging.WARNING and not any(piece in text for piece in self._EXPECTED)
 
 
+@contextlib.contextmanager
+def without_compiled_collectives() -> Iterator[None]:
+    """Keep `deepspeed.init_distributed` on a CPU from compiling one: 50 s, and an error where ninja is missing.
+
+    The table in which it looks for the operator is made when it is first asked for, by trying the compiler on all
+    operators; another one in its place saves that too.
+    """
+    import deepspeed
+
+    made = vars(deepspeed.ops).get("__compatible_ops__")
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    try:
+        yield
+    finally:
+        if made is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = made
+
+
 def init_distributed(arguments: Mapping[str, Any]) -> bool:
     """Meet the other ranks, unless the process group exists already.
 
@@ -51,10 +72,8 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
     """
     import deepspeed
 
-    # On a CPU DeepSpeed would compile a shared-memory collective first: 50 s, and an error where ninja is missing.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     mine = not dist.is_initialized()
-    with port_in_words():
+    with port_in_words(), without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
     return mine
 

@@ -125,6 +125,27 @@ def test_shared_memory_collective_is_a_jit_build():
     assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
 
 
+def table_of_operators_on_a_rank():
+    """What engine/start.py does with it; in a process of its own, since it is made once."""
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+
+    from ds_vit.engine.start import without_compiled_collectives
+
+    with without_compiled_collectives():
+        operator = build_shm_op()
+    untouched = "__compatible_ops__" not in vars(deepspeed.ops)
+    table = deepspeed.ops.__compatible_ops__
+    with without_compiled_collectives():
+        assert build_shm_op() is None
+    return operator, untouched, len(table) > 1, deepspeed.ops.__compatible_ops__ is table
+
+
+def test_no_collective_is_compiled_and_no_operator_tried(ranks):
+    """The table is still DeepSpeed's, made when it is first asked for."""
+    assert ranks.run(1, table_of_operators_on_a_rank) == [(None, True, True, True)]
+
+
 def pipeline_norm_on_a_rank():
     """Two stages in fp32 without ZeRO: the norm that DeepSpeed clips by, and the true one."""
     import contextlib
