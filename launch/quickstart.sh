@@ -20,7 +20,7 @@ else
     config=ds_configs/cpu_zero1_fp32.json
     export DS_ACCELERATOR=cpu
 fi
-port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+port=$("$python" -c 'from ds_vit.launching.ports import free_port; print(free_port())')
 
 printf -v output 'runs/%(%Y%m%d-%H%M%S)T-digits' -1
 words=("$@")

@@ -162,7 +162,7 @@ def fake_venv(clone: Clone, python: str) -> None:
 FAKE_PYTHON = r"""#!/bin/sh
 case "$*" in
 *device_count*) echo "$NUM_GPUS" ;;
-*socket*) echo 12345 ;;
+*free_port*) echo 12345 ;;
 "-c ") ;;
 *) echo "${DS_ACCELERATOR:-auto}: $*" ;;
 esac
