@@ -94,6 +94,14 @@ _PRELOAD = [
     "pytest",
     "hypothesis",
     "ds_vit.training.trainer",  # and with it nearly all of the package: 0.3 s in every rank
+    "ds_vit.training.auto_batch",
+    "ds_vit.training.evaluation_run",
+    "PIL.BmpImagePlugin",  # with the four below, what Pillow imports when it opens a first image
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.PpmImagePlugin",
+    "simplejpeg",
 ]
 
 
