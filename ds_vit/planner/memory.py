@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
@@ -209,12 +210,12 @@ class StageMemory:
     rules: MemoryRules
     runs: tuple[_Run, ...] = ()
 
-    @property
+    @cached_property
     def waiting(self) -> float:
         """Bytes of an image that wait for the backward pass."""
         return sum(run.waiting for run in self.runs)
 
-    @property
+    @cached_property
     def live(self) -> float:
         """Bytes of an image more, of what is recomputed at a time."""
         return max((run.again for run in self.runs), default=0.0)
