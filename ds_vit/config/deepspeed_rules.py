@@ -35,6 +35,8 @@ _STAGE3_ONLY = (
     "enable_sanity_checks",
     "leaf_module",
 )
+# `reduce_bucket_size` at stage 0: engine/overlap.py.
+_AT_EVERY_STAGE = ("stage", "offload_param", "offload_optimizer", "reduce_bucket_size")
 # runtime/engine.py hands these to the optimizer of stages 1 and 2 alone.
 _STAGES_1_AND_2 = (
     "use_multi_rank_bucket_allreduce",
@@ -113,7 +115,7 @@ def idle(data: Mapping[str, Any]) -> dict[str, str]:
             why = f"it acts at stage 3, this is stage {stage}"
         elif key in _STAGES_1_AND_2 and stage == 3:
             why = "it acts at stages 1 and 2, this is stage 3"
-        elif stage == 0 and key not in ("stage", "offload_param", "offload_optimizer"):
+        elif stage == 0 and key not in _AT_EVERY_STAGE:
             why = "it acts at stages 1 to 3, this is stage 0"
         if why is not None:
             out[f"zero_optimization.{key}"] = why

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_vit.engine.base import Engine, StepResult
+from ds_vit.engine.overlap import Overlap, can_overlap
 from ds_vit.models import giving_features
 from ds_vit.tasks import Batch, Loss
 
@@ -35,6 +37,16 @@ class PlainEngine(Engine):
         self._loss = loss
         self._total: torch.Tensor | None = None
         super().__init__(model, optimizer, config, **shared)
+        trains = optimizer is not None
+        self._overlap = (
+            Overlap(self.engine, config, self.groups) if trains and can_overlap(config, self.groups) else None
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """As `Engine.module`."""
+        module = super().module
+        return module.module if isinstance(module, DistributedDataParallel) else module
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {} if self.groups.grid is None else {"mpu": self.groups.grid}
@@ -46,6 +58,8 @@ class PlainEngine(Engine):
         self._total = None
         for number in range(self.accumulation):
             batch = next(batches)
+            if self._overlap is not None:
+                self._overlap.begin(last=number == self.accumulation - 1)
             self.module.keys_on_host = batch.get("keys_on_host")
             loss = self._loss(self.engine(*self._inputs(batch)), batch)
             self.module.keys_on_host = None

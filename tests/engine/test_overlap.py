@@ -1,0 +1,129 @@
+"""ZeRO-0's gradients summed by torch's reducer while the backward pass runs."""
+
+from unittest import mock
+
+import pytest
+from curves import assert_same_curve, train_main, train_rows
+from curves import read_rows as rows_of
+from project import ROOT
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_vit.engine.overlap import can_overlap
+from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.layout import Layout
+
+
+def argv(tmp_path, *more):
+    """Four steps of two micro-batches on two ranks."""
+    words = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--no-aug", "--workers", "0"]
+    words += ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "--batch-size", "2"]
+    words += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero0_fp32.json", "--grad-accum-steps", "2"]
+    words += ["--max-steps", "4", "--log-interval", "1", "--val-split", "", "--clip-grad", "0.1", "--lr", "1e-2"]
+    return [str(word) for word in [*words, "--warmup-steps", "0", "--sched", "constant", "--output", tmp_path, *more]]
+
+
+def train(argv, loses_a_gradient=None, sends=True):
+    """On a rank: how many buckets torch's reducer had in the end (None: there was none), and how many gradients are
+    views of one.
+
+    Args:
+        argv: of the run.
+        loses_a_gradient: the rank on which one parameter has none in the first step.
+        sends: False to sum over the ranks after no micro-batch.
+    """
+    import torch.distributed as dist
+
+    from ds_vit.engine import overlap, plain
+
+    found = []
+
+    class Watched(plain.PlainEngine):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            look, first = self.engine.allreduce_gradients, next(self.module.parameters())
+
+            def lose(*args, **kwargs):
+                if dist.get_rank() == loses_a_gradient:
+                    first.grad = None
+                look(*args, **kwargs)
+
+            self.engine.allreduce_gradients = lose
+
+        def train_step(self, *args, **kwargs):
+            take_step = self.engine._take_model_step
+
+            def before_it(*args, **kwargs):
+                ddp = self.engine.module
+                if isinstance(ddp, DistributedDataParallel):
+                    views = sum(p.grad._base is not None or p.grad.storage_offset() > 0 for p in ddp.parameters())
+                    sizes = ddp._get_ddp_logging_data().get(
+                        "rebuilt_bucket_sizes", ""
+                    )  # torch orders them anew after its first pass
+                    found.append((len(sizes.split(",")), views))
+                else:
+                    found.append(None)
+                take_step(*args, **kwargs)
+
+            with mock.patch.object(self.engine, "_take_model_step", before_it):
+                return super().train_step(*args, **kwargs)
+
+    begin = overlap.Overlap.begin
+    told = mock.patch.object(overlap.Overlap, "begin", lambda self, last: begin(self, last and sends))
+    with mock.patch("ds_vit.training.build.PlainEngine", Watched), told:
+        assert train_main(argv) == 0
+    return found
+
+
+def curve(folder):
+    """Loss and norm of each step."""
+    return train_rows(rows_of(folder))
+
+
+def test_torch_sums_from_the_second_step_on(ranks, tmp_path):
+    """Sums that are still DeepSpeed's, gradients that are copied, a bucket's size that nobody reads, another curve."""
+    [whole, _] = ranks.run(2, train, argv(tmp_path / "whole"))
+    assert whole[0] is None
+    assert [buckets for buckets, _ in whole[1:]] == [1, 1, 1]
+    [single, _] = ranks.run(2, train, argv(tmp_path / "single", "--set", "zero_optimization.reduce_bucket_size=1"))
+    number = single[-1][0]
+    assert number > 20, "a bucket a parameter"
+    assert whole[-1][1] >= number - 1, "the first gradient lies at the beginning"
+    one_rank = [str(word) for word in argv(tmp_path / "one", "-b", "4")]
+    ranks.run(1, train, one_rank)
+    for name in ("whole", "single"):
+        assert_same_curve(curve(tmp_path / "one"), curve(tmp_path / name), rtol=1e-5)
+
+
+def test_a_parameter_without_a_gradient_leaves_it_to_deepspeed(ranks, tmp_path):
+    """A reducer that waits for a gradient that never comes; ranks that decide apart and wait for each other."""
+    for found in ranks.run(2, train, argv(tmp_path), 1):
+        assert found == [None] * 4
+
+
+def test_a_sum_that_is_left_out_is_seen(ranks, tmp_path):
+    """The comparison must fail where each rank steps by its own gradients."""
+    ranks.run(1, train, argv(tmp_path / "one", "-b", "4"))
+    ranks.run(2, train, argv(tmp_path / "broken"), None, False)
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(curve(tmp_path / "one"), curve(tmp_path / "broken"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "overlaps"),
+    [
+        (Layout(1, 2, 1), {}, True),
+        (Layout(1, 2, 1), {"communication_data_type": "fp32", "prescale_gradients": False}, True),
+        (Layout(1, 2, 1), {"communication_data_type": "bf16"}, False),
+        (Layout(1, 2, 1), {"prescale_gradients": True}, False),
+        (Layout(1, 2, 1), {"gradient_predivide_factor": 2.0}, False),
+        (Layout(1, 2, 1), {"sparse_gradients": True}, False),
+        (Layout(1, 2, 1), {"comms_logger": {"enabled": True}}, False),
+        (Layout(1, 2, 1), {"zero_optimization": {"stage": 1}}, False),
+        (Layout(1, 1, 1), {}, False),
+        (Layout(1, 2, 2), {}, False),
+        (Layout(2, 2, 1), {}, False),
+    ],
+)
+def test_only_plain_sums_of_data_parallel_ranks(layout, config, overlaps):
+    """What torch's reducer would not do: it sums fp32 gradients of whole weights, unseen by DeepSpeed's tools."""
+    assert can_overlap(config, Groups(layout, 0)) == overlaps
