@@ -93,9 +93,8 @@ def place(ranks, tmp_path_factory) -> Path:
     assert code == 0, said + wrong
     for name in ("second", "one", "another"):
         shutil.copytree(folder / "runs/first", folder / "runs" / name)
-    [(code, said, wrong)] = ranks.run(
-        1, run_words, str(folder), {}, ["ds-vit", *["shards", "photos", "photos-shards", "-j", "1"]]
-    )
+    words = "ds-vit shards photos photos-shards -j 1"
+    [(code, said, wrong)] = ranks.run(1, run_words, str(folder), {}, words.split())
     assert code == 0, said + wrong
     return folder
 
