@@ -167,11 +167,8 @@ def heat_map(
     if not known.any():
         return Html("")
     low, high = scaled[known].min(), scaled[known].max()
-    shares = np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0)
-    spots = shares * (len(_VIRIDIS) - 1)
-    at = np.minimum(spots.astype(int), len(_VIRIDIS) - 2)
-    colours = _VIRIDIS[at] + (spots - at)[..., None] * (_VIRIDIS[at + 1] - _VIRIDIS[at])
-    pixels = np.dstack((colours.round(), np.where(known, 255, 0))).astype(np.uint8)
+    colours = viridis(np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0))
+    pixels = np.dstack((colours, np.where(known, 255, 0))).astype(np.uint8)
     data = {
         "rows": list(rows),
         "columns": [str(column) for column in columns],
@@ -192,6 +189,14 @@ def heat_map(
     style = f"--rows:{len(rows)}"
     body = tag("div", tag("div", *labels, class_="labels"), picture, tag("i"), under, class_="heat", style=style)
     return _card(title, body, note, scale)
+
+
+def viridis(shares: np.ndarray) -> np.ndarray:
+    """Numbers from 0 to 1, of any shape, as colours: uint8 [..., 3]."""
+    spots = shares * (len(_VIRIDIS) - 1)
+    at = np.minimum(spots.astype(int), len(_VIRIDIS) - 2)
+    colours = _VIRIDIS[at] + (spots - at)[..., None] * (_VIRIDIS[at + 1] - _VIRIDIS[at])
+    return colours.round().astype(np.uint8)
 
 
 def png_uri(image: Image.Image, kind: str = "png", **options: object) -> str:

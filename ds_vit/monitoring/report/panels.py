@@ -58,12 +58,23 @@ def curves(records: Sequence[Record]) -> list[Html]:
         chart("TFLOP/s an accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0)),
         chart(
+            "Memory of the fullest rank, GB",
+            ("train", "memory_bytes", "at most since the row before", 1e-9),
+            note=_of_memory(records),
+        ),
+        chart(
             "Checkpoints, seconds",
             ("checkpoint", "pause_seconds", "training waited", 1.0),
             ("checkpoint", "write_seconds", "written beside it", 1.0),
         ),
     ]
     return [one for one in charts if one]
+
+
+def _of_memory(records: Sequence[Record]) -> str:
+    """What a CPU counts in place of a device's memory."""
+    on_cpu = any(record.starts and record.starts[-1].get("device") == "cpu" for record in records)
+    return "by how much the process has grown: on a CPU torch counts nothing" if on_cpu else ""
 
 
 def gradients(record: Record) -> list[Html]:
