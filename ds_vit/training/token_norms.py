@@ -22,6 +22,7 @@ from ds_vit.training.plan import Plan
 
 SIDE = 112  # pixels of an image in the picture
 MOST = 8
+_GAP = 4
 NAME = "token-norms"
 
 
@@ -83,7 +84,7 @@ def picture(images: torch.Tensor, norms: torch.Tensor, image: ImageConfig) -> to
         image: for mean and std.
 
     Returns:
-        uint8 [3, 2 * SIDE, B * SIDE].
+        uint8 [3, height, width], in two rows of B.
     """
     low, high = norms.amin((1, 2), keepdim=True), norms.amax((1, 2), keepdim=True)
     shares = ((norms - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
@@ -91,6 +92,8 @@ def picture(images: torch.Tensor, norms: torch.Tensor, image: ImageConfig) -> to
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
     rows = [_fit(pixels, "bilinear" if pixels.shape[-1] > SIDE else "nearest"), _fit(maps, "nearest")]
+    apart = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
+    rows = [np.pad(row, apart, constant_values=128) for row in rows]
     return torch.from_numpy(np.concatenate([np.concatenate(list(row), axis=2) for row in rows], axis=1))
 
 
