@@ -18,7 +18,9 @@ PAGES = [
 ]
 ROWS = yaml.safe_load((ROOT / "tests" / "doc_commands.yaml").read_text())
 ANSWERS = ("quick", "slow", "by", "hand", "never")
-_PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:deepspeed|torchrun|python|bash|ds-vit|mpirun|srun) .*")
+_PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:deepspeed|torchrun|python|bash|ds-vit|mpirun|srun|tensorboard) .*"
+)
 _ASSIGNMENT = re.compile(r'\w+="[^"]*"$')
 
 
