@@ -43,13 +43,15 @@ def layers(step):
 def write_run(path, *, offset=0.0, stage=1):
     """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
     path.mkdir(parents=True)
-    rows = []
+    rows, memory = [], {"memory_bytes": 3_000_000_000}
     for step in (*range(1, 31), None, *range(21, 41)):
         if step is None:
             rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
             continue
         figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
-        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1})
+        rows.append(
+            {"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1, **memory}
+        )
     rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
     rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
@@ -60,6 +62,8 @@ def write_run(path, *, offset=0.0, stage=1):
     (path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     (path / "classes.json").write_text(json.dumps(EVIL))
     summary = {"model": "vit_tiny", "layout": layout, "steps": 40, "best_top1": 80.0, "exit": "completed"}
+    summary["memory"] = {"predicted_bytes": 2_500_000_000, "measured_bytes": 3_000_000_000}
+    summary["step_seconds"] = {"predicted": None, "measured": 0.5}
     (path / "summary.json").write_text(json.dumps({**summary, "num_parameters": 5_000_000}))
     taken_for = [(0, 0), (0, 1), (1, 1), (2, 1)]
     with (path / "predictions.csv").open("w", newline="") as file:
@@ -132,7 +136,9 @@ def test_what_a_run_tells(evil, capsys):
         "Gradient norm by layer",
         "Confusion matrix",
         "Surest mistakes",
+        "Memory of the fullest rank, GB",
         "pp 2 x dp 2",
+        "Predicted and measured",
     )
     assert [title for title in wanted if not any(title in each for each in titles)] == []
     assert "step 20: went on in another process (pp 2 x dp 2 x tp 1)" in page
@@ -140,6 +146,9 @@ def test_what_a_run_tells(evil, capsys):
     assert 'class="mark resume"' in page
     assert "stage 1" in page
     assert "replica 1" in page
+    assert ">2.5 GB<" in page
+    assert ">3 GB<" in page
+    assert "an optimizer step" not in page, "nothing was predicted of it"
 
 
 def test_figures_of_classes(evil):
