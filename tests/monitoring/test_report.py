@@ -43,15 +43,13 @@ def layers(step):
 def write_run(path, *, offset=0.0, stage=1):
     """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
     path.mkdir(parents=True)
-    rows, memory = [], {"memory_bytes": 3_000_000_000}
+    rows, more = [], {"data_wait_fraction": 0.1, "memory_bytes": 3_000_000_000}
     for step in (*range(1, 31), None, *range(21, 41)):
         if step is None:
             rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
             continue
         figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
-        rows.append(
-            {"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1, **memory}
-        )
+        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, **more})
     rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
     rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
