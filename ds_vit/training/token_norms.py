@@ -94,7 +94,8 @@ def picture(images: torch.Tensor, norms: torch.Tensor, image: ImageConfig) -> to
     rows = [_fit(pixels, "bilinear" if pixels.shape[-1] > SIDE else "nearest"), _fit(maps, "nearest")]
     apart = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
     rows = [np.pad(row, apart, constant_values=128) for row in rows]
-    return torch.from_numpy(np.concatenate([np.concatenate(list(row), axis=2) for row in rows], axis=1))
+    both = np.concatenate([np.concatenate(list(row), axis=2) for row in rows], axis=1)
+    return torch.from_numpy(both[:, :-_GAP, :-_GAP])
 
 
 def _fit(images: torch.Tensor, mode: str) -> np.ndarray:

@@ -44,6 +44,6 @@ def test_every_layout_draws_the_same_or_says_why_not(ranks, tmp_path):
         assert shown == path.exists()
         assert ("without --pp" in (tmp_path / name / "report.html").read_text()) != path.exists()
     assert pictures["pp"] is None
-    assert pictures["one"].shape == (2 * 116, 8 * 116, 3)
+    assert pictures["one"].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
     assert pictures["one"].std() > 20
     assert np.abs(pictures["one"] - pictures["tp"]).max() <= 1
