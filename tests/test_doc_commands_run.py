@@ -23,7 +23,13 @@ from runs import run_quietly
 MODEL = "--model vit_tiny_patch16_224 --model-kwargs patch_size=4 embed_dim=32 depth=4 num_heads=2 --img-size 16"
 TINY = f"--deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits {MODEL} --epochs 1 --workers 0"
 PAGES_OWN = {  # what stands in a page for something of the reader's
-    **{"…": "", "FILE": "ds_configs/cpu_zero1_fp32.json", "RUN": "runs/first", "ANOTHER": "runs/like-it"},
+    **{
+        "…": "",
+        "FILE": "ds_configs/cpu_zero1_fp32.json",
+        "RUN": "runs/first",
+        "ANOTHER": "runs/like-it",
+        "THIRD": "runs/third",
+    },
 }
 SMALL = f"{MODEL} --max-steps 2 -b 4 --workers 0"
 
