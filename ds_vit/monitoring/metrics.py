@@ -178,7 +178,7 @@ class Reporter:
                 save_picture(pixels, path)
             except OSError as error:
                 self._refuse(path, error, "without this picture")
-            self._on_board(methodcaller("add_image", f"{kind}/{name}", pixels, step))
+            self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
     def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
         """What each validation image was taken for, as `write_predictions`; the newest evaluation's."""

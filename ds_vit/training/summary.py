@@ -83,7 +83,9 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
 def settings_of(plan: Plan) -> tuple[dict[str, str | float], str, list[str]]:
     """What `Reporter.settings` takes: flags that are not at their default and what the JSON says; layout; figures."""
     told, layout = plan.deepspeed, plan.parallel.layout
-    given = {name: value for name, value in resolved_flags(plan).items() if value != flags.default_of(name)}
+    aside = {"deepspeed_config", "output", "set"}
+    given = {name: getattr(plan.config, name) for name in flags.FIELDS if name not in aside}
+    given = {name: value for name, value in given.items() if value != flags.default_of(name)}
     values = {name: value if isinstance(value, (int, float)) else str(value) for name, value in given.items()}
     values |= {**asdict(layout), "zero_stage": told.zero_stage, "precision": told.precision.name}
     values |= {"global_batch": plan.data.batch.global_batch}
@@ -91,11 +93,8 @@ def settings_of(plan: Plan) -> tuple[dict[str, str | float], str, list[str]]:
         values |= {"optimizer": plan.optimizer.cls.__name__, "lr": plan.optimizer.lr}
         values |= {"weight_decay": plan.optimizer.weight_decay}
     evaluated = [f"eval/{figure.name}" for figure in plan.model.task.figures] if plan.data.val_source else []
-    return (
-        values,
-        f"{layout}, ZeRO-{told.zero_stage}, {told.precision.name}: {plan.data.batch}",
-        [*evaluated, "train/loss"],
-    )
+    text = f"{layout}, ZeRO-{told.zero_stage}, {told.precision.name}: {plan.data.batch}"
+    return values, text, [*evaluated, "train/loss"]
 
 
 def _batch_origins(told: DeepSpeedPlan) -> str:
