@@ -21,14 +21,15 @@ def curves(records: Sequence[Record]) -> list[Html]:
     def chart(title: str, *parts: tuple[str, str, str, float], log: bool = False, note: str = "") -> Html:
         """Parts: (kind, key, what it is called, factor)."""
         series = []
-        for kind, key, label, factor in parts:
+        for part, (kind, key, label, factor) in enumerate(parts):
             for at, record in enumerate(records):
                 points = record.points(kind, key, factor)
                 if log:
                     points = [(step, value) for step, value in points if value > 0]
                 name = label if len(records) == 1 else f"{record.name}{f': {label}' if len(parts) > 1 else ''}"
                 if points:
-                    series.append(Series(name, points, at if len(records) > 1 else len(series)))
+                    colour, dashed = (at, part > 0) if len(records) > 1 else (len(series), False)
+                    series.append(Series(name, points, colour, dashed))
         return line_chart(title, series, marks=marks, log=log, note=note, span=span)
 
     def varies(key: str) -> bool:
