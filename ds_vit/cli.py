@@ -16,6 +16,7 @@ ds-vit report RUN                    the page to look at: curves, layers, classe
 ds-vit compare RUN RUN               what differs between runs, and what came of it
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders, for --dataset wds/OUT
+ds-vit completion bash               a script that lets the shell complete commands, flags and their values
 """
 
 from __future__ import annotations
@@ -135,6 +136,10 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     shards.add_argument("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
     shards.add_argument("--allow-empty-classes", action="store_true", help="let class folders stand that hold no image")
     shards.set_defaults(run=_shards)
+
+    completion = add("completion", "a script that lets the shell complete commands and flags")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(run=_completion)
     return parser
 
 
@@ -200,6 +205,10 @@ ds-vit gradients runs/first --step 100 --output gradients.png
     "shards": """
 ds-vit shards photos photos-shards
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
+""",
+    "completion": """
+ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
+ds-vit completion zsh > "${fpath[1]}/_ds-vit"
 """,
 }
 
@@ -359,6 +368,13 @@ def _shards(arguments: argparse.Namespace) -> int:
                 f"{split}: {len(packed.undecodable)} files are no images and went in as they are; the first is {first}"
             )
     print(f"every shard was read back; train on them by --dataset wds/{arguments.out}")
+    return exit_codes.OK
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from ds_vit.tools import completion
+
+    print(completion.script(build_parser(), arguments.shell))
     return exit_codes.OK
 
 

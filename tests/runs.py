@@ -17,9 +17,10 @@ KINDS = {
 }
 
 
-def run_quietly(argv, prepare_rank=None):
-    """On a rank: main, and what it said on stdout and stderr."""
-    from ds_vit.train import main
+def run_quietly(argv, prepare_rank=None, main=None):
+    """On a rank: main (by default of training), and what it said on stdout and stderr."""
+    if main is None:
+        from ds_vit.train import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:

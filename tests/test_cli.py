@@ -30,7 +30,7 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("report", "compare", "gradients", "shards", "plan")
+COMMANDS += ("report", "compare", "gradients", "shards", "plan", "completion")
 
 
 def help_of(capsys, command="", flag="--help"):

@@ -1,4 +1,4 @@
-"""Every command and link of README and docs: flags and files that exist, and which test runs it."""
+"""Every command and link of README and docs: flags and files that exist, a row of tests/doc_commands.yaml."""
 
 from __future__ import annotations
 
@@ -10,58 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_commands import COMMANDS, PAGES, ROWS, commands, with_rows
 from project import ROOT
 
 from ds_vit import cli
 from ds_vit.config import build_parser
 from ds_vit.launching.ports import free_port
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-    ROOT / "ds_configs/README.md",
-]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-PROGRAM = re.compile(
-    r"^(?:    )?((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:deepspeed|torchrun|python|bash|ds-vit|mpirun|srun) .*)$",
-    re.MULTILINE,
-)
-
-# Page → the test that runs its commands, or why none does.
-HOW = {
-    "README.md": "test_what_stops_goes_on below; launch/parity.py: tests/tools/test_parity_tool.py; the others: GPUs",
-    "CONTRIBUTING.md": "set-up and test runs: what .ci/run does",
-    "docs/checkpoints.md": "tests/training/test_resume.py, tests/launching/test_launch.py: the same moves, smaller",
-    "docs/configuration.md": "tests/training/test_resume.py, tests/training/test_dry_run.py: the same on other runs",
-    "docs/clusters.md": "needs-cluster: tests/launching/test_cluster_*.py on hosts made of network namespaces",
-    "docs/data.md": "tests/data/test_shards.py, tests/tools/test_make_shards.py, test_bench_data.py: smaller",
-    "docs/doctor.md": "tests/tools/test_doctor.py, tests/tools/test_cluster_doctor.py",
-    "docs/examples.md": "tests/test_examples_page.py, shorter; tests/tools/test_parity_tool.py",
-    "docs/finetune.md": "tests/test_finetune_page.py, to the letter",
-    "docs/launching.md": "what .ci/run does; tests/launching/test_launching.py, tests/test_package.py",
-    "docs/numerics.md": "tests/monitoring/test_gradient_picture.py; the other takes minutes",
-    "docs/parallelism.md": "tests/tools/test_parity_tool.py",
-    "docs/performance.md": "tests/tools/test_bench.py, test_benchmark_scripts.py; large models and GPUs",
-    "docs/planning.md": "tests/tools/test_plan.py",
-    "docs/quickstart.md": "tests/launching/test_launch_scripts.py",
-    "docs/tasks.md": "tests/tasks/test_mae.py; launch/mae_digits.sh takes minutes",
-    "docs/benchmarks/checkpoint_cost.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py runs it short",
-    "docs/benchmarks/cut_cpu.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py asks for its help",
-    "docs/benchmarks/loader.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py asks for its help",
-    "docs/benchmarks/optimizer_step.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py runs it short",
-    "docs/benchmarks/step_cpu.md": "minutes of measuring: tests/tools/test_bench.py",
-    "docs/report.md": "tests/monitoring/test_report.py",
-    "docs/troubleshooting.md": "tests/tools/test_doctor.py, tests/training/test_dry_run.py",
-    "docs/from_timm.md": "the same commands as docs/finetune.md",
-}
-
-
-def commands(page):
-    """The commands of a page, each on one line, without what a # says behind them."""
-    text = re.sub(r"\\\n\s*", " ", page.read_text())
-    found = [re.split(r"\s+#\s", line)[0].strip() for line in PROGRAM.findall(text)]
-    return [command for command in found if ": error: " not in command]
 
 
 def flags_of_training():
@@ -109,7 +65,7 @@ def wrong_in(command):
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_flags_and_files_of_commands_exist(page):
     # Catches: a flag that has another name by now, a file that has moved.
-    assert {command: wrong for command in commands(page) if (wrong := wrong_in(command))} == {}
+    assert {one.text: wrong for one in commands(page) if (wrong := wrong_in(one.text))} == {}
 
 
 def test_the_rule_can_fail(tmp_path):
@@ -117,16 +73,19 @@ def test_the_rule_can_fail(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("    ds-vit train --epocs 3 \\\n        --deepspeed_config ds_configs/nowhere.json  # so\n")
     [command] = commands(page)
-    assert wrong_in(command) == ["--epocs", "ds_configs/nowhere.json"]
+    assert wrong_in(command.text) == ["--epocs", "ds_configs/nowhere.json"]
 
 
-def test_every_page_with_commands_says_how_they_are_run():
-    # Catches: a new page whose commands nobody has tried; a row for one that is gone, a test that is.
-    with_commands = {name for name, page in zip(NAMES, PAGES, strict=True) if commands(page)}
-    assert with_commands - set(HOW) == set()
-    assert set(HOW) - set(NAMES) == set()
-    named = {found for how in HOW.values() for found in re.findall(r"tests/[\w/]+\.py", how)}
+def test_every_command_has_its_row(tmp_path):
+    # Catches: a command that nobody has tried; a row of a page or a test that is gone.
+    assert set(ROWS) - {command.page for command in COMMANDS} == set()
+    named = {found for command in COMMANDS for found in re.findall(r"tests/[\w/]+\.py", command.small)}
     assert [name for name in named if not (ROOT / name).is_file()] == []
+    page = tmp_path / "page.md"
+    page.write_text("    ds-vit doctor\n\n```bash\nds-vit report runs/first\n```\n")
+    for rows in ([], [{"doctor": {"quick": ""}}], [{"doctor": {"quick": ""}}, {"compare": {"quick": ""}}]):
+        with pytest.raises(ValueError, match=r"zip\(\)|is the row of: ds-vit report"):
+            list(with_rows(commands(page), rows))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

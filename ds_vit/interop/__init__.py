@@ -9,6 +9,7 @@ their logits on random images; only then is it put in its place.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from ds_vit.interop.imports import import_weights
 from ds_vit.interop.source import MODEL_FLAGS
 from ds_vit.interop.stored_weights import add_weights_arguments
 
-__all__ = ["TOLERANCE", "Difference", "export", "import_weights", "main"]
+__all__ = ["TOLERANCE", "Difference", "build_parser", "export", "import_weights", "main"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     return _export(words) if command == "export" else _import(words)
 
 
-def _take(words: dict[str, Any], **defaults: Any) -> list[Any]:
-    return [words.pop(name, default) for name, default in defaults.items()]
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """The command line of `ds-vit export` or `ds-vit import`."""
+    return _export_parser() if command == "export" else _import_parser()
 
 
-def _export(argv: Sequence[str]) -> int:
+def _export_parser() -> argparse.ArgumentParser:
     parser = flags.build_parser(
         "ds-vit export",
         "Write a run's weights for another tool, and check them there.",
@@ -54,19 +56,10 @@ def _export(argv: Sequence[str]) -> int:
     parser.add_argument("--to", choices=FORMATS, required=True, help="the tool that shall read them")
     parser.add_argument("--output", metavar="DIR", help="a new folder [export-<tool> beside the weights]")
     parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line [the run's]")
-    words = flags.read_words(parser, argv)
-    source, to, weights, checkpoint, output, labels = _take(
-        words, source="", to="", weights="raw", checkpoint="", output=None, labels=None
-    )
-    found = export(source, to, weights=weights, checkpoint=checkpoint, output=output, labels=labels, **words)
-    print(found)
-    if not found.within:
-        print(f"ds-vit export: error: {found.failure}", file=sys.stderr)
-        return 1
-    return 0
+    return parser
 
 
-def _import(argv: Sequence[str]) -> int:
+def _import_parser() -> argparse.ArgumentParser:
     parser = flags.build_parser(
         "ds-vit import",
         "Write weights under timm's names.",
@@ -79,7 +72,28 @@ def _import(argv: Sequence[str]) -> int:
         "source", metavar="SOURCE", help="a Hugging Face or timm folder, a DeepSpeed checkpoint, or a file"
     )
     parser.add_argument("--to", metavar="FILE", required=True, help="the .safetensors file to write")
-    words = flags.read_words(parser, argv)
+    return parser
+
+
+def _take(words: dict[str, Any], **defaults: Any) -> list[Any]:
+    return [words.pop(name, default) for name, default in defaults.items()]
+
+
+def _export(argv: Sequence[str]) -> int:
+    words = flags.read_words(build_parser("export"), argv)
+    source, to, weights, checkpoint, output, labels = _take(
+        words, source="", to="", weights="raw", checkpoint="", output=None, labels=None
+    )
+    found = export(source, to, weights=weights, checkpoint=checkpoint, output=output, labels=labels, **words)
+    print(found)
+    if not found.within:
+        print(f"ds-vit export: error: {found.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import(argv: Sequence[str]) -> int:
+    words = flags.read_words(build_parser("import"), argv)
     source, to = _take(words, source="", to="")
     print(import_weights(source, Path(to), **words))
     return 0

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 _WAITING_TOO_MUCH = 0.2  # of the time
 
+# What a row of kind "train" is called in TensorBoard and in the JSON's monitors, grouped by what is looked at together.
+_TRAINING = (
+    *((f"train/{key}", key) for key in ("loss", "epoch_loss", "lr")),
+    *(("grad/norm", "grad_norm"), ("grad/loss_scale", "loss_scale")),
+    *((f"time/{key}", key) for key in ("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction")),
+    ("memory/bytes", "memory_bytes"),
+)
+
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
 Events = Callable[[Sequence[tuple[str, float, int]]], None]
 
@@ -70,7 +78,7 @@ class Reporter:
 
         Args:
             first_step: steps that were done before (0 for a new run).
-            events: DeepSpeed's monitors, `events([(name, value, images seen)])`.
+            events: DeepSpeed's monitors, `events([(name, value, step)])`; names and steps are TensorBoard's.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -86,12 +94,27 @@ class Reporter:
         if self._total:
             self.line.train(self._total, first_step)
 
+    def settings(self, values: Mapping[str, str | float], text: str, figures: Sequence[str]) -> None:
+        """What TensorBoard's tables of hyper-parameters and texts have of the run.
+
+        Args:
+            values: of the settings, by name.
+            text: the layout in words.
+            figures: the names of the curves whose last values stand beside the settings.
+        """
+        from torch.utils.tensorboard.summary import hparams
+
+        for part in hparams(dict(values), dict.fromkeys(figures)):
+            self._on_board(lambda board, part=part: board.file_writer.add_summary(part))
+        self._on_board(lambda board: board.add_text("layout", text, 0))
+
     def train(self, row: Mapping[str, Any]) -> None:
         """A row of kind "train" (DESIGN's contract names the keys)."""
         self._write({"kind": "train", **row})
         step = row["step"]
         self.draw(row)
-        self._monitor(row["images_seen"], "Train", row, ("loss", "lr", "grad_norm", "loss_scale", "images_per_second"))
+        if self._events:
+            self._events([(name, row[key], row["step"]) for name, key in _TRAINING if row.get(key) is not None])
         if not self.console.is_terminal:
             mean = "-" if row["epoch_loss"] is None else f"{row['epoch_loss']:.5f}"
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
@@ -117,9 +140,8 @@ class Reporter:
 
     def draw(self, row: Mapping[str, Any]) -> None:
         """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""
-        keys = ("loss", "epoch_loss", "lr", "grad_norm", "loss_scale", "images_per_second", "tflops_per_accelerator")
-        for key in (*keys, "mfu", "data_wait_fraction"):
-            self._scalar(f"train/{key}", row.get(key), row["step"])
+        for name, key in _TRAINING:
+            self._scalar(name, row.get(key), row["step"])
 
     def eval(self, row: Mapping[str, Any], figures: Sequence[Figure], kind: str = "eval") -> None:
         """A row of kind "eval", or "eval_ema" for the moving average of the weights.
@@ -133,7 +155,8 @@ class Reporter:
         names = [figure.name for figure in figures]
         for name in names:
             self._scalar(f"{kind}/{name}", row[name], row["step"])
-        self._monitor(row["step"], "Eval" if kind == "eval" else "EvalEma", row, names)
+        if self._events:
+            self._events([(f"{kind}/{name}", row[name], row["step"]) for name in names if row[name] is not None])
         if kind == "eval":
             self.line.step(row["step"], quality=f"{figures[0].label} {figures[0].value(row)}")
         what = "eval" if kind == "eval" else "eval of the average"
@@ -155,7 +178,7 @@ class Reporter:
                 save_picture(pixels, path)
             except OSError as error:
                 self._refuse(path, error, "without this picture")
-            self._on_board(methodcaller("add_image", f"{kind}/{name}", pixels, step))
+            self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
     def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
         """What each validation image was taken for, as `write_predictions`; the newest evaluation's."""
@@ -220,7 +243,7 @@ class Reporter:
     def checkpoint(self, row: Mapping[str, Any]) -> None:
         """A row of kind "checkpoint": step, pause_seconds, write_seconds, bytes, and error where it failed."""
         self._write({"kind": "checkpoint", **row})
-        self._scalar("checkpoint/pause_seconds", row["pause_seconds"], row["step"])
+        self._scalar("time/checkpoint_pause_seconds", row["pause_seconds"], row["step"])
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -276,10 +299,6 @@ class Reporter:
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):
             self._on_board(lambda board: board.add_scalar(name, value, step))
-
-    def _monitor(self, at: int, group: str, row: Mapping[str, Any], keys: Sequence[str]) -> None:
-        if self._events:
-            self._events([(f"{group}/{key}", row[key], at) for key in keys if row.get(key) is not None])
 
 
 def _cut_torn_line(path: Path) -> None:

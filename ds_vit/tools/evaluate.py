@@ -6,6 +6,7 @@ deepspeed launch/eval.py runs/first --pp 2 --weights ema
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import os
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
     return guarded(program, body, "nothing was written")
 
 
-def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
+def build_parser(program: str) -> argparse.ArgumentParser:
+    """The command line of `launch/eval.py` and `ds-vit eval`."""
     parser = flags.build_parser(
         program,
         "Exact figures of weights (top-1 and top-5 of a classifier), whatever the layout.",
@@ -95,7 +97,11 @@ def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> di
         action="store_true",
         help="the features too: top-1 of a linear classifier of them",
     )
-    words = flags.read_words(parser, argv, eval_only=True)
+    return parser
+
+
+def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
+    words = flags.read_words(build_parser(program), argv, eval_only=True)
     choice = [words.pop(name, default) for name, default in (("source", ""), ("weights", "raw"), ("checkpoint", ""))]
     return evaluate_weights(*choice, output=words.pop("output", None), process=process, **words)
 

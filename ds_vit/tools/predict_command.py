@@ -48,11 +48,12 @@ def main(argv: Sequence[str]) -> int:
         UserError: input that cannot be.
     """
     command, *words = argv
-    given = flags.read_words(_parser(command), words)
+    given = flags.read_words(build_parser(command), words)
     return _embed(**given) if command == "embed" else _predict(**given)
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """The command line of `ds-vit predict` or `ds-vit embed`."""
     does = "Write the features of images." if command == "embed" else "Predict the classes of images."
     only = (*MODEL_FLAGS, *PIXEL_FLAGS, *(("bce_loss",) if command == "predict" else ()))
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])

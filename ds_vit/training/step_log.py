@@ -15,6 +15,7 @@ from ds_vit.training.bad_steps import BadSteps
 from ds_vit.training.epoch_mean import EpochMean
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
+from ds_vit.training.truth import Truth
 
 
 class StepLog:
@@ -28,6 +29,7 @@ class StepLog:
         throughput: images a second, and the time waited for data.
         epoch_loss: the epoch's mean loss up to now.
         bad_steps: counts the steps that were skipped.
+        truth: looks at the memory.
         reporter: of rank 0; None elsewhere.
     """
 
@@ -40,6 +42,7 @@ class StepLog:
         throughput: Throughput,
         epoch_loss: EpochMean,
         bad_steps: BadSteps,
+        truth: Truth,
         reporter: Reporter | None,
     ) -> None:
         self.plan = plan
@@ -50,6 +53,7 @@ class StepLog:
         self.throughput = throughput
         self.epoch_loss = epoch_loss
         self.bad_steps = bad_steps
+        self.truth = truth
         self.reporter = reporter
         self.late_loss = Lagging(engine.device)
 
@@ -66,6 +70,7 @@ class StepLog:
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(result)
         rate, waiting = self.throughput.window(count=step > 1)
+        memory = self.truth.memory_bytes()
         counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
@@ -82,6 +87,7 @@ class StepLog:
                 "tflops_per_accelerator": tflops,
                 "mfu": tflops / self.peak if self.peak else None,
                 "data_wait_fraction": waiting,
+                "memory_bytes": memory,
                 "images_seen": step * plan.data.batch.global_batch,
                 **counted,
             }

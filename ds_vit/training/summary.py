@@ -80,6 +80,23 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
     ]
 
 
+def settings_of(plan: Plan) -> tuple[dict[str, str | float], str, list[str]]:
+    """What `Reporter.settings` takes: flags that are not at their default and what the JSON says; layout; figures."""
+    told, layout = plan.deepspeed, plan.parallel.layout
+    aside = {"deepspeed_config", "output", "set"}
+    given = {name: getattr(plan.config, name) for name in flags.FIELDS if name not in aside}
+    given = {name: value for name, value in given.items() if value != flags.default_of(name)}
+    values = {name: value if isinstance(value, (int, float)) else str(value) for name, value in given.items()}
+    values |= {**asdict(layout), "zero_stage": told.zero_stage, "precision": told.precision.name}
+    values |= {"global_batch": plan.data.batch.global_batch}
+    if plan.optimizer is not None:
+        values |= {"optimizer": plan.optimizer.cls.__name__, "lr": plan.optimizer.lr}
+        values |= {"weight_decay": plan.optimizer.weight_decay}
+    evaluated = [f"eval/{figure.name}" for figure in plan.model.task.figures] if plan.data.val_source else []
+    text = f"{layout}, ZeRO-{told.zero_stage}, {told.precision.name}: {plan.data.batch}"
+    return values, text, [*evaluated, "train/loss"]
+
+
 def _batch_origins(told: DeepSpeedPlan) -> str:
     """Which numbers of the batch arithmetic stood in no JSON, and whose they are."""
     words = {"train_micro_batch_size_per_gpu": "micro-batch", "gradient_accumulation_steps": "accumulation"}

@@ -36,7 +36,7 @@ from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
 from ds_vit.training.step_log import StepLog
-from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
+from ds_vit.training.summary import settings_of, show_end, show_start, summarise, warn_under_mpirun
 from ds_vit.training.truth import Truth
 from ds_vit.training.validation import Stopped, Validation
 
@@ -105,7 +105,7 @@ class Trainer:
         """
         plan = self.plan
         console = self.reporter.console if self.reporter else None
-        truth = Truth(plan, self.device)
+        self.truth = truth = Truth(plan, self.device)
         if console is not None:
             truth.predict()
         more = truth.start_rows() if console else ()
@@ -120,6 +120,7 @@ class Trainer:
             self.step = self.checkpoint_manager.restore()
         if self.reporter:
             self.reporter.start(self.step, self.engine.write_events)
+            self.reporter.settings(*settings_of(plan))
             note_start(self.folder, self.step, plan.parallel.layout, plan.deepspeed.zero_stage, self.device, hosts)
             if self.signals is not None:
                 self.signals.on_first = partial(warn_under_mpirun, self.folder.path, plan.parallel.process.world_size)
@@ -156,7 +157,15 @@ class Trainer:
             plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
         )
         self.step_log = StepLog(
-            plan, self.engine, self.inputs, self.flops, self.throughput, self.epoch_loss, self.bad_steps, self.reporter
+            plan,
+            self.engine,
+            self.inputs,
+            self.flops,
+            self.throughput,
+            self.epoch_loss,
+            self.bad_steps,
+            self.truth,
+            self.reporter,
         )
         self.validation = Validation(
             plan,

@@ -55,6 +55,7 @@ class Truth:
         self.memory: RankMemory | None = None
         self.step_seconds: float | None = None
         self._failed = ""
+        self._most = 0  # bytes of this rank before the last look
         self._before = _resident_peak(reset=True) if device.type == "cpu" else 0
         if device.type == "cuda":  # --auto-batch has filled it, or an earlier run of this program
             torch.cuda.reset_peak_memory_stats(device)
@@ -87,11 +88,8 @@ class Truth:
         Args:
             step_seconds: measured; None where no step was.
         """
-        if self.device.type == "cuda":
-            measured = torch.cuda.max_memory_allocated(self.device)
-        else:
-            measured = max(0, _resident_peak() - self._before)
-        own = (self.memory.together if self.memory else 0, measured, self.step_seconds or 0.0)
+        self._look()
+        own = (self.memory.together if self.memory else 0, self._most, self.step_seconds or 0.0)
         most = torch.tensor(own, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         predicted, measured, seconds = most.tolist()
@@ -99,6 +97,22 @@ class Truth:
             "memory": {"predicted_bytes": int(predicted), "measured_bytes": int(measured) or None},
             "step_seconds": {"predicted": seconds or None, "measured": step_seconds},
         }
+
+    def memory_bytes(self) -> int:
+        """What the fullest rank held at most since the last call, the same on every rank (a collective)."""
+        most = torch.tensor(self._look(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def _look(self) -> int:
+        """What this rank held at most since it was last looked at; `_most` is of the whole run."""
+        if self.device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            measured = max(0, _resident_peak(reset_after=True) - self._before)
+        self._most = max(self._most, measured)
+        return measured
 
     def end_rows(self, figures: dict[str, Any]) -> list[tuple[str, str]]:
         """Predicted beside measured, and what deviates most where it is much."""
@@ -146,11 +160,14 @@ def _seconds(plan: Plan, found: Any) -> float:
     ).seconds
 
 
-def _resident_peak(*, reset: bool = False) -> int:
+def _resident_peak(*, reset: bool = False, reset_after: bool = False) -> int:
     """Bytes that this process has had at most, since the last reset; 0 where the system does not say."""
+    found = 0
     with contextlib.suppress(OSError, ValueError, StopIteration):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
         lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    return 0
+        found = 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+        if reset_after:
+            Path("/proc/self/clear_refs").write_text("5")
+    return found

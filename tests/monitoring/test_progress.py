@@ -115,7 +115,7 @@ def test_tensorboard_gets_every_step_of_a_short_run(ranks, tmp_path):
     points = {event.step: event.value for event in events.Scalars("train/loss")}
     assert sorted(points) == [1, 2, 3, 4, 5]
     assert points[3] == pytest.approx(train_rows(rows)[1]["loss"])
-    assert [event.step for event in events.Scalars("train/images_per_second")] == [1, 3, 5]
+    assert [event.step for event in events.Scalars("time/images_per_second")] == [1, 3, 5]
 
 
 def test_a_loader_that_is_too_slow_is_told_once(tmp_path):

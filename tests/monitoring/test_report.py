@@ -43,14 +43,15 @@ def layers(step):
 def write_run(path, *, offset=0.0, stage=1):
     """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
     path.mkdir(parents=True)
-    rows = []
+    rows, more = [], {"data_wait_fraction": 0.1, "memory_bytes": 3_000_000_000}
     for step in (*range(1, 31), None, *range(21, 41)):
         if step is None:
             rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
             continue
         figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
-        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, "data_wait_fraction": 0.1})
+        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, **more})
     rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
+    rows += [{"kind": "eval_ema", "step": step, "loss": 0.5, "images": 4} for step in (20, 40)]
     rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
     layout = {"pp": 2, "dp": 2, "tp": 1, "zero_stage": stage}
@@ -60,6 +61,8 @@ def write_run(path, *, offset=0.0, stage=1):
     (path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     (path / "classes.json").write_text(json.dumps(EVIL))
     summary = {"model": "vit_tiny", "layout": layout, "steps": 40, "best_top1": 80.0, "exit": "completed"}
+    summary["memory"] = {"predicted_bytes": 2_500_000_000, "measured_bytes": 3_000_000_000}
+    summary["step_seconds"] = {"predicted": None, "measured": 0.5}
     (path / "summary.json").write_text(json.dumps({**summary, "num_parameters": 5_000_000}))
     taken_for = [(0, 0), (0, 1), (1, 1), (2, 1)]
     with (path / "predictions.csv").open("w", newline="") as file:
@@ -132,7 +135,9 @@ def test_what_a_run_tells(evil, capsys):
         "Gradient norm by layer",
         "Confusion matrix",
         "Surest mistakes",
+        "Memory of the fullest rank, GB",
         "pp 2 x dp 2",
+        "Predicted and measured",
     )
     assert [title for title in wanted if not any(title in each for each in titles)] == []
     assert "step 20: went on in another process (pp 2 x dp 2 x tp 1)" in page
@@ -140,6 +145,9 @@ def test_what_a_run_tells(evil, capsys):
     assert 'class="mark resume"' in page
     assert "stage 1" in page
     assert "replica 1" in page
+    assert ">2.5 GB<" in page
+    assert ">3 GB<" in page
+    assert "an optimizer step" not in page, "nothing was predicted of it"
 
 
 def test_figures_of_classes(evil):
@@ -172,10 +180,13 @@ def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
     rows += [{"kind": "eval", "step": 40, "top1": 1.0}, {"kind": "checkpoint", "step": 40}]
     rows += [{"kind": "train", "step": step, "loss": 2.0} for step in (20, 25)]
     rows += [{"kind": "rollback", "step": 26, "to_step": 20}]
+    gradients = [{"kind": "gradients", "step": step} for step in (10, 20, 30)]
+    rows = [*(row for pair in zip(gradients, rows, strict=False) for row in pair), *rows[len(gradients) :]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = Record.read(tmp_path)
     assert record.points("train", "loss") == [(10, 1.0), (20, 2.0)]
     assert record.points("eval", "top1") == []
+    assert [row["step"] for row in record.rows["gradients"]] == [10, 20]
     assert len(record.rows["checkpoint"]) == 1
 
 
@@ -222,6 +233,9 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     assert "flag model" not in table
     assert table["loss, furthest from the first run's"] == ["-", "10"]  # 0.5 beside 2 / 40
     assert "How far the loss lies from that of" in page
+    averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
+    assert any(len(chart["series"]) == 4 for chart in averages)
+    assert page.count('class="curve c0 dashed"') == page.count('class="curve c1 dashed"') == 1
     assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
 
 

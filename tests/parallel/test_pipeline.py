@@ -228,7 +228,7 @@ def test_monitor_in_a_pipeline(ranks, tmp_path):
     argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--pp", 2, "-b", 8, "--deepspeed_config", path]
     rows = train_in(ranks, 2, argv)
     assert [row["images"] for row in evals(rows)] == [355]
-    assert (tmp_path / "csv" / "job" / "Eval_top1.csv").exists()
+    assert (tmp_path / "csv" / "job" / "eval_top1.csv").exists()
 
 
 def test_weights_of_all_stages_are_saved(ranks, tmp_path):

@@ -19,7 +19,8 @@ EVALUATED = [*MODEL, "--dataset", "digits", "--workers", 0, "-b", 16, "--eval-on
 
 TRAIN_KEYS = {
     *("kind", "step", "epoch", "wall_seconds", "loss", "epoch_loss", "lr", "grad_norm", "loss_scale"),
-    *("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction", "images_seen"),
+    *("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction", "memory_bytes"),
+    "images_seen",
 }
 SUMMARY_KEYS = {
     *(
@@ -66,6 +67,7 @@ def test_files_of_a_run(digits_run):
     expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
     expected |= {"classes.json", "best.safetensors", "checkpoints", "deepspeed.derived.json", "starts.jsonl"}
     expected |= {"report.html", "predictions.csv", "augmented.png", "augmented.json", "mistakes.png", "mistakes.json"}
+    expected |= {"token-norms.png"}
     assert names == expected
     rows = read_rows(output)
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
@@ -97,6 +99,10 @@ def test_tensorboard_has_the_same_figures(digits_run):
     assert losses == [(row["step"], pytest.approx(row["loss"])) for row in train_rows(read_rows(output))]
     [evaluation] = [row for row in read_rows(output) if row["kind"] == "eval"]
     assert board.Scalars("eval/top1")[0].value == pytest.approx(evaluation["top1"])
+    groups = {tag.partition("/")[0] for tag in board.Tags()["scalars"]}
+    assert groups == {"train", "grad", "time", "memory", "eval"}
+    assert "ZeRO-" in board.Tensors("layout/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert [tag for tag in board.summary_metadata if tag.startswith("_hparams_/")] != []
 
 
 def test_only_rank_0_speaks(digits_run):
@@ -369,10 +375,10 @@ def test_monitors_of_the_json_get_the_same_figures(ranks, tmp_path):
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
     path = json_file(tmp_path, "cpu_zero1_fp32.json", csv_monitor=monitor)
     rows = train_in(ranks, 2, [*DIGITS, "--deepspeed_config", path, "--max-steps", 3])
-    with (tmp_path / "csv" / "job" / "Train_loss.csv").open() as file:
+    with (tmp_path / "csv" / "job" / "train_loss.csv").open() as file:
         values = [float(line[1]) for line in list(csv.reader(file))[1:]]
     assert values == pytest.approx([row["loss"] for row in train_rows(rows)])
-    assert list((tmp_path / "csv" / "job").glob("Eval_top1.csv"))
+    assert list((tmp_path / "csv" / "job").glob("eval_top1.csv"))
 
 
 def test_multi_label(ranks, tmp_path):

@@ -42,6 +42,27 @@ def test_a_large_deviation_is_said(plan, share, said):
     assert "%" not in on_cpu.end_rows(figures)[0][1]
 
 
+def fill_memory(megabytes):
+    """On a rank: what it is told of the fullest rank's memory, after taking some and after giving it back."""
+    import torch.distributed as dist
+
+    truth = Truth(None, torch.device("cpu"))
+    held = torch.ones(megabytes[dist.get_rank()] * 2**18)
+    full = truth.memory_bytes()
+    del held
+    truth.memory_bytes()  # of the moment in which it was given back
+    return full, truth.memory_bytes(), truth.figures(None)["memory"]["measured_bytes"]
+
+
+def test_memory_is_of_the_fullest_rank_and_of_a_row(ranks):
+    # Catches: rank 0's own memory, or the run's highest in each of its rows; a run's highest that a row forgets.
+    first, second = ranks.run(2, fill_memory, (0, 200))
+    assert first == second
+    full, emptied, of_the_run = first
+    assert full > 200 * 2**20 > 100 * 2**20 > emptied
+    assert of_the_run >= full
+
+
 def test_the_time_of_a_known_accelerator_is_predicted(plan):
     # Catches: a cut, a type or a batch that the planner takes otherwise than the run has it.
     from ds_vit.planner.hardware import accelerator_of_device

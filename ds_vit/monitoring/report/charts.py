@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
@@ -31,11 +31,18 @@ class Series:
         name: in the legend and under the pointer.
         points: (step, value), steps growing; values finite.
         colour: its number among the page's colours.
+        dashed: it has its colour in common with another one.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
+    dashed: bool = False
+
+    @property
+    def look(self) -> str:
+        """Its classes in the page's CSS."""
+        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def line_chart(
         note: a line below the title.
         span: the steps from left to right; None for those of the curves.
     """
-    series = [Series(one.name, thinned(one.points), one.colour) for one in series if one.points]
+    series = [replace(one, points=thinned(one.points)) for one in series if one.points]
     if not series:
         return Html("")
     steps = [step for one in series for step, _ in one.points]
@@ -93,7 +100,7 @@ def line_chart(
         spots = [(x.place(step), place(value)) for step, value in one.points]
         if len(spots) > 1:
             path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
-            pieces.append(tag("path", d=path, class_=f"curve c{one.colour % NUM_COLOURS}"))
+            pieces.append(tag("path", d=path, class_=f"curve {one.look}"))
         if len(spots) <= 25:
             pieces += [
                 tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=2, class_=f"dot c{one.colour % NUM_COLOURS}")
@@ -121,9 +128,7 @@ def line_chart(
 
 def legend(series: Sequence[Series]) -> Html:
     """The names of curves beside their colours."""
-    items = (
-        tag("span", tag("i", class_=f"swatch c{one.colour % NUM_COLOURS}"), one.name, class_="key") for one in series
-    )
+    items = (tag("span", tag("i", class_=f"swatch {one.look}"), one.name, class_="key") for one in series)
     return tag("div", *items, class_="legend")
 
 
@@ -167,11 +172,8 @@ def heat_map(
     if not known.any():
         return Html("")
     low, high = scaled[known].min(), scaled[known].max()
-    shares = np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0)
-    spots = shares * (len(_VIRIDIS) - 1)
-    at = np.minimum(spots.astype(int), len(_VIRIDIS) - 2)
-    colours = _VIRIDIS[at] + (spots - at)[..., None] * (_VIRIDIS[at + 1] - _VIRIDIS[at])
-    pixels = np.dstack((colours.round(), np.where(known, 255, 0))).astype(np.uint8)
+    colours = viridis(np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0))
+    pixels = np.dstack((colours, np.where(known, 255, 0))).astype(np.uint8)
     data = {
         "rows": list(rows),
         "columns": [str(column) for column in columns],
@@ -192,6 +194,14 @@ def heat_map(
     style = f"--rows:{len(rows)}"
     body = tag("div", tag("div", *labels, class_="labels"), picture, tag("i"), under, class_="heat", style=style)
     return _card(title, body, note, scale)
+
+
+def viridis(shares: np.ndarray) -> np.ndarray:
+    """Numbers from 0 to 1, of any shape, as colours: uint8 [..., 3]."""
+    spots = shares * (len(_VIRIDIS) - 1)
+    at = np.minimum(spots.astype(int), len(_VIRIDIS) - 2)
+    colours = _VIRIDIS[at] + (spots - at)[..., None] * (_VIRIDIS[at + 1] - _VIRIDIS[at])
+    return colours.round().astype(np.uint8)
 
 
 def png_uri(image: Image.Image, kind: str = "png", **options: object) -> str:

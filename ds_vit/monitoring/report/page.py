@@ -55,11 +55,29 @@ def _one(record: Record) -> list[Html]:
         *_section("Gradients", gradients(record)),
         *_section("Classes", class_panels(record)),
         *_section("Images", _pictures(record)),
-        *_section("Layout", [picture] if picture else []),
+        *_section("Layout", [card for card in (picture, _predicted(record)) if card]),
         tag("h2", "Run it again"),
         tag("pre", record.command),
         _settings(record),
     ]
+
+
+def _predicted(record: Record) -> Html:
+    """What the planner said of memory and time, beside what was measured."""
+    lines = []
+    memory, times = record.summary.get("memory") or {}, record.summary.get("step_seconds") or {}
+    for name, of, key, factor, unit in (
+        ("memory of the fullest rank", memory, "_bytes", 1e-9, "GB"),
+        ("an optimizer step", times, "", 1.0, "s"),
+    ):
+        predicted, measured = of.get(f"predicted{key}"), of.get(f"measured{key}")
+        if predicted and measured:
+            lines.append((name, *(f"{factor * value:.3g} {unit}" for value in (predicted, measured))))
+    if not lines:
+        return Html("")
+    on_cpu = record.starts and record.starts[-1].get("device") == "cpu"
+    title = "Predicted and measured" + (", on a CPU with all that the process takes" if on_cpu else "")
+    return table(title, ("", "predicted", "measured"), lines, wide=True)
 
 
 def _several(records: Sequence[Record]) -> list[Html]:
@@ -151,11 +169,20 @@ def _pictures(record: Record) -> list[Html]:
     for name, title in (
         ("reconstruction", "Images, what is left of them, what is painted, and both together"),
         ("ema-reconstruction", "The same with the moving average of the weights"),
+        (
+            "token-norms",
+            "Validation images, and how long the last block leaves the tokens of their patches: dark is the shortest "
+            "of an image, bright the longest",
+        ),
     ):
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
             uri = _as_jpeg(image)
             shown = Html(f'<img class="picture" alt="" src="{uri}">')
             cards.append(tag("figure", tag("figcaption", title), shown, class_="card wide"))
+    cut = record.layout.get("pp", 1) > 1 or record.config.get("sequence_parallel")
+    if cut and record.classes and cards:
+        said = "Norms of tokens are drawn where one rank sees images and all tokens: without --pp, --sequence-parallel."
+        cards.append(tag("p", said, class_="note"))
     return cards
 
 

@@ -21,14 +21,15 @@ def curves(records: Sequence[Record]) -> list[Html]:
     def chart(title: str, *parts: tuple[str, str, str, float], log: bool = False, note: str = "") -> Html:
         """Parts: (kind, key, what it is called, factor)."""
         series = []
-        for kind, key, label, factor in parts:
+        for part, (kind, key, label, factor) in enumerate(parts):
             for at, record in enumerate(records):
                 points = record.points(kind, key, factor)
                 if log:
                     points = [(step, value) for step, value in points if value > 0]
                 name = label if len(records) == 1 else f"{record.name}{f': {label}' if len(parts) > 1 else ''}"
                 if points:
-                    series.append(Series(name, points, at if len(records) > 1 else len(series)))
+                    colour, dashed = (at, part > 0) if len(records) > 1 else (len(series), False)
+                    series.append(Series(name, points, colour, dashed))
         return line_chart(title, series, marks=marks, log=log, note=note, span=span)
 
     def varies(key: str) -> bool:
@@ -58,12 +59,23 @@ def curves(records: Sequence[Record]) -> list[Html]:
         chart("TFLOP/s an accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0)),
         chart(
+            "Memory of the fullest rank, GB",
+            ("train", "memory_bytes", "at most since the row before", 1e-9),
+            note=_of_memory(records),
+        ),
+        chart(
             "Checkpoints, seconds",
             ("checkpoint", "pause_seconds", "training waited", 1.0),
             ("checkpoint", "write_seconds", "written beside it", 1.0),
         ),
     ]
     return [one for one in charts if one]
+
+
+def _of_memory(records: Sequence[Record]) -> str:
+    """What a CPU counts in place of a device's memory."""
+    on_cpu = any(record.starts and record.starts[-1].get("device") == "cpu" for record in records)
+    return "by how much the process has grown: on a CPU torch counts nothing" if on_cpu else ""
 
 
 def gradients(record: Record) -> list[Html]:

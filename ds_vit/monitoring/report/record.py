@@ -180,7 +180,9 @@ def _rows_by_kind(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
         if taken_back is not None:
             for measured in ("train", "eval", "eval_ema", "gradients"):
                 by_step = found.get(measured, {})
-                while by_step and next(reversed(by_step)) >= taken_back:
+                # A step's gradients are written down before its loss.
+                first = taken_back + 1 if (kind, measured) == ("train", "gradients") else taken_back
+                while by_step and next(reversed(by_step)) >= first:
                     by_step.popitem()
         found.setdefault(kind, {})[step] = row
     return found
