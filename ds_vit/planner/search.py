@@ -370,6 +370,6 @@ def why_slower(best: Layouted, other: Layouted) -> str:
     if total < 0.005:
         return f"{other} is as fast as the best, within half a percent."
     return (
-        f"{other} takes {total:.0%} longer a step, above all for {words[name]}: {more[name] * 1e3:,.0f} of "
-        f"{(other.time.seconds - best.time.seconds) * 1e3:,.0f} ms more."
+        f"{other} takes {(other.time.seconds - best.time.seconds) * 1e3:,.0f} ms ({total:.0%}) longer a step, above all "
+        f"for {words[name]}, {more[name] * 1e3:,.0f} ms more."
     )
