@@ -255,7 +255,7 @@ def test_hugging_face_weights_start_a_run(tmp_path):
         InitialCheckpoint(source, create_model(SPEC)).load(model)
         # Hugging Face's default eps is 1e-12, timm's 1e-6.
         assert (logits(model, SPEC) - expected).abs().max() < 1e-4
-    # A decoder's tensors beside them, as of an encoder that was pretrained with one, are left out and not stumbled over.
+    # A decoder's tensors beside them are left out, in a file of these names too.
     (tmp_path / "with").mkdir()
     tensors = load_file(tmp_path / "hf" / "model.safetensors") | {"decoder_pred.bias": torch.zeros(3)}
     save_file(tensors, tmp_path / "with" / "model.safetensors")
