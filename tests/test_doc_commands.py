@@ -53,6 +53,7 @@ HOW = {
     "docs/benchmarks/step_cpu.md": "minutes of measuring: tests/tools/test_bench.py",
     "docs/report.md": "tests/monitoring/test_report.py",
     "docs/troubleshooting.md": "tests/tools/test_doctor.py, tests/training/test_dry_run.py",
+    "docs/from_deepspeed.md": "tests/training/test_dry_run.py",
     "docs/from_timm.md": "the same commands as docs/finetune.md",
 }
 
