@@ -46,6 +46,7 @@ HOW = {
     "docs/planning.md": "tests/tools/test_plan.py",
     "docs/quickstart.md": "tests/launching/test_launch_scripts.py",
     "docs/tasks.md": "tests/tasks/test_mae.py; launch/mae_digits.sh takes minutes",
+    "docs/zero.md": "minutes of measuring: tests/training/test_promise.py trains in each stage",
     "docs/benchmarks/checkpoint_cost.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py runs it short",
     "docs/benchmarks/cut_cpu.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py asks for its help",
     "docs/benchmarks/loader.md": "minutes of measuring: tests/tools/test_benchmark_scripts.py asks for its help",
