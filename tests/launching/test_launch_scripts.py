@@ -265,7 +265,7 @@ def test_slurm_and_pbs_outside_of_a_clone_or_a_job_say_so(clone):
     [(0, 0, 0, 0), (1, 0, 0, 1), (5, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1)],
 )
 def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, mypy_exit, code):
-    # Catches: a CI that is green although lint, types or a test failed, or no test was run; a stop where apt cannot work.
+    # Catches: a CI that is green although lint, types or a test failed, or none was run; a stop where apt cannot work.
     fake_venv(clone, f'#!/bin/sh\n[ "$2" != pytest ] || {{ echo "= 3 passed ="; exit {pytest_exit}; }}\n')
     for name, exit_code in (("ruff", ruff_exit), ("mypy", mypy_exit)):
         tool = clone.root / ".venv" / "bin" / name
