@@ -1,8 +1,8 @@
 """ds_vit from Python: what the command line does, as often as a program likes (docs/api.md).
 
 from ds_vit.api import train
-result = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digits", model="vit_tiny_patch16_224",
-               img_size=16, model_kwargs={"patch_size": 4}, epochs=1)
+result = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digits", epochs=1,
+               model="vit_tiny_patch16_224", img_size=16, model_kwargs={"patch_size": 4})
 """
 
 from __future__ import annotations

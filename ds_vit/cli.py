@@ -258,7 +258,8 @@ def _run(argv: Sequence[str]) -> int:
         return predict_command.main(argv)
     parser = build_parser(planning=argv[0] == "plan")
     if argv[0] == "bench":
-        arguments, arguments.words = parser.parse_known_args(argv)
+        arguments, words = parser.parse_known_args(argv)
+        arguments.words = words
     else:
         arguments = parser.parse_args(argv)
     return arguments.run(arguments)

@@ -64,7 +64,7 @@ def _as_read(block: Mapping[str, Any], parsed: BaseModel) -> dict[str, Any]:
             out[key] = _as_read({k: v for k, v in value.items() if v != "auto"}, seen)
         else:
             quoted = isinstance(value, str) and value != "auto" and isinstance(seen, (bool, int, float))
-            out[key] = (int(seen) if isinstance(seen, Enum) else seen) if quoted else value
+            out[key] = (int(seen.value) if isinstance(seen, Enum) else seen) if quoted else value
     return out
 
 
@@ -87,8 +87,8 @@ def with_optimizer(data: Mapping[str, Any], path: str, *, lr: float | None = Non
         if lr is None:
             raise UserError(f'{path} has no "optimizer", and AdamW needs --lr: give one, or write the block')
         params = {"lr": "auto", **{key: AUTO_PARAMS[key] for key in ("betas", "eps")}, "weight_decay": "auto"}
-        said = f'{path} has no "optimizer": AdamW with betas 0.9 and 0.999, eps 1e-8 and the flags\' rate and decay'
-        return {**data, "optimizer": {"type": "AdamW", "params": params}}, [said]
+        said = [f'{path} has no "optimizer": AdamW with betas 0.9 and 0.999, eps 1e-8 and the flags\' rate and decay']
+        return {**data, "optimizer": {"type": "AdamW", "params": params}}, said
     params = block.get("params") or {}
     if not isinstance(params, Mapping):
         raise UserError(f"{path}: optimizer.params must be a block {{…}}, not {params!r}")

@@ -140,7 +140,7 @@ def _nearest(key: str, known: frozenset[str], block: str = "") -> str:
     return f'; the nearest known key is "{close[0]}"' if close else ""
 
 
-def block_model(block: str) -> type | None:
+def block_model(block: str) -> type[pydantic.BaseModel] | None:
     """The pydantic model by which DeepSpeed reads a block, where it has one."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig

@@ -255,7 +255,7 @@ TYPES: dict[str, type] = {name: _type_of_word(hint) for name, hint in get_type_h
 def default_of(name: str) -> Any:
     """The default of a flag, by its recipe name."""
     f = FIELDS[name]
-    return f.default if f.default is not dataclasses.MISSING else f.default_factory()
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
 def spelling(name: str) -> str:

@@ -111,7 +111,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
         names = [f.name for f in fields(AugmentConfig) if f.name != "no_aug"]
         idle += [(name, "under --no-aug") for name in names]
     if config.aa not in ("", "none") and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
-        names = ("color_jitter", "color_jitter_prob")
+        names = ["color_jitter", "color_jitter_prob"]
         idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
     elif not config.color_jitter:
         idle += [("color_jitter_prob", "without --color-jitter")]
@@ -144,7 +144,7 @@ def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
     if not config.drop_path:
         idle += [("drop_path_compute", "without --drop-path")]
     if config.tp == 1:
-        names = ("sequence_parallel", "class_parallel", "tp_across_hosts")
+        names = ["sequence_parallel", "class_parallel", "tp_across_hosts"]
         idle += [(name, "without --tp") for name in names]
     if config.pp == 1:
         idle += [("pp_partition", "without --pp")]

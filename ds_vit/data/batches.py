@@ -86,7 +86,7 @@ class Reader:
         self._how = how  # one of decode.DECODERS
 
     def read(
-        self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool], replace: bool
+        self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[int, str]]:
         """Read the valid rows.
 

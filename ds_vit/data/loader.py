@@ -15,7 +15,7 @@ import multiprocessing.util
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -57,7 +57,7 @@ class Loader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Generator[MicroBatch, None, None]:
         others = set(multiprocessing.active_children())
         # An iterator that was given up may still wait for the garbage collector. Collected in a worker, it would close
         # files whose numbers are those of the worker's own queues. What is frozen here, no worker collects.
@@ -151,9 +151,12 @@ def train_loader(
         source: the training split.
         order: which samples a step uses.
         share: which of a step's rows this rank holds.
-        image, augment, mix: what happens to them.
-        load_images, load_targets: a pipeline's first stage needs the one, its last stage the other. Without images
-            nothing is decoded, unless bad images are skipped: then a target depends on what can be decoded.
+        image: the size and normalisation they get.
+        augment: what is drawn for each image.
+        mix: what is drawn for each batch.
+        load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
+            unless bad images are skipped: then a target depends on what can be decoded.
+        load_targets: likewise; a pipeline's last stage needs them.
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.

@@ -100,26 +100,26 @@ class Engine(ABC):
     ) -> None:
         import deepspeed
 
-        config = copy.deepcopy(dict(config))
-        self.stage = int(config.get("zero_optimization", {}).get("stage", 0))
-        self.accumulation = int(config["gradient_accumulation_steps"])
+        own: dict[str, Any] = copy.deepcopy(dict(config))
+        self.stage = int(own.get("zero_optimization", {}).get("stage", 0))
+        self.accumulation = int(own["gradient_accumulation_steps"])
         self.groups = groups
         self._input_names = tuple(input_names)
         self._whole_outputs = whole_outputs
-        self._clip = float(config["gradient_clipping"])
+        self._clip = float(own["gradient_clipping"])
         self._norm: torch.Tensor | None = None
         # What the norm of the step under way is made of: parameters, and the norms of this rank's pieces of their
         # gradients.
         self._piece_norms: list[tuple[Sequence[torch.Tensor | None], torch.Tensor]] = []
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
-            config["gradient_clipping"] = 0.0
+            own["gradient_clipping"] = 0.0
         if optimizer is not None and not rules_of(type(optimizer)).shown_to_deepspeed:
-            config.pop("optimizer", None)
-        config["zero_allow_untested_optimizer"] = True
-        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
-        config.setdefault("steps_per_print", 2**63 - 1)
-        arguments = {"model": model, "optimizer": optimizer, "config": config, **self._initialize_arguments()}
+            own.pop("optimizer", None)
+        own["zero_allow_untested_optimizer"] = True
+        own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
+        own.setdefault("steps_per_print", 2**63 - 1)
+        arguments = {"model": model, "optimizer": optimizer, "config": own, **self._initialize_arguments()}
         # BF16_Optimizer prints its memory line by line, past every log level.
         quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():

@@ -36,8 +36,6 @@ def can_overlap(config: Mapping[str, Any], groups: Groups) -> bool:
     layout = groups.layout
     if int(config.get("zero_optimization", {}).get("stage", 0)) != 0 or layout.dp == 1 or layout.pp * layout.tp > 1:
         return False
-    if (config.get("comms_logger") or {}).get("enabled"):  # it sees what goes through DeepSpeed
-        return False
     return all(config.get(key) in plain for key, plain in _OF_DEEPSPEED_ALONE)
 
 

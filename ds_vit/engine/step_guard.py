@@ -240,7 +240,8 @@ class StepGuard:
             self._update()
 
     def _let_the_device_judge(self) -> None:
-        norm, square_norms = self._norm(), self._square_norms()
+        norm: torch.Tensor = self._norm()
+        square_norms = self._square_norms()
 
         def worst_layer() -> tuple[str, float]:
             return _largest(layer_norms_of(self._zero_map, square_norms()))

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +60,9 @@ class Watchdog:
 
     Args:
         stall_seconds: how long the main thread may go without `beat`; 0 for no watch at all.
-        rank, world_size, local_rank: of this process.
+        rank: of this process.
+        world_size: the number of ranks.
+        local_rank: of this process on its host.
         folder: where the flight recorder's dump goes (`stall/` in it).
         store: where ranks meet (default: the process group's, on a connection of its own).
         end: ends the process with a code (a test's way to see that it would).
@@ -112,7 +114,7 @@ class Watchdog:
         self._patience = patience
         self._progress = time.monotonic()
 
-    def micro_batches(self, batches: Iterator[T]) -> Iterator[T]:
+    def micro_batches(self, batches: Iterator[T]) -> Generator[T, None, None]:
         """Pass batches on, with a beat before (waiting for data) and after each is there; phase and patience stay."""
         while True:
             place, patience = self._place, self._patience

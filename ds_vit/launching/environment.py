@@ -16,7 +16,19 @@ from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
-FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "SHARP_", "MV2_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_", "OMP_")
+FORWARDED: tuple[str, ...] = (
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "SHARP_",
+    "MV2_",
+    "TORCH_",
+    "PYTORCH_",
+    "DS_",
+    "DEEPSPEED_",
+    "OMP_",
+)
 FORWARDED += ("MKL_", "HF_", "MLFLOW", "PYTHON", "LD_LIBRARY_PATH")
 """Beginnings of the names of variables that go from the launching machine to every host."""
 
@@ -94,8 +106,8 @@ def collected(environ: Mapping[str, str], cwd: Path, files: Sequence[str | Path]
     for path in dict.fromkeys([*places, cwd / usual]):
         if path.is_file():
             variables |= read(path)
-    for path in files:
-        variables |= read(path)
+    for file in files:
+        variables |= read(file)
     return variables
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TextIO
 
 # Longer than DeepSpeed's launcher takes to end the other ranks, and a process that is never in anybody's way.
 _PATIENCE_SECONDS = 30
@@ -47,6 +48,7 @@ def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped:
         with contextlib.suppress(OSError):  # it was said once
             Path(error_file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": info}}))
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        place: TextIO
         if is_mpirun():
             place = opened.enter_context(open(f"/proc/{os.getppid()}/fd/2", "a"))
             sentence = f"\n{sentence}"  # it ends in the middle of a rank's line
@@ -58,7 +60,7 @@ def say_last(sentence: str, environ: Mapping[str, str] = os.environ, *, stopped:
         with _one_speaks:
             _take_back()
             # A session of its own: a launcher ends its ranks with all that they have started.
-            streams = {"stdin": subprocess.DEVNULL, "stdout": place, "stderr": place}
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": place, "stderr": place}
             _waiting.append(subprocess.Popen(words, **streams, start_new_session=True))
 
 

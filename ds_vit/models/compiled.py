@@ -37,6 +37,7 @@ class _Lent:
     """Mixed in before a keyed module: gives the row that it was lent, and asks for nothing else."""
 
     row: torch.Tensor
+    training: bool  # of the module
 
     @property
     def draws(self) -> bool:

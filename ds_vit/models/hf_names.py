@@ -103,6 +103,10 @@ class TensorsFromHF(Mapping[str, torch.Tensor]):
         pieces = [self._tensors[piece] for piece in self._parts[name]]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
+    def __delitem__(self, name: str) -> None:
+        """Leave a tensor out of the mapping; the file keeps it."""
+        del self._parts[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from timm.layers import DropPath, PatchDropout
@@ -74,7 +75,7 @@ class KeyedDrop(nn.Module, ABC):
         return randomness.uniform_of(self.bits(), shape)
 
 
-Rate = float | torch.Tensor
+Rate: TypeAlias = float | torch.Tensor
 
 
 def _mask(draws: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:

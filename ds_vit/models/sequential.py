@@ -41,9 +41,8 @@ class BlockRun(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         if not self.drops:
             return self._through(inputs)
-        *inputs, bits = inputs
-        with Together(self.drops, bits, self.rows).lent():
-            return self._through(tuple(inputs))
+        with Together(self.drops, inputs[-1], self.rows).lent():
+            return self._through(inputs[:-1])
 
     def _through(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         for block in self.blocks:
@@ -70,9 +69,9 @@ def run_layers(
     if keys is None:  # a module that draws says so itself
         drops = []
     bits = [hash_together(drops, keys)] if drops else []
-    rows = find_rows(drops, *bits, keys_on_host) if drops else None
+    rows = find_rows(drops, bits[0], keys_on_host) if drops else None
     recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
-    with Together(drops, *bits, rows).lent() if drops else nullcontext():
+    with Together(drops, bits[0], rows).lent() if drops else nullcontext():
         for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
             if not are_blocks:
                 for layer in group:

@@ -140,7 +140,7 @@ def _safetensors(path: Path) -> TensorFiles:
     return TensorFiles(shards)
 
 
-def open_weights(path: str | Path) -> Mapping[str, torch.Tensor]:
+def open_weights(path: str | Path) -> dict[str, torch.Tensor] | TensorFiles | TensorsFromHF:
     """The tensors of a checkpoint, under timm's names where the file has Hugging Face's.
 
     Raises:
@@ -204,7 +204,7 @@ def _config_beside(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _open_file(path: Path) -> Mapping[str, torch.Tensor]:
+def _open_file(path: Path) -> dict[str, torch.Tensor] | TensorFiles:
     if path.suffix in (".safetensors", ".json"):
         return _safetensors(path)
     if path.suffix not in _TORCH_SUFFIXES:

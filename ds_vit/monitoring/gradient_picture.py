@@ -48,7 +48,7 @@ def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
 def table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Header and one line a layer, from the input to the classifier, then the whole model."""
     header = ("layer", "norm", "largest", "zeros", "below 2^-24", "below 2^-14", "update / weight")
-    lines = [header]
+    lines: list[tuple[str, ...]] = [header]
     for layer, figures in [*row["layers"].items(), ("all", row)]:
         shares = [f"{figures[key]:.2%}" for key in ("zeros", "below_2^-24", "below_2^-14")]
         lines.append(
@@ -78,7 +78,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
     counts = {layer: np.asarray(c, dtype=float) for layer, c in row["histogram"]["counts"].items() if sum(c)}
     layers = list(counts)
     shares = np.stack([c / c.sum() for c in counts.values()])
-    total = sum(counts.values())
+    total = np.sum(list(counts.values()), axis=0)
     seen = np.flatnonzero(shares.max(axis=0) > 1e-3)  # a few lie far out, and would squeeze the others
     left, right = min(lowest + seen[0], SMALLEST) - 1.5, max(lowest + seen[-1], SMALLEST_NORMAL) + 1.5
     powers = lowest + np.arange(len(total))

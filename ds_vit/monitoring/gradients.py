@@ -158,7 +158,7 @@ class GradientHealth:
         table = torch.cat([self._sums, self._largest], dim=1).to(self._zero_map.device)
         dist.all_reduce(table)
         sums, largest = table[:, :width].cpu(), table[:, width:].max(dim=1).values.cpu()
-        row = _figures(sums.sum(dim=0), float(largest.max()))
+        row: dict[str, Any] = _figures(sums.sum(dim=0), float(largest.max()))
         row["layers"] = {
             layer: _figures(sums[i], float(largest[i])) for layer, i in self._rows.items() if sums[i, _ELEMENTS]
         }

@@ -85,9 +85,11 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
     order = order[taken_for[order] > 0]
     targets = {int(at): int(source.target(int(at))) for at in order}
     predicted = taken_for.astype(int) - 1
-    # Names of files need not be UTF-8.
-    encoding = {"encoding": "utf-8", "errors": "surrogateescape"}
-    with written_whole(folder.predictions) as partial, partial.open("w", newline="", **encoding) as file:
+    with (
+        written_whole(folder.predictions) as partial,
+        # Names of files need not be UTF-8.
+        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         table = csv.writer(file)
         table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
         for at, target in targets.items():

@@ -169,7 +169,7 @@ def parameter_groups(
         fallback: timm names whose groups get `use_fallback`; None for an optimizer that makes no difference.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
     ]

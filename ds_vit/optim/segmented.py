@@ -6,7 +6,7 @@ expanded factor a flat tensor on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -113,7 +113,7 @@ class SegmentedTensors:
         return expanded
 
     @staticmethod
-    def _foreach(function: object, views: list[torch.Tensor], *others: list[torch.Tensor]) -> None:
+    def _foreach(function: Callable[..., object], views: list[torch.Tensor], *others: list[torch.Tensor]) -> None:
         if views:
             function(views, *others)
 

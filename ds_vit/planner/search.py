@@ -367,9 +367,10 @@ def why_slower(best: Layouted, other: Layouted) -> str:
     more = {name: getattr(other.time, name) - getattr(best.time, name) for name in words}
     name = max(more, key=lambda name: more[name])
     total = other.time.seconds / best.time.seconds - 1
+    longer = (other.time.seconds - best.time.seconds) * 1e3
     if total < 0.005:
         return f"{other} is as fast as the best, within half a percent."
     return (
-        f"{other} takes {(other.time.seconds - best.time.seconds) * 1e3:,.0f} ms ({total:.0%}) longer a step, above all "
-        f"for {words[name]}, {more[name] * 1e3:,.0f} ms more."
+        f"{other} takes {longer:,.0f} ms ({total:.0%}) longer a step, above all for {words[name]}, "
+        f"{more[name] * 1e3:,.0f} ms more."
     )

@@ -69,7 +69,8 @@ class FeatureBank:
         if not found:
             none = torch.empty(0, dtype=torch.int64, device=device)
             return cls(torch.empty(0, 0, device=device), none, none, num_classes)
-        return cls(*(torch.cat(parts) for parts in zip(*found, strict=True)), num_classes)
+        features, targets, places = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return cls(features, targets, places, num_classes)
 
     def blocks(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Features, targets and places, at most `size` images at a time."""
@@ -169,7 +170,8 @@ class NearestNeighbours(_Top1):
             similarities = queries @ _unit(features).T
             columns = _nearest_columns(similarities, min(self.k, len(features)))
             candidates = (similarities.gather(1, columns), targets[columns], places[columns])
-            found = _nearest(*(torch.cat(both, dim=1) for both in zip(found, candidates, strict=True)), self.k)
+            near, labels, at = (torch.cat(both, dim=1) for both in zip(found, candidates, strict=True))
+            found = _nearest(near, labels, at, self.k)
         return found
 
 
@@ -257,7 +259,7 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
     Raises:
         UserError: images with several labels, fewer images than neighbours, or no training split to learn from.
     """
-    chosen = []
+    chosen: list[tuple[str, Figure, Callable[..., Metrics]]] = []
     if config.eval_knn:
         chosen.append((f"--eval-knn {config.eval_knn}", KNN, partial(NearestNeighbours, k=config.eval_knn)))
     if config.eval_linear_probe:

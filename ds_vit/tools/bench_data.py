@@ -40,7 +40,7 @@ _QUALITY = 90
 
 
 class _Sample(NamedTuple):
-    index: int
+    number: int
     key: int
     data: bytes | None
     name: str
@@ -146,7 +146,7 @@ def _stages(
 ) -> dict[str, float]:
     source = plan.data.train_source
     clock = time.perf_counter  # reading and transfer wait
-    read = _fastest(lambda: [source.encoded(sample.index) for sample in samples] and None, len(samples), clock)
+    read = _fastest(lambda: [source.encoded(sample.number) for sample in samples] and None, len(samples), clock)
     loader = _loader(plan, workers=0)
     batches = list(itertools.islice(loader, max(1, len(samples) // plan.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
@@ -202,7 +202,7 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
 
     def opened(sample: _Sample) -> Image.Image | Jpeg:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
-            return source.image(sample.index)
+            return source.image(sample.number)
         return open_image(sample.data, sample.name, way.augment.decode)
 
     def box(sample: _Sample) -> Box:
@@ -280,7 +280,7 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
 
 def table(result: DataBench) -> list[tuple[str, ...]]:
     """Header and lines."""
-    lines = [("of one process", "ms an image", "images/s")]
+    lines: list[tuple[str, ...]] = [("of one process", "ms an image", "images/s")]
     for stage, seconds in result.seconds.items():
         lines.append((stage, f"{seconds * 1e3:.3f}", f"{1.0 / seconds:,.0f}" if seconds else ""))
     lines.append((f"the loader, --workers {result.workers}", "", f"{result.images_per_second:,.0f}"))

@@ -44,6 +44,6 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
         elif not action.choices and action.nargs != 0:
             words = str(action.metavar or "")
             if words.startswith(("DIR", "FOLDER", "RUN")) or "--output" in action.option_strings:
-                action.complete = shtab.DIRECTORY if "FILE" not in words else shtab.FILE
+                vars(action)["complete"] = shtab.DIRECTORY if "FILE" not in words else shtab.FILE
             elif "FILE" in words or words.startswith(("IMAGE", "PATH", "SOURCE")):
-                action.complete = shtab.FILE
+                vars(action)["complete"] = shtab.FILE

@@ -110,7 +110,9 @@ def title(ladder: Ladder) -> str:
 
 def table(ladder: Ladder) -> list[tuple[str, ...]]:
     """A header and a line a rung."""
-    lines = [("", "images a step", "images/s", "of the one before", "of the first", "operations", "MB allocated")]
+    lines: list[tuple[str, ...]] = [
+        ("", "images a step", "images/s", "of the one before", "of the first", "operations", "MB allocated")
+    ]
     for name, side in ladder.sides.items():
         before, first = ladder.to_the_one_before.get(name), ladder.to_the_first.get(name)
         lines.append(

@@ -266,7 +266,7 @@ def _in_turns(
     """Seconds a step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
-        for name in sides if turn % 2 else reversed(sides):
+        for name in sides if turn % 2 else reversed(list(sides)):
             dist.barrier()
             seconds = torch.tensor(_seconds_a_step(sides[name], steps, device), device=device, dtype=torch.float64)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

@@ -199,7 +199,8 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
             "--gpus-per-node"
         )
     machine = Machine(gpu, arguments.gpus, per_node, link(gpu.inside, "inside"), link(arguments.link))
-    told, stage = dict(_BF16), arguments.zero
+    told: dict[str, Any] = dict(_BF16)
+    stage = arguments.zero
     if arguments.deepspeed_config:
         told = load_json(arguments.deepspeed_config)
         told = {key: value for key, value in told.items() if "batch_size" not in key and "accumulation" not in key}

@@ -115,7 +115,8 @@ def _opened(output: str | None, mode: str = "w") -> Iterator[Any]:
     path = Path(output)
     partial_path = path.with_name(f".{path.name}.partial")
     try:
-        file = partial_path.open(mode, **({} if "b" in mode else {"newline": "", "encoding": "utf-8"}))
+        text = "b" not in mode
+        file = partial_path.open(mode, newline="" if text else None, encoding="utf-8" if text else None)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}") from None
     try:

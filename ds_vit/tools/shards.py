@@ -120,7 +120,7 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
     try:
         _keep_to_plan(out, split, plan, source.class_names)
         work = _Work(source, split, out, packing, _clashing(source))
-        parts = []
+        parts: list[Packed] = []
         context = multiprocessing.get_context()
         pool = ProcessPoolExecutor(min(workers, len(firsts)), context, initializer=_start, initargs=(work,))
         with line.doing(f"{split}: shards", len(firsts)) as counted:
@@ -138,7 +138,14 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
             f"{error.filename or out}: {error.strerror}; what is made stays in {out}: start again to go on"
         ) from error
     bad = tuple(name for part in parts for name in part.undecodable)
-    return Packed(*(sum(part[field] for part in parts) for field in range(5)), bad)
+    return Packed(
+        images=sum(part.images for part in parts),
+        shards=sum(part.shards for part in parts),
+        made=sum(part.made for part in parts),
+        file_bytes=sum(part.file_bytes for part in parts),
+        shard_bytes=sum(part.shard_bytes for part in parts),
+        undecodable=bad,
+    )
 
 
 def _keep_to_plan(out: Path, split: str, plan: dict[str, object], classes: Sequence[str]) -> None:
@@ -186,7 +193,12 @@ def _start(work: _Work) -> None:
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _make(first: int) -> Packed:

@@ -131,7 +131,7 @@ def by_estimate(plan: Plan, memory: Memory) -> Found:
     return Found(
         micro_batch=fitting[-1].micro_batch if fitting else 0,
         needs=needs(fitting[-1] if fitting else batches[0]),
-        larger=larger and larger.micro_batch,
+        larger=larger.micro_batch if larger else None,
         larger_needs=needs(larger) if larger else 0,
         memory=memory,
         how=_ESTIMATED,

@@ -10,9 +10,10 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ class InputPipeline:
         self.samples = samples
         self.skipped = SkippedImages(skipped, active=plan.config.on_bad_image == "skip")
 
-    def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Batch]:
+    def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
         """The micro-batches of the run from a step on; the time they are waited for is counted.
 
         Args:
@@ -158,7 +159,7 @@ class InputPipeline:
         own = (field for field in fields if here[field.stage])
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
-    def _loading(self, fields: Sequence[Field]) -> dict[str, object]:
+    def _loading(self, fields: Sequence[Field]) -> dict[str, Any]:
         plan = self.plan
         return {
             "image": plan.model.image,

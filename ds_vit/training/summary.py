@@ -35,7 +35,7 @@ from ds_vit.tasks import Figure
 from ds_vit.training.plan import OptimizerPlan, Plan, resolved_flags
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
 
-Rows = list[tuple[str, str]]
+Rows = Sequence[tuple[str, str]]
 Quality = dict[str, float | None]
 
 
@@ -164,7 +164,7 @@ def _drop_path(plan: Plan, device: torch.device) -> Rows:
 
 def _rules(plan: Plan, optimizer: OptimizerPlan) -> Rows:
     """What single parameters get: weight decay, their layer's learning rate, an average."""
-    rows: Rows = []
+    rows: list[tuple[str, str]] = []
     model = plan.model.whole
     trained = [name for name, _ in model.named_parameters() if name not in plan.model.frozen]
     if optimizer.weight_decay:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ class Validation:
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
         looks = self.reporter is not None and kind == "eval" and token_norms.can_be_seen(self.plan)
-        with token_norms.watched(self.engine.module) if looks else nullcontext({}) as seen:
+        nothing: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
+        with token_norms.watched(self.engine.module) if looks else nothing as seen:
             figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if seen:

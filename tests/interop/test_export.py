@@ -255,6 +255,11 @@ def test_hugging_face_weights_start_a_run(tmp_path):
         InitialCheckpoint(source, create_model(SPEC)).load(model)
         # Hugging Face's default eps is 1e-12, timm's 1e-6.
         assert (logits(model, SPEC) - expected).abs().max() < 1e-4
+    # A decoder's tensors beside them are left out, in a file of these names too.
+    (tmp_path / "with").mkdir()
+    tensors = load_file(tmp_path / "hf" / "model.safetensors") | {"decoder_pred.bias": torch.zeros(3)}
+    save_file(tensors, tmp_path / "with" / "model.safetensors")
+    assert InitialCheckpoint(tmp_path / "with", create_model(SPEC)).left_out == ("decoder_pred.bias",)
     heads = create_model(small_spec(SPEC.name, img_size=64, num_heads=6))
     with pytest.raises(ValueError, match="it has 3 heads and the model 6; give --model-kwargs num_heads=3"):
         InitialCheckpoint(tmp_path / "hf", heads)

@@ -260,16 +260,20 @@ def test_slurm_and_pbs_outside_of_a_clone_or_a_job_say_so(clone):
     assert "not in a PBS job" in done.stderr
 
 
-@pytest.mark.parametrize(("pytest_exit", "ruff_exit", "code"), [(0, 0, 0), (1, 0, 1), (5, 0, 1), (0, 1, 1)])
-def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, code):
-    # Catches: a CI that is green although lint or a test failed, or no test was run; a stop where apt cannot work.
+@pytest.mark.parametrize(
+    ("pytest_exit", "ruff_exit", "mypy_exit", "code"),
+    [(0, 0, 0, 0), (1, 0, 0, 1), (5, 0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1)],
+)
+def test_ci_run_fails_when_anything_does(clone, pytest_exit, ruff_exit, mypy_exit, code):
+    # Catches: a CI that is green although lint, types or a test failed, or none was run; a stop where apt cannot work.
     fake_venv(clone, f'#!/bin/sh\n[ "$2" != pytest ] || {{ echo "= 3 passed ="; exit {pytest_exit}; }}\n')
-    ruff = clone.root / ".venv" / "bin" / "ruff"
-    ruff.write_text(f"#!/bin/sh\nexit {ruff_exit}\n")
-    ruff.chmod(0o755)
+    for name, exit_code in (("ruff", ruff_exit), ("mypy", mypy_exit)):
+        tool = clone.root / ".venv" / "bin" / name
+        tool.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+        tool.chmod(0o755)
     done = clone.run("my clone/.ci/run")
     assert done.returncode == code
-    if ruff_exit == 0:
+    if ruff_exit == mypy_exit == 0:
         assert done.stdout.splitlines()[-1] == "= 3 passed ="
     assert ("pytest found no test to run" in done.stderr) == (pytest_exit == 5)
     assert "could not install" in done.stderr

@@ -14,7 +14,7 @@ import posixpath
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 from timm.utils.misc import natural_key
@@ -190,7 +190,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         UserError: a path does not exist, or a folder has no images in it.
     """
     found: list[str] = []
-    for path in map(os.fspath, paths):
+    for path in [os.fspath(path) for path in paths]:
         if not os.path.isdir(path):
             if not os.path.exists(path):
                 raise UserError(f"{path} does not exist; give image files, or a folder of them")
@@ -324,7 +324,7 @@ class _Member(NamedTuple):
     size: int
 
 
-def _members(file: BinaryIO, base: int, prefix: str, where: str) -> Iterator[_Member]:
+def _members(file: IO[bytes], base: int, prefix: str, where: str) -> Iterator[_Member]:
     """The regular files of a tar, and of tars in it, whose first byte lies at `base` of the outermost file.
 
     A class is the innermost folder's name, a tar in a tar (or a tar of a folder of tars) counting as a folder: the

@@ -174,7 +174,7 @@ def _scan(file: BinaryIO, shard: str) -> ShardIndex:
                     left_out[""] += 1
                 else:
                     _add(samples.setdefault(named[1], _Sample()), named[1], named[2].lower(), info, tar, shard)
-                tar.members = []  # of a million, tarfile would keep each
+                vars(tar)["members"] = []  # of a million, tarfile would keep each
             ends_at = tar.offset
     except (tarfile.TarError, EOFError) as error:
         raise UserError(

@@ -55,7 +55,7 @@ class Source(ABC):
         for array in self.told_apart_by():
             digest.update(f";{array.dtype.str}{array.shape}".encode())
             for first in range(0, len(array), _ROWS_AT_ONCE):
-                digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8))
+                digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8).data)
         return digest.hexdigest()
 
     def told_apart_by(self) -> tuple[np.ndarray, ...]:

@@ -50,7 +50,7 @@ class DatasetSource(Source):
                 given = [self._dataset[index][1] for index in range(len(self._dataset))]
             targets = np.asarray(given).astype(np.int64, casting="same_kind")
         except (IndexError, KeyError, TypeError, ValueError):  # items that are no pairs, targets of several lengths
-            targets = np.zeros(0)
+            targets = np.zeros(0, dtype=np.int64)
         if targets.shape != (len(self._dataset),) or not len(targets):
             name = type(self._dataset).__name__
             raise UserError(f"{name} is not (image, class number) for each of its {len(self._dataset)} items")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def gradients(record: Record) -> list[Html]:
     def over_steps(
         title: str,
         names: Sequence[str],
-        value: Callable[[dict, str], float | None],
+        value: Callable[[Mapping[str, Any], str], float | None],
         note: str,
         factor: float,
         log: bool,

@@ -232,7 +232,7 @@ def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
 
 
 def _host_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for answer in diagnosis.answers:
         facts = answer.facts
         if facts is None:

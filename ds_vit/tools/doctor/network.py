@@ -55,7 +55,11 @@ def run_collectives(answers: Sequence[Answer], way: Way, address: str, port: int
     try:
         for answer, count, leader in zip(answers, counts, leaders, strict=True):
             for local_rank in range(count):
-                words = {"--rank": leader + local_rank, "--world-size": world, "--local-rank": local_rank}
+                words: dict[str, object] = {
+                    "--rank": leader + local_rank,
+                    "--world-size": world,
+                    "--local-rank": local_rank,
+                }
                 words |= {"--port": port, "--address": address, "--leaders": ",".join(map(str, leaders))}
                 words |= {"--seconds": seconds / 2}
                 arguments = [str(word) for pair in words.items() for word in pair]

@@ -132,8 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     Raises:
         UserError: as `config.parse`, a layout that is none, or a flag that the layouts decide.
     """
-    parser = argparse.ArgumentParser(prog="parity.py", allow_abbrev=False, description=DESCRIPTION)
-    parser.error = _refuse
+    parser = _Parser(prog="parity.py", allow_abbrev=False, description=DESCRIPTION)
     parser.add_argument("--layouts", metavar="LIST", help='"pp2 tp2, tp2 --sequence-parallel, pp2, zero3"')
     parser.add_argument("--reference", metavar="LAYOUT", help="what they are compared with [zero1 fp32; fp16: zero1]")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps in each [5]")
@@ -162,5 +161,8 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise UserError(message)
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)

@@ -121,7 +121,9 @@ def _load(request: Request) -> dict[str, Any]:
 
 def _idle(request: Request) -> list[str]:
     """The flags that were written down and do nothing here, by their recipe names."""
-    idle = _IDLE_FLAGS if request.own_optimizer else (*_IDLE_FLAGS, *_OPTIMIZER_FLAGS, *_SCHEDULE_FLAGS)
+    idle: tuple[str, ...] = (
+        _IDLE_FLAGS if request.own_optimizer else (*_IDLE_FLAGS, *_OPTIMIZER_FLAGS, *_SCHEDULE_FLAGS)
+    )
     idle += () if request.values.get("no_aug") else ("interpolation",)
     return [name for name in idle if name in request.values]
 

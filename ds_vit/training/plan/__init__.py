@@ -73,7 +73,7 @@ class Plan:
     def notes(self) -> tuple[str, ...]:
         """What was found out, as lines for people."""
         of_optimizer = self.optimizer.notes if self.optimizer else ()
-        begins = ()
+        begins: tuple[str, ...] = ()
         if self.config.resume == "auto" and self.resume is None:
             begins = (f"--resume auto: there is no checkpoint in {self.config.output} yet; the run begins at step 0",)
         of_parts = (*self.data.notes, *self._bubble, *self.model.notes, *of_optimizer)

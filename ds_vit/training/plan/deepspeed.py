@@ -62,12 +62,13 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedPlan:
     Raises:
         UserError: keys or values that cannot be, or flags that contradict them.
     """
-    path = config.deepspeed_config
+    source: Mapping[str, Any] | str = config.deepspeed_config  # the contents, from a program
     given, of_a_run = parse_set(config.set), False
-    if isinstance(path, Mapping):  # from a program
-        path, stored = "deepspeed_config", copy.deepcopy(dict(path))
+    if isinstance(source, Mapping):
+        path, stored = "deepspeed_config", copy.deepcopy(dict(source))
     else:
-        stored, of_a_run = deepspeed_json.load_json(path), deepspeed_json.derived_path(path).is_file()
+        path, stored = source, deepspeed_json.load_json(source)
+        of_a_run = deepspeed_json.derived_path(source).is_file()
     file = data = overlay(stored, given, path)
     if given:
         path += f" with --set {' '.join(config.set)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
@@ -104,7 +105,8 @@ def _initial_weights(config: RunConfig, whole: TimmViT) -> tuple[InitialCheckpoi
         return None, [
             f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"
         ]
-    path, source = config.initial_checkpoint, config.initial_checkpoint
+    path: str | Path = config.initial_checkpoint
+    source = config.initial_checkpoint
     if config.pretrained:
         found = find_pretrained(whole)
         path, source = found.path, f"{found.name} ({found.source})"
