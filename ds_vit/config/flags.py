@@ -202,6 +202,9 @@ class RunConfig(MixConfig, AugmentConfig):
     )
     time_limit: str = flag("", _R, "save and stop after this time: 90m, 24h")
     log_samples: bool = flag(False, _R, "write which samples each step used, to samples/ in the output folder")
+    log_images: int = flag(
+        16, _R, "images of the first step, as the model sees them, in augmented.png (0: none)", rule=AT_LEAST_0
+    )
     profile_steps: str = flag(
         "", _R, "profile the steps from A up to, and without, B into profile/ in the output folder", metavar="A:B"
     )

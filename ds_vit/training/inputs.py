@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,9 @@ class InputPipeline:
         throughput: is told how long the loop waited for data.
         samples: folder for files of the samples that each step used (--log-samples), or None.
         skipped: file that images are named in that could not be decoded, or None.
+
+    Attributes:
+        look: is shown the micro-batches of the run from its first one on, as read and as the model gets them; or None.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class InputPipeline:
         self.throughput = throughput
         self.loads = plan.parallel.layout.tp_rank(plan.parallel.process.rank) == 0
         self.samples = samples
+        self.look: Callable[[MicroBatch, Batch], None] | None = None
         self.skipped = SkippedImages(skipped, active=plan.config.on_bad_image == "skip")
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Iterator[Batch]:
@@ -108,6 +112,8 @@ class InputPipeline:
                 self.skipped.found(plan.data.train_source, batch.skipped, step // plan.data.order.steps_per_epoch)
                 self._log_samples(number, batch)
             shared = self._share(self._finish(fields, batch, training=True))
+            if first_step == 0 and self.look is not None:
+                self.look(batch, shared)
             yield _with_host_keys(shared, batch.keys[: batch.num_rows])
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:

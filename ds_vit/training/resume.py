@@ -44,9 +44,9 @@ _BEFORE = {
 _FREE_NAMES = """
     deepspeed_config set pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
     grad_checkpointing drop_path_compute checkpoint_interval keep_checkpoints log_interval stop_before_seconds
-    time_limit log_samples profile_steps data_dir dataset_download allow_empty_classes verbose allow_batch_change
-    allow_schedule_change auto_batch memory max_steps pretrained initial_checkpoint resample_patch_embed
-    validation_batch_size compile compile_mode
+    time_limit log_samples log_images profile_steps data_dir dataset_download allow_empty_classes verbose
+    allow_batch_change allow_schedule_change auto_batch memory max_steps pretrained initial_checkpoint
+    resample_patch_embed validation_batch_size compile compile_mode
 """
 _FREE = frozenset(_FREE_NAMES.split())
 

@@ -23,6 +23,7 @@ from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
+from ds_vit.monitoring.sheets import TrainingSheet
 from ds_vit.monitoring.starts import note_start
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
@@ -152,6 +153,10 @@ class Trainer:
         self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
         samples = self.folder.samples if config.log_samples else None
         self.inputs = InputPipeline(plan, self.engine, self.throughput, samples, self.folder.skipped)
+        if self.reporter and config.log_images:
+            image, names, number = plan.model.image, plan.model.task.class_names, plan.data.batch.accumulation
+            sheet = TrainingSheet(image, plan.data.train_source, names, config.log_images, number)
+            self.inputs.look = partial(sheet.add, save=self.reporter.training_images)
         self.checkpoint_manager = CheckpointManager(
             plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
         )
@@ -239,14 +244,7 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, self.profiler.batches(self._shown(batches)))
-
-    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches; the report gets images of the run's first one."""
-        for number, batch in enumerate(batches):
-            if self.reporter and self.step == number == 0 and "images" in batch:
-                self.reporter.training_images(batch, self.plan.model.image, self.plan.model.task.class_names)
-            yield batch
+            self._take_steps(first_step, self.profiler.batches(batches))
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
