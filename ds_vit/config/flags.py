@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -30,6 +30,7 @@ _RECOMPUTED = Rule(
     "must be full, selective or a number of blocks of at least 1",
     lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
 )
+_WORKERS = Rule("must be auto or at least 0", lambda number: number == "auto" or number >= 0)
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _WEIGHTS = Rule("must be numbers above 0", lambda x: all(0 < weight < float("inf") for weight in x))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
@@ -114,8 +115,13 @@ class RunConfig(MixConfig, AugmentConfig):
         None, _D, "share of the training split that is held out for evaluation, in place of --val-split", rule=_SHARE
     )
     dataset_download: bool = flag(False, _D, "let torchvision download the data set")
-    workers: int = flag(
-        4, _D, "loader processes a rank (0: load in the training process)", short=("-j",), rule=AT_LEAST_0
+    workers: int | str = flag(
+        4,
+        _D,
+        "loader processes a rank (0: load in the training process; auto: by the cores of its host)",
+        short=("-j",),
+        rule=_WORKERS,
+        metavar="auto|N",
     )
     allow_empty_classes: bool = flag(False, _D, "let class folders stand that hold no image, or none that is readable")
     on_bad_image: str = flag("error", _D, "an image that cannot be decoded", choices=("error", "skip"))
@@ -251,7 +257,15 @@ def _type_of_word(hint: Any) -> type:
     return _type_of_word(inner[0]) if inner else hint
 
 
-TYPES: dict[str, type] = {name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()}
+def number_or_auto(word: Any) -> int | str:
+    """`auto`, or a whole number."""
+    return word if word == "auto" else int(str(word))
+
+
+TYPES: dict[str, Callable[[Any], Any]] = {
+    **{name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()},
+    "workers": number_or_auto,
+}
 """The type of each word of a flag, from the annotation of its field."""
 
 

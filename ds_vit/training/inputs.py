@@ -171,7 +171,7 @@ class InputPipeline:
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": plan.config.on_bad_image,
-            "num_workers": plan.config.workers,
+            "num_workers": plan.workers,
             "pin_memory": self.engine.device.type == "cuda",
         }
 

@@ -74,6 +74,7 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
         ("data", images),
         ("global batch", f"{data.batch}{_batch_origins(told)}"),
         *(_update_rows(plan, plan.optimizer, device) if plan.optimizer is not None else []),
+        *([("--workers auto", f"{plan.workers} a rank ({plan.workers_from})")] if plan.workers_from else []),
         *([("--set", " ".join(plan.config.set))] if plan.config.set else []),
         ("output", str(folder)),
         *([("if it ends early", command_to_go_on(folder, plan.parallel.process.world_size))] if plan.optimizer else []),

@@ -14,7 +14,7 @@ a plan have a file each and are resolved in this order:
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_vit import config as flags
@@ -57,6 +57,8 @@ class Plan:
         resume: the checkpoint to go on from, or None.
         stop_at: `time.time()` at which a scheduler or --time-limit ends the run.
         changes: from the checkpoint's run, as lines for people.
+        workers: loader processes of this rank.
+        workers_from: how `--workers auto` came to that number, for people; empty where it was given.
     """
 
     config: RunConfig
@@ -68,6 +70,8 @@ class Plan:
     resume: Resume | None = None
     stop_at: float | None = None
     changes: tuple[str, ...] = ()
+    workers: int = 0
+    workers_from: str = field(default="", compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -195,7 +199,8 @@ def prepare(
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
     told = write_out(told, data, optimizer, model.whole)
-    plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at)
+    workers = 0 if config.workers == "auto" else config.workers  # which is dealt (training/workers.py) when it is made
+    plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at, workers=workers)
     if resume is None:
         return plan
     changes = check_same_run(resume, plan.identity, resolved_flags(plan))
