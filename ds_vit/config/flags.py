@@ -69,6 +69,12 @@ class RunConfig(MixConfig, AugmentConfig):
     model_kwargs: Mapping[str, Any] = flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, _M, "classes of the head (default: the data's)", rule=AT_LEAST_1)
     img_size: int | None = flag(None, _M, "image side in pixels (default: the model's)", rule=AT_LEAST_1)
+    img_size_schedule: str = flag(
+        "",
+        _M,
+        "progressive resizing: sides, and the share of the run from which on each holds; the last is the model's",
+        metavar="128:0,160:0.4,224:0.8",
+    )
     drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)
     drop_path_compute: str = flag(

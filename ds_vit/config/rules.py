@@ -9,6 +9,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.durations import Interval, parse_seconds, parse_steps
 from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
+from ds_vit.config.image_sizes import parse_schedule
 from ds_vit.config.sizes import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -64,6 +65,8 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
             "--grad-checkpointing selective tells single operations apart, which --compile makes one graph of; use "
             "--grad-checkpointing full, or drop --compile"
         )
+    if config.img_size_schedule:
+        _check_image_sizes(config)
     if config.freeze and config.linear_probe:
         raise UserError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
@@ -87,6 +90,21 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     for name, reason in _idle_flags(config):
         if is_asked_for(name, config, explicit):
             raise UserError(f"{spelling(name)} has no effect {reason}; drop it")
+
+
+def _check_image_sizes(config: RunConfig) -> None:
+    """What stands beside --img-size-schedule."""
+    last, _ = parse_schedule(config.img_size_schedule)[-1]
+    if config.img_size not in (None, last):
+        raise UserError(
+            f"--img-size-schedule {config.img_size_schedule} ends at {last}, and --img-size is {config.img_size}; the "
+            "run ends, and is evaluated, at the last size: make them the same, or drop --img-size"
+        )
+    if config.compile:
+        raise UserError(
+            "--img-size-schedule gives the blocks other shapes on the way, and --compile a graph is of one; drop one "
+            "of them"
+        )
 
 
 def _check_checkpoints(config: RunConfig) -> None:

@@ -16,6 +16,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.image_sizes import SizeSchedule
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
@@ -139,6 +141,7 @@ def train_loader(
     mix: MixConfig,
     start_step: int = 0,
     stop_step: int,
+    sizes: SizeSchedule | None = None,
     load_images: bool = True,
     load_targets: bool = True,
     on_bad_image: str = "error",
@@ -152,6 +155,7 @@ def train_loader(
         order: which samples a step uses.
         share: which of a step's rows this rank holds.
         image, augment, mix: what happens to them.
+        sizes: the side of a step's images, where it is not always that of `image`.
         load_images, load_targets: a pipeline's first stage needs the one, its last stage the other. Without images
             nothing is decoded, unless bad images are skipped: then a target depends on what can be decoded.
         on_bad_image: "error", or "skip" for a keyed replacement.
@@ -172,7 +176,11 @@ def train_loader(
     transform = train_transform(image, augment)
     reader = Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
-    return Loader(TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
+    transforms = {
+        size: train_transform(replace(image, img_size=(size, size)), augment) for size in (sizes.sizes if sizes else ())
+    }
+    batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms)
+    return Loader(batches, numbers, num_workers, pin_memory)
 
 
 def eval_loader(

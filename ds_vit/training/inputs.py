@@ -80,13 +80,14 @@ class InputPipeline:
             skipped_batches: global batches that were left out before this step.
         """
         plan = self.plan
-        fields = self._here(plan.model.task.fields(training=True))
+        fields, sizes = self._here(plan.model.task.fields(training=True)), plan.image_sizes
         if not self.loads:
             for number in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
                 step, micro_index = divmod(number, plan.data.batch.accumulation)
                 rows = plan.share.rows(micro_index)
                 _, keys = plan.data.order.rows(first_step + skipped_batches + step, rows)
-                yield _with_host_keys(self._receive(fields, plan.data.batch.micro_batch), torch.from_numpy(keys))
+                sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
+                yield _with_host_keys(self._receive(sized, plan.data.batch.micro_batch), torch.from_numpy(keys))
             return
         batches = iter(
             train_loader(
@@ -97,6 +98,7 @@ class InputPipeline:
                 mix=plan.config.mix,
                 start_step=first_step + skipped_batches,
                 stop_step=max(first_step, plan.optimizer.total_steps) + skipped_batches,
+                sizes=sizes and sizes.later(skipped_batches),
                 **self._loading(fields),
             )
         )
@@ -206,6 +208,14 @@ class InputPipeline:
         if valid:
             batch["valid"] = empty((), torch.bool)
         return self._broadcast(batch)
+
+
+def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
+    """The fields where images are squares of another side."""
+    return tuple(
+        dataclasses.replace(field, shape=(*field.shape[:-2], size, size)) if field.reads == "images" else field
+        for field in fields
+    )
 
 
 def _with_host_keys(batch: Batch, keys: torch.Tensor) -> Batch:

@@ -23,6 +23,7 @@ _IDENTITY = {
     "model": "give the same --model",
     "num_classes": "give the same --num-classes",
     "img_size": "give the same --img-size",
+    "img_size_schedule": "give the same --img-size-schedule",
     "shapes": "give the same --model-kwargs",
     "seed": "give the same --seed",
     "images": "give the same training data",
@@ -37,6 +38,7 @@ _IDENTITY = {
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
 _BEFORE = {
     "task": "classification",
+    "img_size_schedule": "",
     "decode": "exact",
     "mixture": [],
 }  # what was the case before it had a name in checkpoints

@@ -112,6 +112,7 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan, device: torch.device) -> 
         ("steps", f"{optimizer.total_steps:,} ({course})"),
         ("checkpoints", _checkpoints(plan)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
+        *_image_sizes(plan),
         *_drop_path(plan, device),
         *_rules(plan, optimizer),
     ]
@@ -133,6 +134,14 @@ def _precision(plan: Plan, device: torch.device) -> str:
     if plan.deepspeed.precision.compute != "float32" and plan.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
     return f"{name}, TF32 matrix products" if plan.config.tf32 else name
+
+
+def _image_sizes(plan: Plan) -> Rows:
+    """Which images are trained on from which step on."""
+    if (sizes := plan.image_sizes) is None:
+        return []
+    parts = [f"{size} from step {first + 1:,}" for size, first in zip(sizes.sizes, sizes.firsts, strict=True)]
+    return [("image size", f"{', '.join(parts)}; FLOPs and memory are those of {sizes.sizes[-1]}")]
 
 
 def _drop_path(plan: Plan, device: torch.device) -> Rows:

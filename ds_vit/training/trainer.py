@@ -79,6 +79,8 @@ class Trainer:
         self.phases: set[str] = set()  # what this process has begun once
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
+        self.sizes = plan.image_sizes
+        self.size = self.sizes and self.sizes.sizes[-1]  # of the images that the model takes now
         self.profiler = StepProfiler(
             parse_steps(plan.config.profile_steps, "--profile-steps"), folder.profile, groups, self.device
         )
@@ -270,6 +272,7 @@ class Trainer:
         looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
         if looks:
             self.health.arm()
+        self._take_images_of(self.sizes.at(step - 1) if self.sizes else None)
         self._begin(step, "forward, backward and update")
         result = self.engine.train_step(batches, self._conclude)
         self._open = step, scale, result
@@ -284,6 +287,12 @@ class Trainer:
         elif step % self.draw_interval == 0:
             self._draw(step, lr, scale, result)
         self.step_log.line(step, result)
+
+    def _take_images_of(self, size: int | None) -> None:
+        """Let the model take images of this size (--img-size-schedule), if it does not already."""
+        if size != self.size:
+            self.engine.take_images_of(size, self.plan.model.whole.patch_embed.patch_size)
+            self.size = size
 
     def _conclude(self) -> None:
         """What waits for the verdict on the last step: counts and averages (a collective).
@@ -349,6 +358,7 @@ class Trainer:
         if not self.validation.is_due(done):
             return
         self._conclude()
+        self._take_images_of(self.sizes.sizes[-1] if self.sizes else None)
         self.throughput.pause()
         try:
             self.validation.judge(done)

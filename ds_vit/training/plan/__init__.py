@@ -20,6 +20,7 @@ from typing import Any
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.image_sizes import SizeSchedule, size_schedule
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
@@ -112,6 +113,7 @@ class Plan:
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.model.image.img_size),
+            "img_size_schedule": self.config.img_size_schedule,
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model.whole).items()},
             "seed": self.config.seed,
             "images": len(self.data.train_source),
@@ -133,6 +135,12 @@ class Plan:
         if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
             block["lr"] = self.optimizer.lr
         return block
+
+    @property
+    def image_sizes(self) -> SizeSchedule | None:
+        """Which size of images each step trains on; None where all have the model's own."""
+        text = self.config.img_size_schedule
+        return size_schedule(text, self.optimizer.horizon) if text else None
 
     @property
     def stall_seconds(self) -> float:
@@ -198,6 +206,8 @@ def prepare(
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
+    if config.img_size_schedule:
+        size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
     told = write_out(told, data, optimizer, model.whole)
     workers = 0 if config.workers == "auto" else config.workers  # which is dealt (training/workers.py) when it is made
     plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at, workers=workers)
