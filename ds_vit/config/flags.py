@@ -31,6 +31,9 @@ _RECOMPUTED = Rule(
     lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
 )
 _WORKERS = Rule("must be auto or at least 0", lambda number: number == "auto" or number >= 0)
+_SEVERAL_SIZES = Rule(
+    "must be two sizes or more, each once and at least 1", lambda x: len({*x}) == len(x) > 1 and min(x) >= 1
+)
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _WEIGHTS = Rule("must be numbers above 0", lambda x: all(0 < weight < float("inf") for weight in x))
 _DEVIATION = Rule("must be above 0, one number or three", lambda x: len(x) in (1, 3) and min(x) > 0)
@@ -74,6 +77,14 @@ class RunConfig(MixConfig, AugmentConfig):
         _M,
         "progressive resizing: sides, and the share of the run from which on each holds; the last is the model's",
         metavar="128:0,160:0.4,224:0.8",
+    )
+    train_img_sizes: Sequence[int] = flag(
+        (),
+        _M,
+        "sides of which each step draws one; the largest is the model's",
+        nargs="+",
+        rule=_SEVERAL_SIZES,
+        metavar="SIZE",
     )
     drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.image_sizes import SizeSchedule
+from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
@@ -206,7 +206,7 @@ class TrainBatches(Batches):
         share: Share,
         augment: AugmentConfig,
         mix: MixConfig,
-        sizes: SizeSchedule | None = None,
+        sizes: ImageSizes | None = None,
         transforms: Mapping[int, TrainTransform | FixedTransform] = MappingProxyType({}),
     ) -> None:
         super().__init__(reader)

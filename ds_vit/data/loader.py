@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.config.image_sizes import SizeSchedule
+from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
@@ -141,7 +141,7 @@ def train_loader(
     mix: MixConfig,
     start_step: int = 0,
     stop_step: int,
-    sizes: SizeSchedule | None = None,
+    sizes: ImageSizes | None = None,
     load_images: bool = True,
     load_targets: bool = True,
     on_bad_image: str = "error",

@@ -22,12 +22,12 @@ def check_sizes(model: TimmViT, name: str, sizes: Iterable[int]) -> None:
     stem = model.patch_embed
     if type(stem) is not PatchEmbed:
         raise UserError(
-            f"--img-size-schedule: the stem of {name!r} is timm's {type(stem).__name__}, which takes one size of "
-            "images; use a name whose stem cuts patches, or one --img-size"
+            f"images of several sizes: the stem of {name!r} is timm's {type(stem).__name__}, which takes one "
+            "size; use a name whose stem cuts patches, or one --img-size"
         )
     for size in sizes:
         if wrong := [patch for patch in stem.patch_size if size % patch]:
-            raise UserError(f"--img-size-schedule: {size} is no multiple of the patch size {wrong[0]} of {name!r}")
+            raise UserError(f"images of {size} pixels are no multiple of the patch size {wrong[0]} of {name!r}")
 
 
 def set_image_size(module: nn.Module, size: int, patch_size: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ _IDENTITY = {
     "num_classes": "give the same --num-classes",
     "img_size": "give the same --img-size",
     "img_size_schedule": "give the same --img-size-schedule",
+    "train_img_sizes": "give the same --train-img-sizes",
     "shapes": "give the same --model-kwargs",
     "seed": "give the same --seed",
     "images": "give the same training data",
@@ -39,6 +40,7 @@ _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
 _BEFORE = {
     "task": "classification",
     "img_size_schedule": "",
+    "train_img_sizes": [],
     "decode": "exact",
     "mixture": [],
 }  # what was the case before it had a name in checkpoints

@@ -140,8 +140,7 @@ def _image_sizes(plan: Plan) -> Rows:
     """Which images are trained on from which step on."""
     if (sizes := plan.image_sizes) is None:
         return []
-    parts = [f"{size} from step {first + 1:,}" for size, first in zip(sizes.sizes, sizes.firsts, strict=True)]
-    return [("image size", f"{', '.join(parts)}; FLOPs and memory are those of {sizes.sizes[-1]}")]
+    return [("image size", f"{sizes.in_words}; FLOPs and memory are those of {sizes.sizes[-1]}")]
 
 
 def _drop_path(plan: Plan, device: torch.device) -> Rows:

@@ -10,7 +10,7 @@ from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
 
 from ds_vit.config import parse
-from ds_vit.config.image_sizes import parse_schedule, size_schedule
+from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, SequentialViT, create_model, set_image_size, take_apart
@@ -45,6 +45,15 @@ def test_the_size_of_a_step():
     assert sizes.later(3).at(0) == 128
 
 
+def test_sizes_that_are_drawn():
+    """A size that depends on more than seed and step, or that is never drawn."""
+    sizes = RandomSizes((8, 12, 16), seed=3)
+    drawn = [sizes.at(step) for step in range(600)]
+    assert all(150 < drawn.count(size) < 250 for size in sizes.sizes)
+    assert drawn != [RandomSizes((8, 12, 16), seed=4).at(step) for step in range(600)]
+    assert drawn == [sizes.later(2).later(3).at(step + 5) for step in range(600)]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -70,8 +79,10 @@ def test_schedules_that_are_refused(text, said):
         ([*VIT, "--img-size", "8"], "--img-size is 8"),
         ([*VIT, "--compile"], "--compile a graph is of one"),
         ([*VIT, "--max-steps", "2"], "2 steps are too few"),
-        (["--model", "vit_tiny_patch16_224"], "8 is no multiple of the patch size 16"),
-        (["--model", "vit_tiny_r_s16_p8_224", "--img-size-schedule", "32:0,64:0.5"], "takes one size of images"),
+        (["--model", "vit_tiny_patch16_224"], "8 pixels are no multiple of the patch size 16"),
+        (["--model", "vit_tiny_r_s16_p8_224", "--img-size-schedule", "32:0,64:0.5"], "takes one size;"),
+        ([*VIT, "--train-img-sizes", "8", "16"], "keep one"),
+        ([*VIT, "--img-size-schedule", "", "--train-img-sizes", "16"], "two sizes or more"),
         ([*VIT, "--task", "mae", "--mixup", "0", "--cutmix", "0"], "positions are of one size"),
     ],
 )
@@ -164,6 +175,18 @@ def test_it_goes_on_in_another_layout(ranks, tmp_path, one):
     other = [word if word != SCHEDULE else "8:0,16:0.8" for word in words(*argv)]
     with pytest.raises(UserError, match="give the same --img-size-schedule"):
         prepare(*parse(other), Process("env", 0, 2, 0, 2), on_cpu=True)
+
+
+def test_drawn_sizes_in_another_layout(ranks, tmp_path):
+    """Ranks that draw each for itself, or by what was done since the process began."""
+    argv = [*RUN, *VIT, "--img-size-schedule", "", "--train-img-sizes", 16, 8, 12]
+    whole = train_in(ranks, 1, words(*argv, *config(1), "-b", 16, "--output", tmp_path / "one"))
+    drawn = RandomSizes((8, 12, 16), seed=42)
+    assert len({drawn.at(step) for step in range(3, 5)}) + len({drawn.at(step) for step in range(3)}) > 2
+    checkpoint = tmp_path / "one" / "checkpoints" / "step-00000003"
+    cut = ["-b", 8, "--grad-accum-steps", 2, "--tp", 2, "--resume", checkpoint]
+    rows = train_in(ranks, 2, words(*argv, *config(2), *cut, "--output", tmp_path / "two"))
+    assert_same_curve([row for row in whole if row["step"] > 3], rows, rtol=1e-5)
 
 
 def test_figures_are_those_of_the_size(one):

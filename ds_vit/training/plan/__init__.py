@@ -20,7 +20,7 @@ from typing import Any
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.image_sizes import SizeSchedule, size_schedule
+from ds_vit.config.image_sizes import ImageSizes, RandomSizes, all_sizes, size_schedule
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
@@ -114,6 +114,7 @@ class Plan:
             "num_classes": self.config.num_classes,
             "img_size": list(self.model.image.img_size),
             "img_size_schedule": self.config.img_size_schedule,
+            "train_img_sizes": sorted(self.config.train_img_sizes),
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model.whole).items()},
             "seed": self.config.seed,
             "images": len(self.data.train_source),
@@ -137,9 +138,11 @@ class Plan:
         return block
 
     @property
-    def image_sizes(self) -> SizeSchedule | None:
+    def image_sizes(self) -> ImageSizes | None:
         """Which size of images each step trains on; None where all have the model's own."""
-        text = self.config.img_size_schedule
+        text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
+        if drawn:
+            return RandomSizes(tuple(all_sizes("", drawn)), self.config.seed)
         return size_schedule(text, self.optimizer.horizon) if text else None
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.config.image_sizes import parse_schedule
+from ds_vit.config.image_sizes import all_sizes
 from ds_vit.data import ImageConfig
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.settings import resolve_pixels
@@ -72,7 +72,7 @@ def resolve_model(
         UserError: no such model, or classes, weights, a cut or a batch that do not fit it.
     """
     num_classes = _num_classes(config, task_type, data)
-    sizes = [size for size, _ in parse_schedule(config.img_size_schedule)] if config.img_size_schedule else []
+    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes:
         config = dataclasses.replace(config, img_size=sizes[-1])
     spec = ModelSpec(
