@@ -92,12 +92,13 @@ def run(
         from ds_vit.training.plan import prepare
         from ds_vit.training.resume import goes_on_in
         from ds_vit.training.trainer import Trainer
+        from ds_vit.training.workers import deal_alone, deal_together
 
         on_cpu = get_accelerator().device_name() == "cpu"
     stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
     with doing("listing the images, building the model", shown=is_main):
         plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
-        plan = settle_alone(plan, on_cpu=on_cpu)
+        plan = deal_alone(settle_alone(plan, on_cpu=on_cpu))
     if config.output and is_main:
         check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
     if config.dry_run:
@@ -125,6 +126,7 @@ def run(
             if config.auto_batch:
                 watchdog.beat(0, "looking for the micro-batch", patience=4)
                 plan = settle_together(plan, on_cpu=on_cpu)
+            plan = deal_together(plan)
             groups = build_groups(plan.parallel.layout, saves=not config.eval_only)
             run_folder = RunFolder(Path(folder[0]))
             if config.eval_only:

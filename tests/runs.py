@@ -75,7 +75,8 @@ def count_decodes(argv):
 
             setattr(source, method, counted)
     try:
-        with mock.patch("ds_vit.monitoring.metrics.write_predictions"):
+        looks = ("ds_vit.monitoring.metrics.write_predictions", "ds_vit.monitoring.sheets.TrainingSheet.add")
+        with mock.patch(looks[0]), mock.patch(looks[1]):
             assert main(argv) == 0
     finally:
         for source, method, original in originals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -29,6 +29,10 @@ _SHARE = Rule("must be above 0 and below 1", lambda x: 0 < x < 1)
 _RECOMPUTED = Rule(
     "must be full, selective or a number of blocks of at least 1",
     lambda word: word in ("full", "selective") or (word.isdecimal() and int(word) >= 1),
+)
+_WORKERS = Rule("must be auto or at least 0", lambda number: number == "auto" or number >= 0)
+_SEVERAL_SIZES = Rule(
+    "must be two sizes or more, each once and at least 1", lambda x: len({*x}) == len(x) > 1 and min(x) >= 1
 )
 _PIXEL_MEAN = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 _WEIGHTS = Rule("must be numbers above 0", lambda x: all(0 < weight < float("inf") for weight in x))
@@ -68,6 +72,20 @@ class RunConfig(MixConfig, AugmentConfig):
     model_kwargs: Mapping[str, Any] = flag({}, _M, "arguments of the model's constructor", nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, _M, "classes of the head (default: the data's)", rule=AT_LEAST_1)
     img_size: int | None = flag(None, _M, "image side in pixels (default: the model's)", rule=AT_LEAST_1)
+    img_size_schedule: str = flag(
+        "",
+        _M,
+        "progressive resizing: sides, and the share of the run from which on each holds; the last is the model's",
+        metavar="128:0,160:0.4,224:0.8",
+    )
+    train_img_sizes: Sequence[int] = flag(
+        (),
+        _M,
+        "sides of which each step draws one; the largest is the model's",
+        nargs="+",
+        rule=_SEVERAL_SIZES,
+        metavar="SIZE",
+    )
     drop: float = flag(0.0, _M, "dropout before the head", rule=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, _M, "stochastic depth rate of the last block", rule=FROM_0_BELOW_1)
     drop_path_compute: str = flag(
@@ -114,8 +132,13 @@ class RunConfig(MixConfig, AugmentConfig):
         None, _D, "share of the training split that is held out for evaluation, in place of --val-split", rule=_SHARE
     )
     dataset_download: bool = flag(False, _D, "let torchvision download the data set")
-    workers: int = flag(
-        4, _D, "loader processes a rank (0: load in the training process)", short=("-j",), rule=AT_LEAST_0
+    workers: int | str = flag(
+        4,
+        _D,
+        "loader processes a rank (0: load in the training process; auto: by the cores of its host)",
+        short=("-j",),
+        rule=_WORKERS,
+        metavar="auto|N",
     )
     allow_empty_classes: bool = flag(False, _D, "let class folders stand that hold no image, or none that is readable")
     on_bad_image: str = flag("error", _D, "an image that cannot be decoded", choices=("error", "skip"))
@@ -202,6 +225,9 @@ class RunConfig(MixConfig, AugmentConfig):
     )
     time_limit: str = flag("", _R, "save and stop after this time: 90m, 24h")
     log_samples: bool = flag(False, _R, "write which samples each step used, to samples/ in the output folder")
+    log_images: int = flag(
+        16, _R, "images of the first step, as the model sees them, in augmented.png (0: none)", rule=AT_LEAST_0
+    )
     profile_steps: str = flag(
         "", _R, "profile the steps from A up to, and without, B into profile/ in the output folder", metavar="A:B"
     )
@@ -248,7 +274,15 @@ def _type_of_word(hint: Any) -> type:
     return _type_of_word(inner[0]) if inner else hint
 
 
-TYPES: dict[str, type] = {name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()}
+def number_or_auto(word: Any) -> int | str:
+    """`auto`, or a whole number."""
+    return word if word == "auto" else int(str(word))
+
+
+TYPES: dict[str, Callable[[Any], Any]] = {
+    **{name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()},
+    "workers": number_or_auto,
+}
 """The type of each word of a flag, from the annotation of its field."""
 
 

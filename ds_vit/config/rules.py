@@ -9,6 +9,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
 from ds_vit.config.durations import Interval, parse_seconds, parse_steps
 from ds_vit.config.flag import check_values
 from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
+from ds_vit.config.image_sizes import all_sizes
 from ds_vit.config.sizes import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -17,6 +18,7 @@ EITHER = (
     ("freeze", "linear_probe"),
     ("pretrained", "initial_checkpoint"),
     ("val_fraction", "val_split"),
+    ("img_size_schedule", "train_img_sizes"),
     *((name, by_hand) for name in ("auto_batch", "memory") for by_hand in ("batch_size", "grad_accum_steps")),
 )
 """Flags of which one excludes the other."""
@@ -64,6 +66,8 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
             "--grad-checkpointing selective tells single operations apart, which --compile makes one graph of; use "
             "--grad-checkpointing full, or drop --compile"
         )
+    if config.img_size_schedule or config.train_img_sizes:
+        _check_image_sizes(config)
     if config.freeze and config.linear_probe:
         raise UserError("--linear-probe freezes all but the head already; drop --freeze")
     if config.warmup_steps is not None and config.warmup_epochs is not None:
@@ -87,6 +91,21 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     for name, reason in _idle_flags(config):
         if is_asked_for(name, config, explicit):
             raise UserError(f"{spelling(name)} has no effect {reason}; drop it")
+
+
+def _check_image_sizes(config: RunConfig) -> None:
+    """What stands beside --img-size-schedule or --train-img-sizes."""
+    if config.img_size_schedule and config.train_img_sizes:
+        raise UserError("--img-size-schedule and --train-img-sizes both say which size a step has; keep one")
+    flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
+    largest = all_sizes(config.img_size_schedule, config.train_img_sizes)[-1]
+    if config.img_size not in (None, largest):
+        raise UserError(
+            f"{flag} goes up to {largest}, at which the run is evaluated, and --img-size is {config.img_size}; make "
+            "them the same, or drop --img-size"
+        )
+    if config.compile:
+        raise UserError(f"{flag} gives the blocks other shapes on the way, and --compile a graph is of one; drop one")
 
 
 def _check_checkpoints(config: RunConfig) -> None:

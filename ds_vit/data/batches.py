@@ -7,7 +7,8 @@ rows), C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
 from ds_vit.data.augment.mixing import PairDraws, PairMix
@@ -84,6 +86,10 @@ class Reader:
         self._transform = transform
         self.reading: torch.Tensor | None = None  # shared: which sample each worker is at
         self._how = how  # one of decode.DECODERS
+
+    def resize(self, img_size: tuple[int, int], transform: TrainTransform | FixedTransform) -> None:
+        """Read at another size from now on, with a transform of that size."""
+        self.img_size, self._transform = img_size, transform
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
@@ -191,12 +197,21 @@ class Batches(Dataset):
 
 
 class TrainBatches(Batches):
-    """By the number of a micro-step t = step * accumulation + index."""
+    """By the number of a micro-step t = step * accumulation + index; of a size that may follow from the step's."""
 
     def __init__(
-        self, reader: Reader, order: SampleOrder, share: Share, augment: AugmentConfig, mix: MixConfig
+        self,
+        reader: Reader,
+        order: SampleOrder,
+        share: Share,
+        augment: AugmentConfig,
+        mix: MixConfig,
+        sizes: ImageSizes | None = None,
+        transforms: Mapping[int, TrainTransform | FixedTransform] = MappingProxyType({}),
     ) -> None:
         super().__init__(reader)
+        self._sizes = sizes
+        self._transforms = dict(transforms)  # by the side of the images
         self._order = order
         self._share = share
         self._mix = mix
@@ -206,6 +221,9 @@ class TrainBatches(Batches):
 
     def load(self, number: int) -> MicroBatch:
         step, micro_index = divmod(number, self._share.accumulation)
+        if self._sizes is not None:
+            size = self._sizes.at(step)
+            self.reader.resize((size, size), self._transforms[size])
         own = self._share.rows(micro_index)
         mixes = self._mix.mixes_in(self._order.epoch_of(step))
         rows = [*own, *_cut_off_partners(own)] if mixes else [*own]

@@ -15,7 +15,8 @@ import multiprocessing.util
 import os
 import signal
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
@@ -139,6 +141,7 @@ def train_loader(
     mix: MixConfig,
     start_step: int = 0,
     stop_step: int,
+    sizes: ImageSizes | None = None,
     load_images: bool = True,
     load_targets: bool = True,
     on_bad_image: str = "error",
@@ -151,12 +154,10 @@ def train_loader(
         source: the training split.
         order: which samples a step uses.
         share: which of a step's rows this rank holds.
-        image: the size and normalisation they get.
-        augment: what is drawn for each image.
-        mix: what is drawn for each batch.
-        load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
-            unless bad images are skipped: then a target depends on what can be decoded.
-        load_targets: likewise; a pipeline's last stage needs them.
+        image, augment, mix: what happens to them.
+        sizes: the side of a step's images, where it is not always that of `image`.
+        load_images, load_targets: a pipeline's first stage needs the one, its last stage the other. Without images
+            nothing is decoded, unless bad images are skipped: then a target depends on what can be decoded.
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
@@ -175,7 +176,11 @@ def train_loader(
     transform = train_transform(image, augment)
     reader = Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
-    return Loader(TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
+    transforms = {
+        size: train_transform(replace(image, img_size=(size, size)), augment) for size in (sizes.sizes if sizes else ())
+    }
+    batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms)
+    return Loader(batches, numbers, num_workers, pin_memory)
 
 
 def eval_loader(

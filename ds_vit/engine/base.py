@@ -39,7 +39,7 @@ from ds_vit.engine.workarounds import (
     partition_at_once,
     settle_the_scale_after_the_step,
 )
-from ds_vit.models import blocks_of, timm_names
+from ds_vit.models import blocks_of, set_image_size, timm_names
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.zero_map import build_zero_map
@@ -189,6 +189,15 @@ class Engine(ABC):
         if self.engine.bfloat16_enabled():
             return torch.bfloat16
         return torch.float16 if self.engine.fp16_enabled() else torch.float32
+
+    def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
+        """Let the model take square images of another size from the next batch on, in training and evaluation.
+
+        Args:
+            size: pixels; for a model that `check_sizes` accepts.
+            patch_size: the model's.
+        """
+        set_image_size(self.module, size, patch_size)
 
     def set_lr(self, lr: float) -> None:
         """Set the base learning rate of the next step (not to be called where the JSON has a scheduler)."""

@@ -100,6 +100,11 @@ class PipeEngine(Engine):
         config.pop("activation_checkpointing", None)
         super().__init__(model, optimizer, config, **shared)
 
+    def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
+        """As `Engine.take_images_of`; the stages tell each other their shapes anew."""
+        super().take_images_of(size, patch_size)
+        self.engine.reset_activation_shape()
+
     @property
     def counts_rows(self) -> bool:
         """As `Engine.counts_rows`."""

@@ -28,6 +28,7 @@ from ds_vit.models.masked_autoencoder import (
 from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.partition import balance, check_bounds
 from ds_vit.models.pretrained import find_pretrained
+from ds_vit.models.resolution import check_sizes, set_image_size
 from ds_vit.models.sequential import BlockRun, SequentialViT, blocks_of, giving_features, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
@@ -65,6 +66,7 @@ __all__ = [
     "cast_block_buffers",
     "check_bounds",
     "check_kept",
+    "check_sizes",
     "classifier_names",
     "compute_kept",
     "count_flops",
@@ -93,6 +95,7 @@ __all__ = [
     "recompute_selectively",
     "run_layers",
     "saved_bytes",
+    "set_image_size",
     "supported_names",
     "take_apart",
     "timm_names",

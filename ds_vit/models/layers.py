@@ -36,13 +36,13 @@ _EMBED = ("patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "pat
 _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenCount:
     """How many tokens a sample has between the layers.
 
     Attributes:
         num_prefix_tokens: class and register tokens.
-        num_patches: of an image.
+        num_patches: of an image, of the size that images have now (resolution.py).
         patch_drop: what leaves some of the patches out.
     """
 

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_vit.config.run_folder import RunFolder, to_json, written_whole
-from ds_vit.data import ImageConfig, Source
+from ds_vit.data import Source
 from ds_vit.monitoring.progress import Line
-from ds_vit.monitoring.sheets import save_training_images, write_predictions
-from ds_vit.tasks import Batch, Figure
+from ds_vit.monitoring.sheets import TrainingSheet, write_predictions
+from ds_vit.tasks import Figure
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -135,7 +135,8 @@ class Reporter:
         takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
         self.say(
             f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
-            f"for it, and {takes}; `ds-vit bench data` with this run's flags says what would help"
+            f"for it, and {takes}; more --workers, --decode fast or shards may help, and `ds-vit bench data` with this "
+            f"run's flags says which"
         )
 
     def draw(self, row: Mapping[str, Any]) -> None:
@@ -187,10 +188,10 @@ class Reporter:
         except OSError as error:
             self._refuse(self._folder.predictions, error, "without it")
 
-    def training_images(self, batch: Batch, image: ImageConfig, classes: Sequence[str]) -> None:
-        """A sheet of training images, as `save_training_images`."""
+    def training_images(self, sheet: TrainingSheet) -> None:
+        """Save a sheet of training images."""
         try:
-            save_training_images(batch, image, classes, self._folder.augmented)
+            sheet.save(self._folder.augmented)
         except OSError as error:
             self._refuse(self._folder.augmented, error, "without it")
 

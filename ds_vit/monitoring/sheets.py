@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +11,13 @@ import torch
 from PIL import Image, ImageOps
 
 from ds_vit.config.run_folder import RunFolder, write_json, written_whole
-from ds_vit.data import ImageConfig, Source
+from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.tasks import Batch
 
 SIDE = 112  # pixels of an image in a sheet
 _ACROSS = 8
-_MOST_TRAINING, _MOST_MISTAKES = 16, 24
+_MOST_MISTAKES = 24
 
 
 def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
@@ -37,34 +37,70 @@ def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Pat
     write_json(path.with_suffix(".json"), {"tile": SIDE, "captions": list(captions)})
 
 
-def save_training_images(batch: Batch, image: ImageConfig, classes: Sequence[str], path: Path) -> None:
-    """A sheet of a micro-batch's first images, as the model gets them, over their labels.
+class TrainingSheet:
+    """Images of the run's first step as the model gets them, this rank's, to be saved over their labels.
 
     Args:
-        batch: with "images" [B, 3, H, W]; with "targets" where this rank has them.
         image: for mean and std.
+        source: of the training split.
         classes: their names; empty where the task has none.
-        path: of the sheet.
-
-    Raises:
-        OSError: the disk refuses.
+        most: images that are shown.
+        num_batches: micro-batches of a step.
     """
-    pixels = batch["images"][:_MOST_TRAINING].float().cpu()
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
-    pixels = ((pixels * std + mean).clamp(0.0, 1.0) * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    labels = [""] * len(pixels)
-    if classes and "targets" in batch:
-        labels = [_label(target, classes) for target in batch["targets"][:_MOST_TRAINING].cpu()]
-    save_sheet([Image.fromarray(one) for one in pixels], labels, path)
 
+    def __init__(self, image: ImageConfig, source: Source, classes: Sequence[str], most: int, num_batches: int) -> None:
+        self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
+        self._source = source
+        self._classes = classes
+        self._missing = most
+        self._batches_left = num_batches
+        self._images: list[Image.Image] = []
+        self._captions: list[str] = []
 
-def _label(target: torch.Tensor, classes: Sequence[str]) -> str:
-    """A class number's name, or the names of a soft target that stand out from its smoothing, each with its share."""
-    if target.ndim == 0:
-        return _name(int(target), classes)
-    values, places = target.float().sort(descending=True)
-    standing_out = [(float(v), int(at)) for v, at in zip(values, places, strict=True) if v > values[-1] + 0.02][:3]
-    return ", ".join(f"{value:.0%} {_name(at, classes)}" for value, at in standing_out)
+    def add(self, drawn: MicroBatch, batch: Batch, save: Callable[[TrainingSheet], None]) -> None:
+        """Take images of a micro-batch, up to the end of the first step.
+
+        Args:
+            drawn: what was read: samples, lambdas.
+            batch: what was made of it; with "images" [B, 3, H, W], or nothing is taken.
+            save: is called once, when the sheet has all that it will have.
+        """
+        if not (self._missing and self._batches_left and "images" in batch):
+            return
+        pixels = batch["images"][: self._missing].float().cpu()
+        pixels = ((pixels * self._std + self._mean).clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
+        self._images += [Image.fromarray(one) for one in pixels.permute(0, 2, 3, 1).numpy()]
+        self._captions += [self._caption(drawn, row) for row in range(len(pixels))]
+        self._missing -= len(pixels)
+        self._batches_left -= 1
+        if not (self._missing and self._batches_left):
+            save(self)
+
+    def save(self, path: Path) -> None:
+        """Write the sheet.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        save_sheet(self._images, self._captions, path)
+
+    def _caption(self, drawn: MicroBatch, row: int) -> str:
+        """A row's label; where it is mixed, both partners' and lambda, the share of its own."""
+        if not self._classes:
+            return ""
+        own = self._label(drawn, row)
+        if drawn.mix is None or drawn.mix.lam[row] == 1.0:
+            return own
+        how = "cutmix" if drawn.mix.box[row].any() else "mixup"
+        partner = self._label(drawn, int(drawn.mix.partner[row]))
+        return f"{how} \N{GREEK SMALL LETTER LAMDA} {drawn.mix.lam[row]:.2f}: {own} + {partner}"
+
+    def _label(self, drawn: MicroBatch, row: int) -> str:
+        # A pipeline's first stage has no targets. Those of a batch know which image stands in for a bad one.
+        target = self._source.target(int(drawn.indices[row])) if drawn.targets is None else drawn.targets[row].numpy()
+        if np.ndim(target) == 0:
+            return _name(int(target), self._classes)
+        return ", ".join(_name(int(at), self._classes) for at in np.flatnonzero(target)) or "no label"
 
 
 def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:

@@ -39,6 +39,7 @@ class MaskedAutoencoding(Task):
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
         **dict.fromkeys(("linear_probe", "class_parallel", "drop"), "its model has no classifier"),
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "its decoder's positions are of one size"),
     }
     has_classes = False
     figures = (Figure("loss", "loss", digits=5, higher_is_better=False),)

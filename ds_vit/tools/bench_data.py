@@ -88,11 +88,12 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.training.plan import prepare
+    from ds_vit.training.workers import deal_alone
 
     config, explicit = flags.parse(words)
     process = discover()
     on_cpu = get_accelerator().device_name() == "cpu"
-    plan = prepare(config, explicit, process, on_cpu=on_cpu)
+    plan = deal_alone(prepare(config, explicit, process, on_cpu=on_cpu))
     device = device_of(process.local_rank)
     samples = _samples(plan, images)
     timed = _decode_and_augment(plan, {"": _Way(samples, plan.config.augment), **_other_ways(plan, samples)})
@@ -102,18 +103,18 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     rate = _loader_rate(plan, len(samples), device)
     of_worker = sum(seconds[stage] for stage in STAGES[:-1])
     rest = seconds["read"] + seconds["collate"]
-    workers = max(1, plan.config.workers)
+    workers = max(1, plan.workers)
     would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
     would_give |= {change: rate * of_worker / (rest + sum(times)) for change, times in timed.items()}
     return DataBench(
         images=len(samples),
         cores=cores,
-        workers=plan.config.workers,
+        workers=plan.workers,
         ranks=ranks,
         seconds=seconds,
         images_per_second=rate,
         would_give=would_give,
-        bottleneck=_bottleneck(seconds, rate, plan.config.workers),
+        bottleneck=_bottleneck(seconds, rate, plan.workers),
     )
 
 
@@ -228,8 +229,8 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
 
 def _loader_rate(plan: Plan, images: int, device: torch.device) -> float:
     """Images a second of a rank's loader once its workers run."""
-    batches = iter(_loader(plan, plan.config.workers))
-    ahead = 2 * plan.config.workers + 1
+    batches = iter(_loader(plan, plan.workers))
+    ahead = 2 * plan.workers + 1
     for _ in range(ahead):
         next(batches)
     start, seen = time.perf_counter(), 0

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class InputPipeline:
         throughput: is told how long the loop waited for data.
         samples: folder for files of the samples that each step used (--log-samples), or None.
         skipped: file that images are named in that could not be decoded, or None.
+
+    Attributes:
+        look: is shown the micro-batches of the run from its first one on, as read and as the model gets them; or None.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class InputPipeline:
         self.throughput = throughput
         self.loads = plan.parallel.layout.tp_rank(plan.parallel.process.rank) == 0
         self.samples = samples
+        self.look: Callable[[MicroBatch, Batch], None] | None = None
         self.skipped = SkippedImages(skipped, active=plan.config.on_bad_image == "skip")
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
@@ -77,13 +81,14 @@ class InputPipeline:
             skipped_batches: global batches that were left out before this step.
         """
         plan = self.plan
-        fields = self._here(plan.model.task.fields(training=True))
+        fields, sizes = self._here(plan.model.task.fields(training=True)), plan.image_sizes
         if not self.loads:
             for number in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
                 step, micro_index = divmod(number, plan.data.batch.accumulation)
                 rows = plan.share.rows(micro_index)
                 _, keys = plan.data.order.rows(first_step + skipped_batches + step, rows)
-                yield _with_host_keys(self._receive(fields, plan.data.batch.micro_batch), torch.from_numpy(keys))
+                sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
+                yield _with_host_keys(self._receive(sized, plan.data.batch.micro_batch), torch.from_numpy(keys))
             return
         batches = iter(
             train_loader(
@@ -94,6 +99,7 @@ class InputPipeline:
                 mix=plan.config.mix,
                 start_step=first_step + skipped_batches,
                 stop_step=max(first_step, plan.optimizer.total_steps) + skipped_batches,
+                sizes=sizes and sizes.later(skipped_batches),
                 **self._loading(fields),
             )
         )
@@ -109,6 +115,8 @@ class InputPipeline:
                 self.skipped.found(plan.data.train_source, batch.skipped, step // plan.data.order.steps_per_epoch)
                 self._log_samples(number, batch)
             shared = self._share(self._finish(fields, batch, training=True))
+            if first_step == 0 and self.look is not None:
+                self.look(batch, shared)
             yield _with_host_keys(shared, batch.keys[: batch.num_rows])
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
@@ -166,7 +174,7 @@ class InputPipeline:
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": plan.config.on_bad_image,
-            "num_workers": plan.config.workers,
+            "num_workers": plan.workers,
             "pin_memory": self.engine.device.type == "cuda",
         }
 
@@ -201,6 +209,14 @@ class InputPipeline:
         if valid:
             batch["valid"] = empty((), torch.bool)
         return self._broadcast(batch)
+
+
+def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
+    """The fields where images are squares of another side."""
+    return tuple(
+        dataclasses.replace(field, shape=(*field.shape[:-2], size, size)) if field.reads == "images" else field
+        for field in fields
+    )
 
 
 def _with_host_keys(batch: Batch, keys: torch.Tensor) -> Batch:

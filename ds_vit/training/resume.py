@@ -23,6 +23,8 @@ _IDENTITY = {
     "model": "give the same --model",
     "num_classes": "give the same --num-classes",
     "img_size": "give the same --img-size",
+    "img_size_schedule": "give the same --img-size-schedule",
+    "train_img_sizes": "give the same --train-img-sizes",
     "shapes": "give the same --model-kwargs",
     "seed": "give the same --seed",
     "images": "give the same training data",
@@ -37,6 +39,8 @@ _IDENTITY = {
 _SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
 _BEFORE = {
     "task": "classification",
+    "img_size_schedule": "",
+    "train_img_sizes": [],
     "decode": "exact",
     "mixture": [],
 }  # what was the case before it had a name in checkpoints
@@ -44,9 +48,9 @@ _BEFORE = {
 _FREE_NAMES = """
     deepspeed_config set pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
     grad_checkpointing drop_path_compute checkpoint_interval keep_checkpoints log_interval stop_before_seconds
-    time_limit log_samples profile_steps data_dir dataset_download allow_empty_classes verbose allow_batch_change
-    allow_schedule_change auto_batch memory max_steps pretrained initial_checkpoint resample_patch_embed
-    validation_batch_size compile compile_mode
+    time_limit log_samples log_images profile_steps data_dir dataset_download allow_empty_classes verbose
+    allow_batch_change allow_schedule_change auto_batch memory max_steps pretrained initial_checkpoint
+    resample_patch_embed validation_batch_size compile compile_mode
 """
 _FREE = frozenset(_FREE_NAMES.split())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ds_vit.engine.base import Engine, StepResult
-from ds_vit.models import Flops
+from ds_vit.models import Flops, count_flops, create_model
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
 from ds_vit.training.bad_steps import BadSteps
@@ -49,6 +50,11 @@ class StepLog:
         self.engine = engine
         self.inputs = inputs
         self.flops = flops
+        self.sizes = plan.image_sizes
+        self.flops_of: dict[int, Flops] = {}  # of an image, by its side
+        if reporter and self.sizes:
+            specs = {size: dataclasses.replace(plan.model.spec, img_size=size) for size in self.sizes.sizes}
+            self.flops_of = {size: count_flops(create_model(spec), plan.model.frozen) for size, spec in specs.items()}
         self.peak = peak_tflops(engine.device, plan.deepspeed.precision.name)
         self.throughput = throughput
         self.epoch_loss = epoch_loss
@@ -74,7 +80,8 @@ class StepLog:
         counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
-        tflops = self.flops.training * rate / plan.parallel.layout.world_size / 1e12
+        flops = self.flops_of[self.sizes.at(step - 1)] if self.sizes else self.flops
+        tflops = flops.training * rate / plan.parallel.layout.world_size / 1e12
         self.reporter.train(
             {
                 "step": step,

@@ -74,6 +74,7 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
         ("data", images),
         ("global batch", f"{data.batch}{_batch_origins(told)}"),
         *(_update_rows(plan, plan.optimizer, device) if plan.optimizer is not None else []),
+        *([("--workers auto", f"{plan.workers} a rank ({plan.workers_from})")] if plan.workers_from else []),
         *([("--set", " ".join(plan.config.set))] if plan.config.set else []),
         ("output", str(folder)),
         *([("if it ends early", command_to_go_on(folder, plan.parallel.process.world_size))] if plan.optimizer else []),
@@ -128,6 +129,7 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan, device: torch.device) -> 
         ("steps", f"{optimizer.total_steps:,} ({course})"),
         ("checkpoints", _checkpoints(plan)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
+        *_image_sizes(plan),
         *_drop_path(plan, device),
         *_rules(plan, optimizer),
     ]
@@ -149,6 +151,13 @@ def _precision(plan: Plan, device: torch.device) -> str:
     if plan.deepspeed.precision.compute != "float32" and plan.config.norm_dtype == "float32":
         return f"{name}, norms in float32"
     return f"{name}, TF32 matrix products" if plan.config.tf32 else name
+
+
+def _image_sizes(plan: Plan) -> Rows:
+    """Which images are trained on from which step on."""
+    if (sizes := plan.image_sizes) is None:
+        return []
+    return [("image size", f"{sizes.in_words}; FLOPs and memory are those of {sizes.sizes[-1]}")]
 
 
 def _drop_path(plan: Plan, device: torch.device) -> Rows:

@@ -23,6 +23,7 @@ from ds_vit.monitoring.gradients import GradientHealth
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Counted
+from ds_vit.monitoring.sheets import TrainingSheet
 from ds_vit.monitoring.starts import note_start
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
@@ -78,6 +79,8 @@ class Trainer:
         self.phases: set[str] = set()  # what this process has begun once
         self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
         self.step = 0  # optimizer steps that are done
+        self.sizes = plan.image_sizes
+        self.size = self.sizes and self.sizes.sizes[-1]  # of the images that the model takes now
         self.profiler = StepProfiler(
             parse_steps(plan.config.profile_steps, "--profile-steps"), folder.profile, groups, self.device
         )
@@ -153,6 +156,10 @@ class Trainer:
         self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
         samples = self.folder.samples if config.log_samples else None
         self.inputs = InputPipeline(plan, self.engine, self.throughput, samples, self.folder.skipped)
+        if self.reporter and config.log_images:
+            image, names, number = plan.model.image, plan.model.task.class_names, plan.data.batch.accumulation
+            sheet = TrainingSheet(image, plan.data.train_source, names, config.log_images, number)
+            self.inputs.look = partial(sheet.add, save=self.reporter.training_images)
         self.checkpoint_manager = CheckpointManager(
             plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
         )
@@ -248,14 +255,7 @@ class Trainer:
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, self.profiler.batches(self._shown(batches)))
-
-    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches; the report gets images of the run's first one."""
-        for number, batch in enumerate(batches):
-            if self.reporter and self.step == number == 0 and "images" in batch:
-                self.reporter.training_images(batch, self.plan.model.image, self.plan.model.task.class_names)
-            yield batch
+            self._take_steps(first_step, self.profiler.batches(batches))
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
@@ -281,6 +281,7 @@ class Trainer:
         looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
         if looks:
             self.health.arm()
+        self._take_images_of(self.sizes.at(step - 1) if self.sizes else None)
         self._begin(step, "forward, backward and update")
         result = self.engine.train_step(batches, self._conclude)
         self._open = step, scale, result
@@ -295,6 +296,12 @@ class Trainer:
         elif step % self.draw_interval == 0:
             self._draw(step, lr, scale, result)
         self.step_log.line(step, result)
+
+    def _take_images_of(self, size: int | None) -> None:
+        """Let the model take images of this size (--img-size-schedule), if it does not already."""
+        if size != self.size:
+            self.engine.take_images_of(size, self.plan.model.whole.patch_embed.patch_size)
+            self.size = size
 
     def _conclude(self) -> None:
         """What waits for the verdict on the last step: counts and averages (a collective).
@@ -360,6 +367,7 @@ class Trainer:
         if not self.validation.is_due(done):
             return
         self._conclude()
+        self._take_images_of(self.sizes.sizes[-1] if self.sizes else None)
         self.throughput.pause()
         try:
             self.validation.judge(done)

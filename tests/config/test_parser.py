@@ -38,6 +38,7 @@ SPELLINGS = {
     "--val-split b": ("val_split", "b"),
     "--workers 2": ("workers", 2),
     "-j 3": ("workers", 3),
+    "--workers auto": ("workers", "auto"),
     "--no-aug": ("no_aug", True),
     "--aa rand-m9-mstd0.5-inc1": ("aa", "rand-m9-mstd0.5-inc1"),
     "--aug-repeats 3": ("aug_repeats", 3),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -534,6 +535,24 @@ def test_real_photographs_through_workers(real_images):
         assert torch.equal(one.targets, other.targets)
     index = alone[0].indices[0].item()
     assert np.array_equal(alone[0].images[0].permute(1, 2, 0).numpy(), np.asarray(source.image(index)))
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_worker_does_not_grow(real_images):
+    """Would catch a file, an index or a decoded image that a worker keeps: 20 epochs of 500 photographs."""
+    source = open_source("", str(real_images / "cifar10"), "test[:5%]")
+    order = SampleOrder(len(source), 20, seed=7)
+    epoch, image = order.steps_per_epoch, ImageConfig(img_size=(32, 32))
+    options = {"image": image, "augment": EVERYTHING, "mix": MIX, "stop_step": 21 * epoch, "num_workers": 1}
+    others = set(multiprocessing.active_children())
+    resident = []
+    for number, _ in enumerate(train_loader(source, order=order, share=Share(0, 1, 20), **options)):
+        if number % epoch == epoch - 1:
+            (worker,) = set(multiprocessing.active_children()) - others
+            resident.append(psutil.Process(worker.pid).memory_info().rss)
+            if len(resident) == 21:
+                break
+    assert max(resident[-3:]) < 1.05 * resident[0], resident
 
 
 _GIVEN_UP = """

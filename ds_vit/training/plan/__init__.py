@@ -14,12 +14,13 @@ a plan have a file each and are resolved in this order:
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
+from ds_vit.config.image_sizes import ImageSizes, RandomSizes, all_sizes, size_schedule
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
@@ -57,6 +58,8 @@ class Plan:
         resume: the checkpoint to go on from, or None.
         stop_at: `time.time()` at which a scheduler or --time-limit ends the run.
         changes: from the checkpoint's run, as lines for people.
+        workers: loader processes of this rank.
+        workers_from: how `--workers auto` came to that number, for people; empty where it was given.
     """
 
     config: RunConfig
@@ -68,6 +71,8 @@ class Plan:
     resume: Resume | None = None
     stop_at: float | None = None
     changes: tuple[str, ...] = ()
+    workers: int = 0
+    workers_from: str = field(default="", compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -108,6 +113,8 @@ class Plan:
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.model.image.img_size),
+            "img_size_schedule": self.config.img_size_schedule,
+            "train_img_sizes": sorted(self.config.train_img_sizes),
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model.whole).items()},
             "seed": self.config.seed,
             "images": len(self.data.train_source),
@@ -129,6 +136,14 @@ class Plan:
         if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
             block["lr"] = self.optimizer.lr
         return block
+
+    @property
+    def image_sizes(self) -> ImageSizes | None:
+        """Which size of images each step trains on; None where all have the model's own."""
+        text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
+        if drawn:
+            return RandomSizes(tuple(all_sizes("", drawn)), self.config.seed)
+        return size_schedule(text, self.optimizer.horizon) if text else None
 
     @property
     def stall_seconds(self) -> float:
@@ -194,8 +209,11 @@ def prepare(
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
+    if config.img_size_schedule:
+        size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
     told = write_out(told, data, optimizer, model.whole)
-    plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at)
+    workers = 0 if config.workers == "auto" else config.workers  # which is dealt (training/workers.py) when it is made
+    plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at, workers=workers)
     if resume is None:
         return plan
     changes = check_same_run(resume, plan.identity, resolved_flags(plan))

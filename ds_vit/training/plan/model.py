@@ -9,11 +9,21 @@ from pathlib import Path
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.image_sizes import all_sizes
 from ds_vit.data import ImageConfig
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, check_kept, find_pretrained, frozen_names, image_size
+from ds_vit.models import (
+    InitialCheckpoint,
+    ModelSpec,
+    TimmViT,
+    check_kept,
+    check_sizes,
+    find_pretrained,
+    frozen_names,
+    image_size,
+)
 from ds_vit.parallel.stages import stage_bounds
 from ds_vit.parallel.tensor import check_cut, pays
 from ds_vit.tasks import Task
@@ -25,6 +35,7 @@ class ModelPlan:
     """The model, described and not yet made.
 
     Attributes:
+        spec: which model, for timm.
         whole: all of it, on the meta device: names and shapes.
         task: what it is trained for.
         image: its input.
@@ -35,6 +46,7 @@ class ModelPlan:
         notes: lines for people.
     """
 
+    spec: ModelSpec
     whole: nn.Module = field(repr=False)
     task: Task
     image: ImageConfig
@@ -61,6 +73,9 @@ def resolve_model(
         UserError: no such model, or classes, weights, a cut or a batch that do not fit it.
     """
     num_classes = _num_classes(config, task_type, data)
+    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
+    if sizes:
+        config = dataclasses.replace(config, img_size=sizes[-1])
     spec = ModelSpec(
         name=config.model,
         num_classes=num_classes,
@@ -77,7 +92,10 @@ def resolve_model(
         check_kept(whole)
     frozen = frozen_names(whole, config.freeze, config.linear_probe)
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
-    train_transform(image, config.augment)  # says now what it would say in a loader's worker
+    if sizes:
+        check_sizes(whole, config.model, sizes)
+    for size in sizes or [None]:  # says now what it would say in a loader's worker
+        train_transform(image if size is None else dataclasses.replace(image, img_size=(size, size)), config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and data.batch.accumulation * data.batch.dp > 1:
@@ -86,6 +104,7 @@ def resolve_model(
             "batches of their own; use one data-parallel rank without accumulation"
         )
     return ModelPlan(
+        spec=spec,
         whole=whole,
         task=task,
         image=image,

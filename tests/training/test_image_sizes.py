@@ -1,0 +1,201 @@
+"""--img-size-schedule: the size of a step, timm's own numbers at each, one curve in every layout and over a resume."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from curves import assert_same_curve, read_rows, train_in, train_rows
+from project import ROOT
+
+from ds_vit.config import parse
+from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.models import ModelSpec, SequentialViT, create_model, set_image_size, take_apart
+from ds_vit.training.plan import prepare
+
+CONFIGS = ROOT / "ds_configs"
+SCHEDULE = "8:0,12:0.4,16:0.8"  # five steps: 8 8 12 12 16
+RUN = [
+    *("--dataset", "digits", "--workers", "0", "--max-steps", "5", "--log-interval", "1", "--warmup-steps", "1"),
+    *("--img-size-schedule", SCHEDULE, "--checkpoint-interval", "3", "--reprob", "0.5", "--mixup", "0.8"),
+    *("--cutmix", "1.0", "--keep-checkpoints", "0"),
+]
+KWARGS = ("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=2")
+VIT = ("--model", "vit_tiny_patch16_224", *KWARGS)
+ROPE = ("--model", "vit_small_patch16_rope_mixed_224", *KWARGS)
+
+
+def words(*argv):
+    return [str(word) for word in argv]
+
+
+def config(stage):
+    return ("--deepspeed_config", CONFIGS / f"cpu_zero{stage}_fp32.json")
+
+
+def test_the_size_of_a_step():
+    """A boundary that is off by one, by rounding too; a size that moves when batches were left out."""
+    sizes = size_schedule("128:0,160:0.4,224:0.8", 10)
+    assert [sizes.at(step) for step in range(10)] == [128] * 4 + [160] * 4 + [224] * 2
+    assert size_schedule("8:0,16:0.1", 30).firsts == (0, 3)  # 0.1 * 30 is a bit over 3
+    assert [sizes.later(3).at(step + 3) for step in range(10)] == [sizes.at(step) for step in range(10)]
+    assert sizes.later(3).at(0) == 128
+
+
+def test_sizes_that_are_drawn():
+    """A size that depends on more than seed and step, or that is never drawn."""
+    sizes = RandomSizes((8, 12, 16), seed=3)
+    drawn = [sizes.at(step) for step in range(600)]
+    assert all(150 < drawn.count(size) < 250 for size in sizes.sizes)
+    assert drawn != [RandomSizes((8, 12, 16), seed=4).at(step) for step in range(600)]
+    assert drawn == [sizes.later(2).later(3).at(step + 5) for step in range(600)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("128", "takes SIZE:SHARE,"),
+        ("128:0,large:0.5", "takes SIZE:SHARE,"),
+        ("128:0.1,224:0.5", "must begin with 0 and grow"),
+        ("128:0,160:0.5,224:0.5", "must begin with 0 and grow"),
+        ("128:0,224:1", "all below 1"),
+        ("224:0,128:0.5", "no other may be larger"),
+        ("0:0,128:0.5", "no other may be larger"),
+        ("128:0,224:nan", "all below 1"),
+    ],
+)
+def test_schedules_that_are_refused(text, said):
+    """A run that ends at another size than it is evaluated at, or that never trains at one."""
+    with pytest.raises(UserError, match=said):
+        parse_schedule(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([*VIT, "--img-size", "8"], "--img-size is 8"),
+        ([*VIT, "--compile"], "--compile a graph is of one"),
+        ([*VIT, "--max-steps", "2"], "2 steps are too few"),
+        (["--model", "vit_tiny_patch16_224"], "8 pixels are no multiple of the patch size 16"),
+        (["--model", "vit_tiny_r_s16_p8_224", "--img-size-schedule", "32:0,64:0.5"], "takes one size;"),
+        ([*VIT, "--train-img-sizes", "8", "16"], "keep one"),
+        ([*VIT, "--img-size-schedule", "", "--train-img-sizes", "16"], "two sizes or more"),
+        ([*VIT, "--task", "mae", "--mixup", "0", "--cutmix", "0"], "positions are of one size"),
+    ],
+)
+def test_runs_that_are_refused_before_any_rank_starts(argv, said):
+    """What would fail, or train otherwise than was asked for, on the ranks."""
+    with pytest.raises(UserError, match=said):
+        prepare(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "vit_tiny_patch16_224",
+            "deit3_small_patch16_224",
+            "vit_base_patch16_siglip_224",
+            "vit_small_patch16_rope_224",
+        ),
+        *("vit_small_patch14_reg4_dinov2", "vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"),
+        "eva02_tiny_patch14_224",
+    ],
+)
+def test_each_size_is_timms_own(name):
+    """Positions resampled otherwise than timm does, a rotary table of another grid, traces of a size at the last."""
+    kwargs = {"patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    spec = ModelSpec(name, num_classes=5, img_size=16, model_kwargs=kwargs)
+    torch.manual_seed(0)
+    model = create_model(spec, device="cpu").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    layers = SequentialViT(take_apart(model)).eval()
+    import timm
+
+    theirs = timm.create_model(name, num_classes=5, img_size=16, dynamic_img_size=True, **kwargs).eval()
+    theirs.load_state_dict(model.state_dict())
+    images = {size: torch.randn(3, 3, size, size) for size in (8, 12, 16)}
+    keys = torch.arange(3)
+    before = layers(images[16], keys)
+    for size in (8, 12, 16, 8):
+        set_image_size(layers, size, (4, 4))
+        torch.testing.assert_close(layers(images[size], keys), theirs(images[size]), rtol=1e-5, atol=1e-5)
+    set_image_size(layers, 16, (4, 4))
+    assert torch.equal(layers(images[16], keys), before)
+
+
+@pytest.fixture(scope="module")
+def one(ranks, tmp_path_factory):
+    """The run on one rank, its folder: (of a table of positions, of learned rotary frequencies)."""
+    folder = tmp_path_factory.mktemp("one")
+    for name, model in (("vit", VIT), ("rope", ROPE)):
+        train_in(ranks, 1, words(*RUN, *model, *config(0), "-b", 16, "--output", folder / name))
+    return folder
+
+
+LAYOUTS = {
+    "dp 2, ZeRO-1": (2, 1, ["-b", 8]),
+    "tp 2, sequence parallel, ZeRO-2": (2, 2, ["-b", 16, "--tp", 2, "--sequence-parallel"]),
+    "pp 2, ZeRO-1": (2, 1, ["-b", 8, "--grad-accum-steps", 2, "--pp", 2]),
+    "dp 2, ZeRO-3": (2, 3, ["-b", 4, "--grad-accum-steps", 2, "--grad-checkpointing"]),
+    "pp 2, tp 2": (4, 1, ["-b", 4, "--grad-accum-steps", 4, "--pp", 2, "--tp", 2]),
+}
+
+
+_IN_THE_QUICK_SUITE = {"vit dp 2, ZeRO-3", "vit tp 2, sequence parallel, ZeRO-2", "rope pp 2, ZeRO-1"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if f"{model} {layout}" in _IN_THE_QUICK_SUITE else pytest.mark.slow)
+        for model in ("vit", "rope")
+        for layout in LAYOUTS
+    ],
+)
+def test_every_layout_has_the_curve_of_one_rank(ranks, tmp_path, one, model, layout):
+    """Shapes of the size before between stages or tensor ranks; other images; a table of positions that is replaced."""
+    world, stage, cut = LAYOUTS[layout]
+    argv = words(*RUN, *{"vit": VIT, "rope": ROPE}[model], *config(stage), *cut, "--output", tmp_path / "run")
+    assert_same_curve(read_rows(one / model), train_in(ranks, world, argv), rtol=1e-5)
+
+
+def test_it_goes_on_in_another_layout(ranks, tmp_path, one):
+    """A size that is counted from the process's start; a checkpoint that knows another grid."""
+    checkpoint = one / "vit" / "checkpoints" / "step-00000003"
+    argv = [*RUN, *VIT, *config(1), "-b", 8, "--grad-accum-steps", 2, "--pp", 2, "--resume", checkpoint]
+    rows = train_in(ranks, 2, words(*argv, "--output", tmp_path / "run"))
+    assert [row["step"] for row in train_rows(rows)] == [4, 5]
+    whole = [row for row in read_rows(one / "vit") if row["step"] > 3]
+    assert_same_curve(whole, rows, rtol=1e-5)
+    other = [word if word != SCHEDULE else "8:0,16:0.8" for word in words(*argv)]
+    with pytest.raises(UserError, match="give the same --img-size-schedule"):
+        prepare(*parse(other), Process("env", 0, 2, 0, 2), on_cpu=True)
+
+
+def test_drawn_sizes_in_another_layout(ranks, tmp_path):
+    """Ranks that draw each for itself, or by what was done since the process began."""
+    argv = [*RUN, *VIT, "--img-size-schedule", "", "--train-img-sizes", 16, 8, 12]
+    whole = train_in(ranks, 1, words(*argv, *config(1), "-b", 16, "--output", tmp_path / "one"))
+    drawn = RandomSizes((8, 12, 16), seed=42)
+    assert len({drawn.at(step) for step in range(3, 5)}) + len({drawn.at(step) for step in range(3)}) > 2
+    checkpoint = tmp_path / "one" / "checkpoints" / "step-00000003"
+    cut = ["-b", 8, "--grad-accum-steps", 2, "--tp", 2, "--resume", checkpoint]
+    rows = train_in(ranks, 2, words(*argv, *config(2), *cut, "--output", tmp_path / "two"))
+    assert_same_curve([row for row in whole if row["step"] > 3], rows, rtol=1e-5)
+
+
+def test_figures_are_those_of_the_size(one):
+    """TFLOP/s of images that are larger than they were; an evaluation of smaller images than the model's."""
+    rows = train_rows(read_rows(one / "vit"))
+    flops = [row["tflops_per_accelerator"] / row["images_per_second"] for row in rows]
+    assert math.isclose(flops[0], flops[1])
+    assert math.isclose(flops[2], flops[3])
+    assert flops[0] < flops[2] < flops[4]
+    plan = prepare(*parse(words(*RUN, *VIT, *config(0), "-b", 16)), Process("none", 0, 1, 0, 1), on_cpu=True)
+    assert plan.model.image.img_size == (16, 16)
+    assert plan.model.task.fields(training=False)[0].shape == (3, 16, 16)

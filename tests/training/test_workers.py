@@ -1,0 +1,97 @@
+"""--workers auto: what it counts, and that a run takes it and says so."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import yaml
+from project import ROOT
+from runs import DIGITS, run_quietly
+
+from ds_vit.config import parse
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.training.inputs import InputPipeline
+from ds_vit.training.plan import prepare
+from ds_vit.training.workers import MOST, Loading, deal_alone, dealt, reads_of
+
+KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
+ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"))
+RUN = [*DIGITS, *KWARGS, *ZERO0, "--val-split", "", "-b", "4", "--no-aug"]
+
+
+def cores(first, number):
+    return frozenset(range(first, first + number))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "numbers"),
+    [
+        ([Loading("a", cores(0, 16), "images")] * 4, [3] * 4),  # 12 left for four
+        ([Loading("a", cores(0, 2), "images")] * 4, [1] * 4),  # fewer cores than ranks
+        ([Loading("a", cores(0, 128), "images")], [MOST]),
+        ([Loading("a", cores(16 * i, 16), "images") for i in range(4)], [15] * 4),  # bound by Slurm
+        ([Loading("a", cores(0, 8), "images")] * 2 + [Loading("b", cores(0, 4), "images")] * 2, [3, 3, 1, 1]),
+        # Four stages of two tensor slices: one loads images, one targets; (20 - 8 - 1) for one.
+        ([Loading("a", cores(0, 20), word) for word in ("images", "", "", "", "", "", "targets", "")], [11] + [1] * 7),
+    ],
+)
+def test_cores_are_dealt(ranks, numbers):
+    """A core counted on two hosts or for two ranks, or training left without one."""
+    assert [dealt(ranks, rank)[0] for rank in range(len(ranks))] == numbers
+
+
+def test_who_reads_what():
+    """Middle stages and second slices that count as loaders; an autoencoder's last stage that does not."""
+    config, explicit = parse([*RUN, "--workers", "auto", "--pp", "3", "--tp", "2"])
+    plan = prepare(config, explicit, Process("env", 0, 12, 0, 12), on_cpu=True)
+    assert Counter(reads_of(plan, rank) for rank in range(12)) == {"images": 2, "targets": 2, "": 8}
+    assert {plan.parallel.layout.stage(rank) for rank in range(12) if reads_of(plan, rank) == "images"} == {0}
+    assert {plan.parallel.layout.tp_rank(rank) for rank in range(12) if reads_of(plan, rank)} == {0}
+    dealt_alone = deal_alone(plan)
+    left = len(os.sched_getaffinity(0)) - 12 - 2
+    assert dealt_alone.workers == max(1, min(MOST, left // 2))
+
+
+def with_many_cores():
+    """On a rank: nine cores that it shares, and the number of workers that its loader would have."""
+    from contextlib import contextmanager
+    from unittest import mock
+
+    @contextmanager
+    def many():
+        loading = InputPipeline._loading
+        told = []
+
+        def told_one(self, fields):
+            options = loading(self, fields)
+            told.append(options["num_workers"])
+            return {**options, "num_workers": 0}
+
+        with (
+            mock.patch.object(os, "sched_getaffinity", return_value=set(range(9))),
+            mock.patch.object(InputPipeline, "_loading", told_one),
+        ):
+            yield
+        assert set(told) == {3}, told
+
+    return many()
+
+
+def test_a_run_counts_and_says_so(ranks, tmp_path):
+    """A flag that reaches no loader; a config.yaml that fixes the number of another machine."""
+    argv = [*RUN, "--workers", "auto", "--output", str(tmp_path / "run")]
+    said = ranks.run(2, run_quietly, argv, with_many_cores)
+    assert [code for code, _, _ in said] == [0, 0], said
+    table = " ".join(said[0][1].replace("│", " ").split())
+    assert "--workers auto 3 a rank (9 cores for 2 training processes, 2 of which load images)" in table
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["workers"] == "auto"
+
+
+@pytest.mark.parametrize("word", ["-1", "some", "2.5"])
+def test_other_words_are_refused(word):
+    """A word that ends in a traceback."""
+    with pytest.raises(UserError, match="workers"):
+        parse([*RUN, "--workers", word])
