@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.augment.handover import CuttingTransform
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
@@ -170,6 +171,8 @@ def train_loader(
             "make one of the three even, or turn mixing off"
         )
     transform = train_transform(image, augment)
+    if augment.augment_on == "device":
+        transform = CuttingTransform(transform, augment)
     reader = Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     return Loader(TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
