@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.augment.handover import CuttingTransform
-from ds_vit.data.augment.transforms import eval_transform, train_transform
+from ds_vit.data.augment.handover import worker_transform
+from ds_vit.data.augment.transforms import eval_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
@@ -170,10 +170,9 @@ def train_loader(
             f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
             "make one of the three even, or turn mixing off"
         )
-    transform = train_transform(image, augment)
-    if augment.augment_on == "device":
-        transform = CuttingTransform(transform, augment)
-    reader = Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
+    reader = Reader(
+        source, worker_transform(image, augment), image, load_images, load_targets, on_bad_image, augment.decode
+    )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     return Loader(TrainBatches(reader, order, share, augment, mix), numbers, num_workers, pin_memory)
 

@@ -27,7 +27,7 @@ from ds_vit.data import (
     train_loader,
 )
 from ds_vit.data.augment.batched import OPERATIONS, augmented
-from ds_vit.data.augment.handover import NAMES, Cut, CuttingTransform, packed
+from ds_vit.data.augment.handover import NAMES, Cut, CuttingTransform, packed, worker_transform
 from ds_vit.data.augment.policies import Operation, Policy
 from ds_vit.data.augment.steps import GaussianBlur
 from ds_vit.data.augment.transforms import train_transform
@@ -205,7 +205,9 @@ def folder(tmp_path_factory) -> Path:
     return root
 
 
-def _load(folder: Path, share: Share, on: str = "device", start: int = 0, **options) -> tuple[torch.Tensor, ...]:
+def _load(
+    folder: Path, share: Share, on: str = "device", start: int = 0, device: str = "cpu", **options
+) -> tuple[torch.Tensor, ...]:
     """Images and targets of all ranks for four steps, [steps, global batch, ...], and samples that were skipped."""
     source = open_source("", str(folder), "train")
     order = SampleOrder(len(source), share.global_batch, seed=7)
@@ -217,7 +219,7 @@ def _load(folder: Path, share: Share, on: str = "device", start: int = 0, **opti
             source, order=order, share=mine, image=IMAGE, augment=augment, mix=MIX, start_step=start, stop_step=4,
             on_bad_image="skip", **options,
         ):  # fmt: skip
-            images.append(finish_images(batch, IMAGE, augment, device="cpu"))
+            images.append(finish_images(batch, IMAGE, augment, device=device).cpu())
             targets.append(finish_targets(batch, 3, MIX, device="cpu"))
             skipped += batch.num_skipped
     return *(
@@ -248,12 +250,14 @@ def test_no_layout_changes_a_bit(folder, whole, share, options):
     assert torch.equal(targets, whole[1][start:])
 
 
-def test_all_of_it_is_within_its_bound(folder, whole):
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_all_of_it_is_within_its_bound(folder, whole, device):
     """Would catch erasing, mixing or a replaced image on other rows than on the CPU."""
     images, targets, skipped = _load(folder, Share(0, 1, 12), on="cpu")
-    assert torch.equal(targets, whole[1])
-    assert skipped == whole[2] > 0
-    apart = (images - whole[0]).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
+    there = _load(folder, Share(0, 1, 12), device=device, pin_memory=True) if device == "cuda" else whole
+    assert torch.equal(targets, there[1])
+    assert skipped == there[2] > 0
+    apart = (images - there[0]).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
     assert 0.0 < apart.mean() <= PIPELINE_BOUND
     assert apart.mean(dim=(2, 3, 4)).max() <= 8 * PIPELINE_BOUND
 
@@ -272,7 +276,7 @@ def test_what_the_device_cannot_do_is_refused(flags, named):
     """Would catch a flag that is passed over on the device."""
     augment = AugmentConfig(**flags, augment_on="device")
     with pytest.raises(ValueError, match=f"^--augment-on device cannot do {named}.*, or augment on the cpu$"):
-        CuttingTransform(train_transform(IMAGE, augment), augment)
+        worker_transform(IMAGE, augment)
 
 
 # Training

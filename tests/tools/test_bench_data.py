@@ -51,6 +51,10 @@ def test_stages_and_remedies(photos, monkeypatch):
     assert result["images_per_second"] > 0
     assert result["would_give"]["--workers 4"] == pytest.approx(4 * result["images_per_second"])
     assert any(change.endswith("pixels on the shorter side") for change in result["would_give"])
+    words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", "device"]
+    there = json.loads(bench(*words)[1].splitlines()[-1])
+    assert there["seconds"]["augment on device"] > 2 * there["seconds"]["augment"] > 0
+    assert "--decode fast" not in there["would_give"]
     code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 4, "--no-aug")
     again = json.loads(out.splitlines()[-1])
     assert not {"--workers 4", "--decode fast"} & again["would_give"].keys()

@@ -19,8 +19,9 @@ from torchvision.transforms.functional import pil_modes_mapping
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.policies import Operation, Policy
 from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, MaybeStep, RandomResizedCrop, Size, Step
-from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
-from ds_vit.data.decode import Jpeg
+from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train_transform
+from ds_vit.data.decode import Box, Jpeg
+from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 
 FILTERS = ("bilinear", "bicubic", "random")
@@ -71,7 +72,7 @@ class Crops(NamedTuple):
 
 
 class CuttingTransform:
-    """Draws what a training transform draws, and applies none of it but the crop's box.
+    """Draws what a training transform draws (`drawn`), and applies none of it but the crop's box.
 
     Args:
         transform: of the run.
@@ -94,21 +95,27 @@ class CuttingTransform:
                 raise UserError(f"--augment-on device cannot do {flag}; {way_out}, or augment on the cpu")
         assert isinstance(transform, TrainTransform)
         assert isinstance(transform.steps[0], RandomResizedCrop), transform.steps
-        self._transform = transform
+        self.drawn = transform
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> Cut:
         """A pure function of the image and the sample's key."""
-        (box, interpolation), *drawn = self._transform.draw(key, (image.height, image.width))
-        top, left, height, width = box
-        if isinstance(image, Jpeg):
-            pixels = image.pixels(box)
-        else:
-            pixels = np.asarray(image.crop((left, top, left + width, top + height)))
+        (box, interpolation), *drawn = self.drawn.draw(key, (image.height, image.width))
+        pixels = image.pixels(box) if isinstance(image, Jpeg) else _cut_out(image, box)
         operations: list[Operation] = []
-        for step, parameters in zip(self._transform.steps[1:], drawn, strict=True):
+        for step, parameters in zip(self.drawn.steps[1:], drawn, strict=True):
             if parameters is not None:
                 operations += _operations(step, parameters)
         return Cut(pixels, int(pil_modes_mapping[interpolation]), operations)
+
+
+def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransform | FixedTransform | CuttingTransform:
+    """What a loader's process does to training images: all of augmentation, or the crop for the device's.
+
+    Raises:
+        UserError: flags that cannot work together.
+    """
+    transform = train_transform(image, augment)
+    return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
 
 
 def _operations(step: Step, parameters: Any) -> list[Operation]:
@@ -124,6 +131,11 @@ def _operations(step: Step, parameters: Any) -> list[Operation]:
     if isinstance(step, GaussianBlur):
         return [Operation("kernel blur", (parameters,), {})]
     raise NotImplementedError(f"{step!r} has no counterpart on the device")
+
+
+def _cut_out(image: Image.Image, box: Box) -> np.ndarray:
+    top, left, height, width = box
+    return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
 def packed(cuts: Sequence[Cut], size: Size, pixels: torch.Tensor) -> Crops:

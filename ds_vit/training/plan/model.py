@@ -9,8 +9,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.data import ImageConfig
-from ds_vit.data.augment.handover import CuttingTransform
-from ds_vit.data.augment.transforms import train_transform
+from ds_vit.data.augment.handover import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import InitialCheckpoint, ModelSpec, TimmViT, check_kept, find_pretrained, frozen_names, image_size
@@ -77,9 +76,7 @@ def resolve_model(
         check_kept(whole)
     frozen = frozen_names(whole, config.freeze, config.linear_probe)
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
-    transform = train_transform(image, config.augment)  # says now what it would say in a loader's worker
-    if config.augment.augment_on == "device":
-        CuttingTransform(transform, config.augment)
+    worker_transform(image, config.augment)  # says now what it would say in a loader's worker
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and data.batch.accumulation * data.batch.dp > 1:
