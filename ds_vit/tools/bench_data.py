@@ -288,9 +288,11 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
     of_worker = {stage: seconds[stage] for stage in STAGES[:-1]}
     stage = max(of_worker, key=of_worker.__getitem__)
     share = of_worker[stage] / sum(of_worker.values())
-    if 1.0 / (seconds["transfer"] + seconds.get(ON_DEVICE, 0.0)) < rate * 1.1:
-        what = "augmentation on the device" if ON_DEVICE in seconds else "transfer"
-        return f"the way to the device is the bottleneck: {what} and normalisation take {rate:,.0f} images/s"
+    there = seconds.get(ON_DEVICE, 0.0)
+    if there > sum(of_worker.values()) / max(1, workers):
+        return f"augmentation on the device is the bottleneck: it can do {1.0 / there:,.0f} images/s"
+    if rate * 1.1 * seconds["transfer"] > 1.0:
+        return f"the way to the device is the bottleneck: transfer and normalisation take {rate:,.0f} images/s"
     words = {"read": "reading", "decode": "decoding", "augment": "augmentation", "collate": "putting batches together"}
     who = f"--workers {workers}" if workers else "the training process itself (--workers 0)"
     return f"{words[stage]} is the bottleneck, {share:.0%} of the loader's time: {who} gives {rate:,.0f} images/s"
