@@ -42,6 +42,12 @@ class AugmentConfig:
         "decode training images as Pillow does, or fast: within two grey levels of it on average",
         choices=("exact", "fast"),
     )
+    augment_on: str = flag(
+        "cpu",
+        "data",
+        "augment in the loader's processes, or in batches on the device that trains",
+        choices=("cpu", "device"),
+    )
     no_aug: bool = flag(False, _A, "resize and crop only")
     train_crop_mode: str = flag("", _A, "training crop", choices=("rrc", "rkrc", "rkrr"))
     train_interpolation: str = flag("random", _A, "resize filter of training", choices=(*INTERPOLATIONS, "random"))

@@ -20,6 +20,7 @@ from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
 from ds_vit.data.augment.draws import shielded
 from ds_vit.data.augment.erasing import ErasingBoxes
+from ds_vit.data.augment.handover import Crops, Cut, CuttingTransform, packed
 from ds_vit.data.augment.mixing import PairDraws, PairMix
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import ImageDecodeError, open_image
@@ -37,7 +38,8 @@ class MicroBatch(NamedTuple):
     Attributes:
         keys: sample keys, int64 [R].
         indices: the samples' numbers in the source, int64 [R].
-        images: augmented pixels, uint8 [R, 3, H, W], or None when not loaded.
+        images: augmented pixels, uint8 [R, 3, H, W]; with --augment-on device what they are made of there; or None when
+            not loaded.
         targets: class numbers int64 [R], multi-hot float32 [R, C], or None when not loaded.
         valid: bool [R]; False where an evaluation row is padding or could not be decoded. Such an image is black.
         erase: boxes to erase (top, left, bottom, right), int32 [R, N, 4], or None.
@@ -49,7 +51,7 @@ class MicroBatch(NamedTuple):
 
     keys: torch.Tensor
     indices: torch.Tensor
-    images: torch.Tensor | None
+    images: torch.Tensor | Crops | None
     targets: torch.Tensor | None
     valid: torch.Tensor
     erase: torch.Tensor | None
@@ -69,7 +71,7 @@ class Reader:
     def __init__(
         self,
         source: Source,
-        transform: TrainTransform | FixedTransform,
+        transform: TrainTransform | FixedTransform | CuttingTransform,
         image: ImageConfig,
         load_images: bool,
         load_targets: bool,
@@ -87,13 +89,13 @@ class Reader:
         self.reading: torch.Tensor | None = None  # shared: which sample each worker is at
         self._how = how  # one of decode.DECODERS
 
-    def resize(self, img_size: tuple[int, int], transform: TrainTransform | FixedTransform) -> None:
+    def resize(self, img_size: tuple[int, int], transform: TrainTransform | FixedTransform | CuttingTransform) -> None:
         """Read at another size from now on, with a transform of that size."""
         self.img_size, self._transform = img_size, transform
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[int, str]]:
+    ) -> tuple[torch.Tensor | Crops | None, torch.Tensor | None, dict[int, str]]:
         """Read the valid rows.
 
         Args:
@@ -101,9 +103,10 @@ class Reader:
             replace: take another sample for an image that cannot be decoded (when such ones are skipped at all).
 
         Returns:
-            images uint8 [R, 3, H, W] or None, targets or None, and, of rows whose own image was bad, the reason.
+            images uint8 [R, 3, H, W], Crops or None, targets or None, and, of rows whose own image was bad, the reason.
         """
-        images = _black((len(indices), 3, *self.img_size)) if self.load_images else None
+        cuts = isinstance(self._transform, CuttingTransform)  # of training alone, where every row is valid
+        images = [None] * len(indices) if cuts or not self.load_images else _black((len(indices), 3, *self.img_size))
         targets = self._no_targets(len(indices)) if self._load_targets else None
         bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
@@ -116,12 +119,16 @@ class Reader:
                 pixels, read_index, reason = self._image(index, key, replace)
                 if read_index != index:
                     bad[row] = reason
-                if self.load_images and pixels is not None:
+                if pixels is not None:
                     images[row] = pixels
                 index = read_index
             if targets is not None and index is not None:
                 target = self.source.target(index)
                 targets[row] = torch.from_numpy(target) if isinstance(target, np.ndarray) else target
+        if not self.load_images:
+            return None, targets, bad
+        if cuts:
+            images = packed(images, self.img_size, _black((sum(cut.pixels.size for cut in images),)))
         return images, targets, bad
 
     def _no_targets(self, num_rows: int) -> torch.Tensor:
@@ -129,7 +136,7 @@ class Reader:
             return torch.zeros((num_rows, self.source.num_classes), dtype=torch.float32)
         return torch.zeros(num_rows, dtype=torch.int64)
 
-    def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | None, int | None, str]:
+    def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | Cut | None, int | None, str]:
         """The pixels of a sample, or of the first of its keyed replacements that can be decoded; its number; why."""
         tried = 0
         reason = ""
@@ -152,7 +159,7 @@ class Reader:
                 self.source
             )
 
-    def _pixels(self, index: int, key: int) -> torch.Tensor | None:
+    def _pixels(self, index: int, key: int) -> torch.Tensor | Cut | None:
         """A sample's pixels; without images to load None, of an image that can be decoded all the same."""
         if not self.load_images:
             self.source.image(index)
@@ -207,7 +214,7 @@ class TrainBatches(Batches):
         augment: AugmentConfig,
         mix: MixConfig,
         sizes: ImageSizes | None = None,
-        transforms: Mapping[int, TrainTransform | FixedTransform] = MappingProxyType({}),
+        transforms: Mapping[int, TrainTransform | FixedTransform | CuttingTransform] = MappingProxyType({}),
     ) -> None:
         super().__init__(reader)
         self._sizes = sizes

@@ -101,6 +101,20 @@ class Jpeg:
         part = pixels.reshape(-1)[top * row_bytes + 4 * left :]
         return Image.frombytes("RGB", (width, height), part, "raw", "RGBX", row_bytes, 1)  # copies the box alone
 
+    def pixels(self, box: Box) -> np.ndarray:
+        """`crop` as uint8 [height, width, 3], in memory of its own.
+
+        Raises:
+            ImageDecodeError: the file is damaged.
+        """
+        top, left, height, width = box
+        data, rows = self._rows_above(top + height)
+        try:
+            pixels = _decode(data, (rows, self.width), strict=rows == self.height, colorspace="RGB")
+        except ValueError:
+            return np.array(self.crop(box))
+        return pixels[top : top + height, left : left + width].copy()
+
     def scaled(self, box: Box, at_least: tuple[int, int]) -> tuple[np.ndarray, int]:
         """A part of the image by the fast transforms, in no less than a given size where the part itself is not less.
 
@@ -197,7 +211,7 @@ def _decode(data: bytes, size: tuple[int, int], **options: object) -> np.ndarray
         memory = bytearray(num_bytes)
         if num_bytes <= _MOST_KEPT:
             _scratch.memory = memory
-    return simplejpeg.decode_jpeg(data, "RGBX", buffer=memory, **options)
+    return simplejpeg.decode_jpeg(data, **{"colorspace": "RGBX", **options}, buffer=memory)
 
 
 def _without_rows_below(data: bytes, bottom: int, height: int) -> tuple[bytes, int]:

@@ -1,4 +1,4 @@
-"""From a micro-batch to the model's inputs, on its device: normalise, erase, mix.
+"""From a micro-batch to the model's inputs, on its device: augment (with --augment-on device), normalise, erase, mix.
 
 Everything random was drawn when the micro-batch was read or is keyed by its samples, so that a CPU and a GPU make the
 same inputs up to rounding. The order is that of timm's Mixup: images are normalised, then erased, then mixed.
@@ -12,7 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.data.augment.batched import augmented
 from ds_vit.data.augment.erasing import erase
+from ds_vit.data.augment.handover import Crops
 from ds_vit.data.augment.mixing import mix_images, mix_targets
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.settings import ImageConfig
@@ -24,7 +26,7 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 def _normalised(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
-    """(pixels / 255 - mean) / std of uint8 [R, 3, H, W], in float32."""
+    """(pixels / 255 - mean) / std of [R, 3, H, W], in float32."""
     images = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
     # On a CPU row after row: all four passes over one then find it in the cache.
     rows = zip(images, pixels, strict=True) if pixels.device.type == "cpu" else ((images, pixels),)
@@ -56,7 +58,11 @@ def finish_images(
     """
     assert batch.images is not None, "the micro-batch was loaded without images"
     device = torch.device(device)
-    images = _normalised(batch.images.to(device, non_blocking=True), image)
+    if isinstance(batch.images, Crops):
+        pixels = augmented(batch.images, device)
+    else:
+        pixels = batch.images.to(device, non_blocking=True)
+    images = _normalised(pixels, image)
     if batch.erase is not None:
         assert augment is not None, "the micro-batch has boxes to erase"
         images = erase(images, batch.erase, batch.keys, augment.remode)

@@ -15,7 +15,7 @@ import multiprocessing.util
 import os
 import signal
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
-from ds_vit.data.augment.transforms import eval_transform, train_transform
+from ds_vit.data.augment.handover import worker_transform
+from ds_vit.data.augment.transforms import eval_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
@@ -173,11 +174,13 @@ def train_loader(
             f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
             "make one of the three even, or turn mixing off"
         )
-    transform = train_transform(image, augment)
-    reader = Reader(source, transform, image, load_images, load_targets, on_bad_image, augment.decode)
+    reader = Reader(
+        source, worker_transform(image, augment), image, load_images, load_targets, on_bad_image, augment.decode
+    )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
-        size: train_transform(replace(image, img_size=(size, size)), augment) for size in (sizes.sizes if sizes else ())
+        size: worker_transform(replace(image, img_size=(size, size)), augment)
+        for size in (sizes.sizes if sizes else ())
     }
     batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms)
     return Loader(batches, numbers, num_workers, pin_memory)

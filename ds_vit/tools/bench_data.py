@@ -24,8 +24,10 @@ from PIL import Image
 from ds_vit import config as flags
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import Loader, Share, finish_images, train_loader
+from ds_vit.data.augment.batched import augmented
+from ds_vit.data.augment.handover import CuttingTransform, worker_transform
 from ds_vit.data.augment.steps import RandomResizedCrop
-from ds_vit.data.augment.transforms import TrainTransform, train_transform
+from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.decode import Box, Jpeg, open_image
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import discover
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ds_vit.training.plan import Plan
 
 STAGES = ("read", "decode", "augment", "collate", "transfer")
+ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and all but erasing and mixing
 _TRIES = 3
 _SMALL_SIDE = 8 / 7  # of the model's input: what timm's evaluation crops from
 _QUALITY = 90
@@ -55,7 +58,8 @@ class DataBench:
         cores: that this process may use.
         workers: of a rank.
         ranks: on this machine.
-        seconds: stage → of one process. Reading is from the system's cache where the files were read before.
+        seconds: stage → of one process, and of the device where it augments. Reading is from the system's cache where
+            the files were read before.
         images_per_second: of one rank's loader as the flags have it, measured as a whole.
         would_give: what to change → images a second that a rank may expect of it.
         bottleneck: in a sentence.
@@ -159,8 +163,19 @@ def _stages(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    def augment_there() -> None:
+        for batch in batches:
+            augmented(batch.images, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     collate = max(0.0, whole - read - decode - augment)
-    return dict(zip(STAGES, (read, decode, augment, collate, _fastest(transfer, rows, clock)), strict=True))
+    to_device = _fastest(transfer, rows, clock)
+    found = dict(zip(STAGES, (read, decode, augment, collate, to_device), strict=True))
+    if plan.config.augment_on == "device":
+        there = min(_fastest(augment_there, rows, clock), to_device)
+        found |= {"transfer": to_device - there, ON_DEVICE: there}
+    return found
 
 
 def _loader(plan: Plan, workers: int) -> Loader:
@@ -198,7 +213,8 @@ def _decode_and_augment(plan: Plan, ways: dict[str, _Way]) -> dict[str, tuple[fl
 
 def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
     """Decoding alone, and decoding with augmentation."""
-    transform = train_transform(plan.model.image, way.augment)
+    transform = worker_transform(plan.model.image, way.augment)
+    on_device = way.augment.augment_on == "device"
     source, size = plan.data.train_source, plan.model.image.img_size
 
     def opened(sample: _Sample) -> Image.Image | Jpeg:
@@ -208,9 +224,10 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
 
     def box(sample: _Sample) -> Box:
         image = opened(sample)
-        if not isinstance(transform, TrainTransform) or not isinstance(transform.steps[0], RandomResizedCrop):
+        drawn = transform.drawn if isinstance(transform, CuttingTransform) else transform
+        if not isinstance(drawn, TrainTransform) or not isinstance(drawn.steps[0], RandomResizedCrop):
             return 0, 0, image.height, image.width
-        return transform.draw(sample.key, (image.height, image.width))[0][0]
+        return drawn.draw(sample.key, (image.height, image.width))[0][0]
 
     boxes = [box(sample) for sample in way.samples]
 
@@ -218,7 +235,7 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
         for sample, box in zip(way.samples, boxes, strict=True):
             image = opened(sample)
             if isinstance(image, Jpeg):
-                image.scaled(box, size) if image.fast else image.crop(box)
+                image.pixels(box) if on_device else image.scaled(box, size) if image.fast else image.crop(box)
 
     def both() -> None:
         for sample in way.samples:
@@ -248,7 +265,7 @@ def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
     augment, found = plan.config.augment, {}
     if samples[0].data is None:
         return found
-    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk")
+    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk") and augment.augment_on == "cpu"
     if crops and augment.decode == "exact" and importlib.util.find_spec("simplejpeg"):
         found["--decode fast"] = _Way(samples, dataclasses.replace(augment, decode="fast"))
     side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
@@ -272,7 +289,10 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
     of_worker = {stage: seconds[stage] for stage in STAGES[:-1]}
     stage = max(of_worker, key=of_worker.__getitem__)
     share = of_worker[stage] / sum(of_worker.values())
-    if 1.0 / seconds["transfer"] < rate * 1.1:
+    there = seconds.get(ON_DEVICE, 0.0)
+    if there > sum(of_worker.values()) / max(1, workers):
+        return f"augmentation on the device is the bottleneck: it can do {1.0 / there:,.0f} images/s"
+    if rate * 1.1 * seconds["transfer"] > 1.0:
         return f"the way to the device is the bottleneck: transfer and normalisation take {rate:,.0f} images/s"
     words = {"read": "reading", "decode": "decoding", "augment": "augmentation", "collate": "putting batches together"}
     who = f"--workers {workers}" if workers else "the training process itself (--workers 0)"

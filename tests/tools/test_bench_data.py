@@ -51,6 +51,10 @@ def test_stages_and_remedies(photos, monkeypatch):
     assert result["images_per_second"] > 0
     assert result["would_give"]["--workers 4"] == pytest.approx(4 * result["images_per_second"])
     assert any(change.endswith("pixels on the shorter side") for change in result["would_give"])
+    words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", "device"]
+    there = json.loads(bench(*words)[1].splitlines()[-1])
+    assert there["seconds"]["augment on device"] > 2 * there["seconds"]["augment"] > 0
+    assert "--decode fast" not in there["would_give"]
     code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 4, "--no-aug")
     again = json.loads(out.splitlines()[-1])
     assert not {"--workers 4", "--decode fast"} & again["would_give"].keys()
@@ -61,6 +65,8 @@ def test_a_bottleneck_is_named():
     seconds = {"read": 1e-4, "decode": 3e-3, "augment": 5e-4, "collate": 0.0, "transfer": 1e-4}
     said = bench_data._bottleneck(seconds, 500.0, 2)
     assert said == "decoding is the bottleneck, 83% of the loader's time: --workers 2 gives 500 images/s"
+    there = bench_data._bottleneck({**seconds, "augment on device": 2e-3}, 500.0, 2)
+    assert there == "augmentation on the device is the bottleneck: it can do 500 images/s"
     assert "way to the device" in bench_data._bottleneck({**seconds, "transfer": 2e-3}, 500.0, 8)
 
 

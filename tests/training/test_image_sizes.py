@@ -92,6 +92,16 @@ def test_runs_that_are_refused_before_any_rank_starts(argv, said):
         prepare(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
 
 
+def test_crops_on_the_device_have_the_size_of_the_step(ranks, tmp_path):
+    """Images that are made at the last size whatever the step's."""
+    run = [*RUN, *config(1), *VIT, "-b", 8, "--max-steps", 5, "--epochs", 1]
+    on_cpu, on_device = (
+        train_in(ranks, 1, words(*run, "--augment-on", where, "--output", tmp_path / where))
+        for where in ("cpu", "device")
+    )
+    assert_same_curve(on_cpu, on_device, rtol=2e-3)
+
+
 @pytest.mark.parametrize(
     "name",
     [

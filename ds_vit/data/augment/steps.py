@@ -142,13 +142,13 @@ class Maybe:
     """A function of the image without parameters, done with a probability."""
 
     def __init__(self, name: str, probability: float, function: Callable[[Image.Image], Image.Image]) -> None:
-        self._name = name
+        self.name = name
         self._probability = probability
         self._function = function
 
     def draw(self, key: int, size: Size) -> bool | None:
         """True or None."""
-        return True if uniform(key, self._name) < self._probability else None
+        return True if uniform(key, self.name) < self._probability else None
 
     def apply(self, image: Image.Image, parameters: bool) -> Image.Image:
         return self._function(image)
@@ -170,14 +170,14 @@ class MaybeStep:
     def __init__(self, name: str, probability: float, step: Step) -> None:
         self._name = name
         self._probability = probability
-        self._step = step
+        self.step = step
 
     def draw(self, key: int, size: Size) -> Any:
         """The other step's parameters or None."""
-        return self._step.draw(key, size) if uniform(key, self._name) < self._probability else None
+        return self.step.draw(key, size) if uniform(key, self._name) < self._probability else None
 
     def apply(self, image: Image.Image, parameters: Any) -> Image.Image:
-        return self._step.apply(image, parameters)
+        return self.step.apply(image, parameters)
 
 
 class ColorJitter:

@@ -212,7 +212,9 @@ def prepare(
     if config.img_size_schedule:
         size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
     told = write_out(told, data, optimizer, model.whole)
-    workers = 0 if config.workers == "auto" else config.workers  # which is dealt (training/workers.py) when it is made
+    workers = (
+        0 if config.workers == "auto" else int(config.workers)
+    )  # which is dealt (training/workers.py) when it is made
     plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at, workers=workers)
     if resume is None:
         return plan

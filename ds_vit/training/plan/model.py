@@ -11,7 +11,7 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.image_sizes import all_sizes
 from ds_vit.data import ImageConfig
-from ds_vit.data.augment.transforms import train_transform
+from ds_vit.data.augment.handover import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import (
@@ -95,7 +95,7 @@ def resolve_model(
     if sizes:
         check_sizes(whole, config.model, sizes)
     for size in sizes or [None]:  # says now what it would say in a loader's worker
-        train_transform(image if size is None else dataclasses.replace(image, img_size=(size, size)), config.augment)
+        worker_transform(image if size is None else dataclasses.replace(image, img_size=(size, size)), config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and data.batch.accumulation * data.batch.dp > 1:

@@ -1,0 +1,163 @@
+"""What a loader's worker hands over for augmentation on the device: pixels of the crops, and all that was drawn.
+
+The worker draws by the very steps that a CPU would apply (transforms.py), cuts the crop's box out of the decoded image
+and does nothing else. What follows is a list of operations by name; batched.py applies them.
+
+Shapes: R rows of a micro-batch, K operations at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms.functional import pil_modes_mapping
+
+from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data.augment.policies import Operation, Policy
+from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, MaybeStep, RandomResizedCrop, Size, Step
+from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train_transform
+from ds_vit.data.decode import Box, Jpeg
+from ds_vit.data.settings import ImageConfig
+from ds_vit.fault_tolerance.errors import UserError
+
+FILTERS = ("bilinear", "bicubic", "random")
+"""The resize filters that torch has with Pillow's antialiasing."""
+
+_ALIKE = {
+    "hflip": "hflip", "vflip": "vflip", "grayscale": "Grey", "AutoContrast": "AutoContrast", "Equalize": "Equalize",
+    "Invert": "Invert", "Rotate": "Rotate", "Posterize": "Posterize", "PosterizeIncreasing": "Posterize",
+    "PosterizeOriginal": "Posterize", "Solarize": "Solarize", "SolarizeIncreasing": "Solarize",
+    "SolarizeAdd": "SolarizeAdd", "Color": "Color", "ColorIncreasing": "Color", "Contrast": "Contrast",
+    "ContrastIncreasing": "Contrast", "Brightness": "Brightness", "BrightnessIncreasing": "Brightness",
+    "Sharpness": "Sharpness", "SharpnessIncreasing": "Sharpness", "ShearX": "ShearX", "ShearY": "ShearY",
+    "TranslateX": "TranslateX", "TranslateY": "TranslateY", "TranslateXRel": "TranslateXRel",
+    "TranslateYRel": "TranslateYRel", "Desaturate": "Desaturate", "GaussianBlur": "BoxBlur", "Hue": "Hue",
+    "GaussianBlurRand": "BoxBlur", "kernel blur": "KernelBlur",
+}  # fmt: skip
+NAMES = tuple(dict.fromkeys(_ALIKE.values()))
+"""What the device can do; timm's names that differ only in how their argument is drawn are one."""
+
+NUM_ARGUMENTS = 5  # its own, Pillow's number of a resampling filter, and the colour (red, green, blue) outside
+_JITTER = ("Brightness", "Contrast", "Color", "Hue")
+
+
+class Cut(NamedTuple):
+    """One sample: the crop's pixels uint8 [h, w, 3], Pillow's number of the resize filter, and what to do then."""
+
+    pixels: np.ndarray
+    resample: int
+    operations: list[Operation]
+
+
+class Crops(NamedTuple):
+    """The samples of a micro-batch before augmentation.
+
+    Attributes:
+        pixels: uint8, of one crop after the other: [h, w, 3] each.
+        shapes: int64 [R, 3]: h, w and Pillow's number of the filter.
+        codes: int64 [R, K]: places in `NAMES`, -1 behind a row's last.
+        arguments: float64 [R, K, NUM_ARGUMENTS].
+        size: (height, width) of the augmented images.
+    """
+
+    pixels: torch.Tensor
+    shapes: torch.Tensor
+    codes: torch.Tensor
+    arguments: torch.Tensor
+    size: Size
+
+
+class CuttingTransform:
+    """Draws what a training transform draws (`drawn`), and applies none of it but the crop's box.
+
+    Args:
+        transform: of the run.
+        augment: its flags, for messages.
+
+    Raises:
+        UserError: a flag that only the CPU can follow.
+    """
+
+    def __init__(self, transform: TrainTransform | FixedTransform, augment: AugmentConfig) -> None:
+        for wrong, flag, way_out in (
+            (augment.no_aug, "--no-aug", "drop one of the two"),
+            (augment.train_crop_mode in ("rkrc", "rkrr"), f"--train-crop-mode {augment.train_crop_mode}", "use rrc"),
+            (augment.train_interpolation not in FILTERS, f"--train-interpolation {augment.train_interpolation}",
+             f"use {', '.join(FILTERS)}"),
+            (augment.aa.startswith("augmix"), f"--aa {augment.aa}", "use a policy of rand, 3a, original or v0"),
+            (augment.decode == "fast", "--decode fast", "drop it"),
+        ):  # fmt: skip
+            if wrong:
+                raise UserError(f"--augment-on device cannot do {flag}; {way_out}, or augment on the cpu")
+        assert isinstance(transform, TrainTransform)
+        assert isinstance(transform.steps[0], RandomResizedCrop), transform.steps
+        self.drawn = transform
+
+    def __call__(self, image: Image.Image | Jpeg, key: int) -> Cut:
+        """A pure function of the image and the sample's key."""
+        (box, interpolation), *drawn = self.drawn.draw(key, (image.height, image.width))
+        pixels = image.pixels(box) if isinstance(image, Jpeg) else _cut_out(image, box)
+        operations: list[Operation] = []
+        for step, parameters in zip(self.drawn.steps[1:], drawn, strict=True):
+            if parameters is not None:
+                operations += _operations(step, parameters)
+        return Cut(pixels, int(pil_modes_mapping[interpolation]), operations)
+
+
+def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransform | FixedTransform | CuttingTransform:
+    """What a loader's process does to training images: all of augmentation, or the crop for the device's.
+
+    Raises:
+        UserError: flags that cannot work together.
+    """
+    transform = train_transform(image, augment)
+    return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
+
+
+def _operations(step: Step, parameters: Any) -> list[Operation]:
+    """What `step.apply(image, parameters)` does, by name."""
+    if isinstance(step, Policy):
+        return parameters
+    if isinstance(step, MaybeStep):
+        return _operations(step.step, parameters)
+    if isinstance(step, Maybe):
+        return [Operation(step.name, (), {})]
+    if isinstance(step, ColorJitter):
+        return [Operation(_JITTER[kind], (factor,), {}) for kind, factor in parameters]
+    if isinstance(step, GaussianBlur):
+        return [Operation("kernel blur", (parameters,), {})]
+    raise NotImplementedError(f"{step!r} has no counterpart on the device")
+
+
+def _cut_out(image: Image.Image, box: Box) -> np.ndarray:
+    top, left, height, width = box
+    return np.asarray(image.crop((left, top, left + width, top + height)))
+
+
+def packed(cuts: Sequence[Cut], size: Size, pixels: torch.Tensor) -> Crops:
+    """The samples of a micro-batch as tensors.
+
+    Args:
+        cuts: [R].
+        size: (height, width) to resize them to.
+        pixels: memory for all of them, uint8, one after the other without gaps.
+    """
+    place, memory = 0, pixels.numpy()
+    longest = max((len(cut.operations) for cut in cuts), default=0)
+    codes = np.full((len(cuts), longest), -1, dtype=np.int64)
+    arguments = np.zeros((len(cuts), longest, NUM_ARGUMENTS))
+    for row, cut in enumerate(cuts):
+        end = place + cut.pixels.size
+        memory[place:end] = cut.pixels.reshape(-1)
+        place = end
+        for number, operation in enumerate(cut.operations):
+            codes[row, number] = NAMES.index(_ALIKE[operation.name])
+            keywords = operation.keywords
+            own = operation.arguments[:1] or (0.0,)
+            arguments[row, number] = (*own, keywords.get("resample", 0), *keywords.get("fillcolor", (0, 0, 0)))
+    shapes = np.array([(*cut.pixels.shape[:2], cut.resample) for cut in cuts], dtype=np.int64).reshape(-1, 3)
+    return Crops(pixels, torch.from_numpy(shapes), torch.from_numpy(codes), torch.from_numpy(arguments), size)

@@ -1,0 +1,328 @@
+"""--augment-on device: the draws of the CPU path, its pixels within stated bounds, in every layout the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from curves import assert_same_curve, largest_deviation, train_in
+from PIL import Image
+from project import ROOT
+from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment
+from torchvision.transforms import functional as F
+
+from ds_vit import randomness
+from ds_vit.data import (
+    AugmentConfig,
+    ImageConfig,
+    MixConfig,
+    SampleOrder,
+    Share,
+    finish_images,
+    finish_targets,
+    open_source,
+    train_loader,
+)
+from ds_vit.data.augment.batched import OPERATIONS, augmented
+from ds_vit.data.augment.handover import NAMES, Cut, CuttingTransform, packed, worker_transform
+from ds_vit.data.augment.policies import Operation, Policy
+from ds_vit.data.augment.steps import GaussianBlur
+from ds_vit.data.augment.transforms import train_transform
+
+SIZE = (40, 52)
+GPU = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+CONFIGS = {
+    "timm's defaults": {},
+    "RandAugment": {"aa": "rand-m9-mstd0.5-inc1", "vflip": 0.3},
+    "3-Augment": {"aa": "3a", "color_jitter": 0.3, "train_interpolation": "bicubic"},
+    "AutoAugment": {"aa": "original-mstd0.5", "train_interpolation": "bilinear"},
+    "SimCLR": {"color_jitter": (0.4, 0.4, 0.2, 0.1), "color_jitter_prob": 0.8, "grayscale_prob": 0.2,
+               "gaussian_blur_prob": 0.5},
+}  # fmt: skip
+# Grey levels by which an operation may differ from Pillow's: of any pixel, and of the mean over an image.
+EXACT = (0, 0.0)
+BOUNDS = {
+    **dict.fromkeys(NAMES, EXACT),
+    "AutoContrast": (1, 0.2),  # float32 for float64
+    **dict.fromkeys(("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY"), (1, 0.2)),
+    **dict.fromkeys(("TranslateXRel", "TranslateYRel"), (1, 0.2)),
+    "BoxBlur": (2, 0.2),
+    "KernelBlur": (1, 0.1),
+    "Hue": (16, 2.0),  # Pillow rounds hue and saturation to one of 256
+}
+CROP_BOUND = (8, 0.5)  # Pillow 13 resizes some tall crops along the columns first
+PIPELINE_BOUND = 1.0  # grey levels of the mean over all images: a contrast may turn 1 into 2, a threshold into 255
+
+
+def _photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Image:
+    """Smooth colours with an edge."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    image = np.array(coarse.resize((width, height), Image.Resampling.BICUBIC))
+    image[height // 3 : height // 2, : width // 2] //= 3
+    return Image.fromarray(image)
+
+
+def _on_device(cuts: list[Cut], device: str = "cpu", size: tuple[int, int] = SIZE) -> torch.Tensor:
+    memory = torch.empty(sum(cut.pixels.size for cut in cuts), dtype=torch.uint8)
+    return augmented(packed(cuts, size, memory), torch.device(device)).cpu()
+
+
+def _tensor(image: Image.Image) -> torch.Tensor:
+    return F.pil_to_tensor(image).float()
+
+
+def _within(found: torch.Tensor, expected: torch.Tensor, bound: tuple[int, float]) -> None:
+    apart = (found - expected).abs()
+    assert apart.max() <= bound[0], apart.amax(dim=(1, 2, 3))
+    assert apart.mean(dim=(1, 2, 3)).max() <= bound[1], apart.mean(dim=(1, 2, 3))
+
+
+# Operation by operation
+
+
+def _timms_cases() -> dict[str, list[tuple[Image.Image, Operation]]]:
+    """By the device's name of an operation: images, and timm's operation as it is drawn for them."""
+    cases: dict[str, list] = {}
+    hparams = {"translate_const": 14, "img_mean": (124, 116, 104)}
+    for name in NAME_TO_OP:
+        for magnitude in (0, 4, 7, 10):
+            step = Policy(AutoAugment([[AugmentOp(name, prob=1.0, magnitude=magnitude, hparams=dict(hparams))]]))
+            for number in range(6):
+                (operation,) = step.draw(randomness.mix(number, magnitude), SIZE)
+                cases.setdefault(name, []).append(
+                    (_photo(seed=number).point(lambda value: 20 + value * 3 // 4), operation)
+                )
+    return cases
+
+
+TIMMS = _timms_cases()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("name", TIMMS)
+def test_an_operation_of_timm_is_within_its_bound(name, device):
+    """Would catch another rounding, filter, sign, centre or fill colour than Pillow's."""
+    cuts = [Cut(np.array(image), 2, [operation]) for image, operation in TIMMS[name]]
+    expected = torch.stack([_tensor(operation.apply(image)) for image, operation in TIMMS[name]])
+    codes = packed(cuts, SIZE, torch.empty(sum(c.pixels.size for c in cuts), dtype=torch.uint8)).codes
+    (code,) = codes.unique().tolist()
+    _within(_on_device(cuts, device), expected, BOUNDS[NAMES[code]])
+    originals = torch.stack([_tensor(image) for image, _ in TIMMS[name]])
+    assert (expected - originals).abs().mean() > 0.05  # else nothing was compared
+
+
+def _pillow(operation: Operation, image: Image.Image, transform) -> Image.Image:
+    """What an operation of a training transform means, by torchvision's and timm's functions."""
+    if operation.name == "Hue":
+        return F.adjust_hue(image, operation.arguments[0])
+    if operation.name == "kernel blur":
+        return GaussianBlur.apply(transform, image, *operation.arguments)
+    own = {"hflip": F.hflip, "vflip": F.vflip, "grayscale": lambda grey: F.rgb_to_grayscale(grey, 3)}
+    return own[operation.name](image) if operation.name in own else operation.apply(image)
+
+
+class _Kernel:
+    class _transform:
+        kernel_size = (23, 23)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("hflip", ()), ("vflip", ()), ("grayscale", ()), ("Hue", (0.1, -0.3, 0.5)), ("kernel blur", (0.1, 0.9, 2.0))],
+)
+def test_a_step_of_torchvision_is_within_its_bound(name, arguments, device):
+    """Would catch the same in what torchvision does to Pillow's images."""
+    operations = [Operation(name, (value,), {}) for value in arguments] or [Operation(name, (), {})]
+    pairs = [(_photo(seed=seed), operation) for seed in range(4) for operation in operations]
+    cuts = [Cut(np.array(image), 3, [operation]) for image, operation in pairs]
+    expected = torch.stack([_tensor(_pillow(operation, image, _Kernel)) for image, operation in pairs])
+    bound = BOUNDS[{"grayscale": "Grey", "kernel blur": "KernelBlur"}.get(name, name)]
+    _within(_on_device(cuts, device), expected, bound)
+
+
+def test_every_operation_has_a_function_and_a_bound():
+    """Would catch a name that is drawn and cannot be applied, and one that no test looks at."""
+    assert set(OPERATIONS) == set(NAMES) == set(BOUNDS)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_crops_are_within_their_bound(interpolation, device):
+    """Would catch a crop beside its box, and a resize without antialiasing, smaller and larger."""
+    augment = AugmentConfig(train_interpolation=interpolation, hflip=0.0, color_jitter=0.0)
+    transform = train_transform(ImageConfig(SIZE), augment)
+    cutting = CuttingTransform(transform, augment)
+    photos = [_photo(30 + 17 * (n % 9), 40 + 29 * (n % 7), n) for n in range(24)]
+    keys = [randomness.mix(n) for n in range(24)]
+    cuts = [cutting(photo, key) for photo, key in zip(photos, keys, strict=True)]
+    expected = torch.stack([transform(photo, key) for photo, key in zip(photos, keys, strict=True)]).float()
+    _within(_on_device(cuts, device), expected, CROP_BOUND)
+
+
+# All of it
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_worker_hands_over_what_the_cpu_would_draw(config):
+    """Would catch any other draw: Pillow, given what is handed over, makes the CPU path's pixels to the bit."""
+    augment = AugmentConfig(**CONFIGS[config])
+    transform = train_transform(ImageConfig(SIZE), augment)
+    cutting = CuttingTransform(transform, augment)
+    changed = 0
+    for number in range(40):
+        photo, key = _photo(60 + number, 90, number), randomness.mix(number)
+        cut = cutting(photo, key)
+        image = Image.fromarray(cut.pixels).resize(SIZE[::-1], cut.resample)
+        for operation in cut.operations:
+            image = _pillow(operation, image, _Kernel)
+        assert torch.equal(F.pil_to_tensor(image), transform(photo, key)), number
+        changed += bool(cut.operations)
+    assert changed > 15
+
+
+IMAGE = ImageConfig(img_size=(16, 20))
+AUGMENT = {"aa": "rand-m9-mstd0.5-inc1", "vflip": 0.3, "reprob": 0.5, "recount": 2}
+MIX = MixConfig(mixup=0.8, cutmix=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """29 images of different sizes as PNG and JPEG, in noise enough that none is like another; one is cut short."""
+    root = tmp_path_factory.mktemp("images")
+    for number in range(29):
+        path = root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _photo(18 + number % 9, 24 + number % 7, number).save(path)
+    path.write_bytes(path.read_bytes()[:200])
+    return root
+
+
+def _load(
+    folder: Path, share: Share, on: str = "device", start: int = 0, device: str = "cpu", **options
+) -> tuple[torch.Tensor, ...]:
+    """Images and targets of all ranks for four steps, [steps, global batch, ...], and samples that were skipped."""
+    source = open_source("", str(folder), "train")
+    order = SampleOrder(len(source), share.global_batch, seed=7)
+    augment = AugmentConfig(**AUGMENT, augment_on=on)
+    images, targets, skipped = [], [], 0
+    for rank in range(share.dp_size):
+        mine = Share(rank, share.dp_size, share.micro_batch, share.accumulation)
+        for batch in train_loader(
+            source, order=order, share=mine, image=IMAGE, augment=augment, mix=MIX, start_step=start, stop_step=4,
+            on_bad_image="skip", **options,
+        ):  # fmt: skip
+            images.append(finish_images(batch, IMAGE, augment, device=device).cpu())
+            targets.append(finish_targets(batch, 3, MIX, device="cpu"))
+            skipped += batch.num_skipped
+    return *(
+        torch.stack(part).unflatten(0, (share.dp_size, -1, share.accumulation)).transpose(0, 1).flatten(1, 3)
+        for part in (images, targets)
+    ), skipped
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> tuple[torch.Tensor, ...]:
+    return _load(folder, Share(0, 1, 12))
+
+
+@pytest.mark.parametrize(
+    ("share", "options"),
+    [
+        (Share(0, 1, 1, 12), {}),
+        (Share(0, 4, 3), {"start": 2}),
+        (Share(0, 2, 3, 2), {"num_workers": 2, "start": 1}),
+    ],
+    ids=["one at a time", "four ranks, odd", "workers and a later start"],
+)
+def test_no_layout_changes_a_bit(folder, whole, share, options):
+    """Would catch a pixel that depends on the other rows of its batch, on workers or on the step a run starts from."""
+    images, targets, _ = _load(folder, share, **options)
+    start = options.get("start", 0)
+    assert torch.equal(images, whole[0][start:])
+    assert torch.equal(targets, whole[1][start:])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_all_of_it_is_within_its_bound(folder, whole, device):
+    """Would catch erasing, mixing or a replaced image on other rows than on the CPU."""
+    images, targets, skipped = _load(folder, Share(0, 1, 12), on="cpu")
+    there = _load(folder, Share(0, 1, 12), device=device, pin_memory=True) if device == "cuda" else whole
+    assert torch.equal(targets, there[1])
+    assert skipped == there[2] > 0
+    apart = (images - there[0]).abs() * 255 * torch.tensor(IMAGE.std)[:, None, None]
+    assert 0.0 < apart.mean() <= PIPELINE_BOUND
+    assert apart.mean(dim=(2, 3, 4)).max() <= 8 * PIPELINE_BOUND
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"no_aug": True}, "--no-aug; drop one"),
+        ({"aa": "augmix-m5"}, "--aa augmix-m5; use a policy"),
+        ({"train_interpolation": "lanczos"}, "--train-interpolation lanczos; use bilinear, bicubic, random"),
+        ({"train_crop_mode": "rkrc"}, "--train-crop-mode rkrc; use rrc"),
+        ({"decode": "fast"}, "--decode fast; drop it"),
+    ],
+)
+def test_what_the_device_cannot_do_is_refused(flags, named):
+    """Would catch a flag that is passed over on the device."""
+    augment = AugmentConfig(**flags, augment_on="device")
+    with pytest.raises(ValueError, match=f"^--augment-on device cannot do {named}.*, or augment on the cpu$"):
+        worker_transform(IMAGE, augment)
+
+
+# Training
+
+BASE = [
+    *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--drop-path", 0.1),
+    *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--cutmix", 1.0, "--reprob", 0.5, "--workers", 0),
+    *("--epochs", 9, "--warmup-steps", 2, "--lr", 1e-3, "--log-interval", 1, "--eval-interval", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images) -> Path:
+    folder = tmp_path_factory.mktemp("cifar")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 103, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
+    return folder
+
+
+def _train(ranks, world: int, folder: Path, words: str, *more) -> list:
+    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
+    return train_in(ranks, world, [*BASE, "--data-dir", folder, "--deepspeed_config", config, *words.split(), *more])
+
+
+@pytest.mark.parametrize(("world", "cut"), [(2, "--pp 2 -b 3 --grad-accum-steps 4"), (3, "--tp 3 -b 12")])
+def test_the_layout_does_not_change_the_curve(ranks, cifar, world, cut):
+    """Would catch a stage or a slice that gets other images."""
+    on = "--augment-on device --max-steps 3 --val-split="
+    assert_same_curve(_train(ranks, 1, cifar, f"{on} -b 12"), _train(ranks, world, cifar, f"{on} {cut}"), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_curve_is_the_cpus(ranks, cifar):
+    """Fifty steps within 1e-3; would catch pixels that are wrong on average, and a device path that is the CPU's."""
+    steps = "--max-steps 50 -b 16"
+    cpu, device = (_train(ranks, 1, cifar, f"{steps} --augment-on {on}") for on in ("cpu", "device"))
+    assert 0.0 < largest_deviation(cpu, device, "loss") < 1e-3
+
+
+def test_a_run_that_cannot_is_refused_before_it_starts(cifar, tmp_path, capsys):
+    """Would catch a refusal on the ranks, or in a worker."""
+    from ds_vit.train import main
+
+    argv = [*BASE, "--data-dir", cifar, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    argv += ["--augment-on", "device", "--aa", "augmix-m5", "-b", 12, "--output", tmp_path / "out"]
+    assert main([str(word) for word in argv]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "--augment-on device cannot do --aa augmix-m5; use a policy of rand, 3a, original or v0" in line
+    assert not (tmp_path / "out").exists()
