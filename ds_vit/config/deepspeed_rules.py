@@ -102,6 +102,27 @@ def sums_in_fp32(data: Mapping[str, Any]) -> bool:
     return (data.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
 
 
+# What DeepSpeed does with gradients on their way over the ranks, and torch's reducer does not.
+_ON_THEIR_WAY: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("communication_data_type", (None, "fp32")),
+    ("prescale_gradients", (None, False)),
+    ("gradient_predivide_factor", (None, 1)),
+    ("sparse_gradients", (None, False)),
+)
+
+
+def sums_going_back(data: Mapping[str, Any], *, pp: int, dp: int, tp: int) -> bool:
+    """Whether torch's reducer sums the gradients while the backward pass runs (engine/overlap.py).
+
+    It does where it gives what DeepSpeed would: data-parallel ranks alone, no ZeRO, sums that are plain ones; and not
+    where micro-batches are accumulated, whose gradients would stand beside torch's buckets.
+    """
+    stage = int((data.get("zero_optimization") or {}).get("stage", 0))
+    if stage != 0 or data.get("gradient_accumulation_steps", 1) != 1:
+        return False
+    return pp == tp == 1 < dp and all(data.get(key) in plain for key, plain in _ON_THEIR_WAY)
+
+
 def idle(data: Mapping[str, Any]) -> dict[str, str]:
     """Dotted name of each known key, or of a whole block, that does nothing in this run → why."""
     out = {key: why for key, why in _IDLE_TOP_LEVEL.items() if key in data}

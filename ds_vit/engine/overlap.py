@@ -17,26 +17,6 @@ from ds_vit.parallel.groups import Groups
 
 _MIB = 2**20
 _BYTES = 4  # of a gradient's element: without ZeRO the weights are in fp32
-# What DeepSpeed does with the gradients on their way: torch's reducer does nothing of it.
-_OF_DEEPSPEED_ALONE = (
-    ("communication_data_type", (None, "fp32")),
-    ("prescale_gradients", (None, False)),
-    ("gradient_predivide_factor", (None, 1, 1.0)),
-    ("sparse_gradients", (None, False)),
-)
-
-
-def can_overlap(config: Mapping[str, Any], groups: Groups) -> bool:
-    """Whether torch's reducer does what DeepSpeed would: data-parallel ranks alone, and sums that are plain ones.
-
-    Args:
-        config: the DeepSpeed JSON with every "auto" resolved.
-        groups: of the run.
-    """
-    layout = groups.layout
-    if int(config.get("zero_optimization", {}).get("stage", 0)) != 0 or layout.dp == 1 or layout.pp * layout.tp > 1:
-        return False
-    return all(config.get(key) in plain for key, plain in _OF_DEEPSPEED_ALONE)
 
 
 class Overlap:
@@ -64,17 +44,11 @@ class Overlap:
 
         engine._get_gradients_for_reduction = see_which_are_used
 
-    def begin(self, last: bool) -> None:
-        """Before a micro-batch (a collective, once).
-
-        Args:
-            last: whether it is its step's last one, whose backward pass sums over the ranks.
-        """
+    def begin(self) -> None:
+        """Before a step (a collective, once)."""
         if self._all_used is not None:
             self._hand_over(self._all_used)
             self._all_used = None
-        if isinstance(self._engine.module, DistributedDataParallel):
-            self._engine.module.require_backward_grad_sync = last
 
     def _hand_over(self, all_used: bool) -> None:
         del self._engine._get_gradients_for_reduction  # DeepSpeed's own again

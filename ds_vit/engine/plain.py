@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ds_vit.config.deepspeed_rules import sums_going_back
 from ds_vit.engine.base import Engine, StepResult
-from ds_vit.engine.overlap import Overlap, can_overlap
+from ds_vit.engine.overlap import Overlap
 from ds_vit.models import giving_features
 from ds_vit.tasks import Batch, Loss
 
@@ -37,10 +38,9 @@ class PlainEngine(Engine):
         self._loss = loss
         self._total: torch.Tensor | None = None
         super().__init__(model, optimizer, config, **shared)
-        trains = optimizer is not None
-        self._overlap = (
-            Overlap(self.engine, config, self.groups) if trains and can_overlap(config, self.groups) else None
-        )
+        layout = self.groups.layout
+        overlaps = optimizer is not None and sums_going_back(config, pp=layout.pp, dp=layout.dp, tp=layout.tp)
+        self._overlap = Overlap(self.engine, config, self.groups) if overlaps else None
 
     @property
     def module(self) -> nn.Module:
@@ -56,10 +56,10 @@ class PlainEngine(Engine):
         self.engine.train()
         self.guard.begin()
         self._total = None
+        if self._overlap is not None:
+            self._overlap.begin()
         for number in range(self.accumulation):
             batch = next(batches)
-            if self._overlap is not None:
-                self._overlap.begin(last=number == self.accumulation - 1)
             self.module.keys_on_host = batch.get("keys_on_host")
             loss = self._loss(self.engine(*self._inputs(batch)), batch)
             self.module.keys_on_host = None

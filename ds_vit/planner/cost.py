@@ -189,7 +189,7 @@ def step_time(
     data, overlapped = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, rules.of_type)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(stage, json) else 0.0
+    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(rules, m, json) else 0.0
     reached = machine.accelerator.memory_bytes_per_second * machine.accelerator.memory_efficiency
     return StepTime(
         computing=m * once,
@@ -219,9 +219,11 @@ def _by_stage(
     return found
 
 
-def _overlaps(stage: int, json: Mapping[str, Any]) -> bool:
-    """Whether gradients travel during the backward pass: ZeRO-0 and 1 reduce after it (DeepSpeed 0.19.8, engine.py)."""
-    overlap = (json.get("zero_optimization") or {}).get("overlap_comm")
+def _overlaps(rules: MemoryRules, m: int, json: Mapping[str, Any]) -> bool:
+    """Whether gradients travel during the backward pass: ZeRO-1 reduces after it (DeepSpeed 0.19.8, engine.py)."""
+    stage, overlap = rules.stage, (json.get("zero_optimization") or {}).get("overlap_comm")
+    if stage == 0:
+        return rules.sums_going_back and m == 1
     return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
 
 

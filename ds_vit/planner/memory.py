@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import Checkpointing
-from ds_vit.config.deepspeed_rules import sums_in_fp32
+from ds_vit.config.deepspeed_rules import sums_going_back, sums_in_fp32
 from ds_vit.models import GoingBack, Kept
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
@@ -107,6 +107,7 @@ class MemoryRules:
         bucket: bytes in which ZeRO collects gradients.
         live: parameters that ZeRO-3 may have together.
         sums_apart: gradients are added up in a buffer of their own (DeepSpeed's BF16_Optimizer).
+        sums_going_back: torch sums them while the backward pass runs, in memory that is there from its beginning.
         sent_as: bytes of a gradient more while the ranks sum it up in another type than it waits in.
         autocast: the weights are in fp32 and the products in 16 bits.
         average: the weights have one.
@@ -122,6 +123,7 @@ class MemoryRules:
     bucket: int
     live: int
     sums_apart: bool
+    sums_going_back: bool
     sent_as: int
     autocast: bool
     average: bool
@@ -133,7 +135,9 @@ class MemoryRules:
         cls,
         json: Mapping[str, Any],
         *,
+        pp: int,
         dp: int,
+        tp: int,
         compute: str,
         autocast: bool,
         average: bool,
@@ -144,7 +148,7 @@ class MemoryRules:
 
         Args:
             json: that DeepSpeed gets.
-            dp: data-parallel ranks.
+            pp, dp, tp: the layout's degrees.
             compute: torch's name of the weights' type.
             autocast: as the attribute.
             average: as the attribute.
@@ -170,6 +174,7 @@ class MemoryRules:
             bucket=bucket if stage and not sums_apart else 0,
             live=int(max(map(float, live))),
             sums_apart=sums_apart,
+            sums_going_back=sums_going_back(json, pp=pp, dp=dp, tp=tp),
             sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
             autocast=autocast,
             average=average,
@@ -237,7 +242,7 @@ class StageMemory:
         """
         rules, whole = self.rules, sum(run.trained for run in self.runs)
         share = whole / rules.dp if rules.stage >= 2 else whole
-        held = rules.sums_apart or summed or rules.stage == 3
+        held = rules.sums_apart or rules.sums_going_back or summed or rules.stage == 3
         waiting, fullest, done = self.waiting, 0.0, 0
         for run in reversed(self.runs):
             so_far = rules.of_gradient * (share if held else min(done, share))

@@ -289,7 +289,9 @@ class Search:
         """Of a layout."""
         return MemoryRules.of_json(
             self.json_of(stage),
+            pp=layout.pp,
             dp=layout.dp,
+            tp=layout.tp,
             compute=self.wishes.compute,
             autocast=self.wishes.autocast,
             average=self.wishes.model_ema,

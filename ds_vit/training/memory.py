@@ -46,7 +46,9 @@ def rules_of_run(plan: Plan) -> MemoryRules:
     told = plan.deepspeed
     return MemoryRules.of_json(
         told.json,
+        pp=plan.parallel.layout.pp,
         dp=plan.parallel.layout.dp,
+        tp=plan.parallel.layout.tp,
         compute=told.precision.compute,
         autocast="autocast" in told.precision.name,
         average=plan.config.model_ema,

@@ -32,7 +32,9 @@ def step(told, stage, layout, checkpointing=None):
     json = json_at_stage(told, stage) if told is not None else {"zero_optimization": {"stage": stage}}
     rules = MemoryRules.of_json(
         json,
+        pp=layout.pp,
         dp=layout.dp,
+        tp=layout.tp,
         compute="bfloat16",
         autocast=False,
         average=False,
@@ -48,7 +50,9 @@ def step(told, stage, layout, checkpointing=None):
 @pytest.mark.parametrize(
     ("stage", "told", "overlaps"),
     [
-        (0, {}, False),
+        (0, {}, True),  # torch does it
+        (0, {"gradient_accumulation_steps": 2}, False),
+        (0, {"communication_data_type": "bf16"}, False),
         (1, {}, False),
         (1, {"zero_optimization": {"overlap_comm": True}}, False),
         (2, {}, True),  # a planned JSON asks for it
