@@ -107,7 +107,6 @@ _ON_THEIR_WAY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("communication_data_type", (None, "fp32")),
     ("prescale_gradients", (None, False)),
     ("gradient_predivide_factor", (None, 1)),
-    ("sparse_gradients", (None, False)),
 )
 
 

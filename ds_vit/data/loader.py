@@ -155,10 +155,13 @@ def train_loader(
         source: the training split.
         order: which samples a step uses.
         share: which of a step's rows this rank holds.
-        image, augment, mix: what happens to them.
+        image: the size and normalisation they get.
+        augment: what is drawn for each image.
+        mix: what is drawn for each batch.
         sizes: the side of a step's images, where it is not always that of `image`.
-        load_images, load_targets: a pipeline's first stage needs the one, its last stage the other. Without images
-            nothing is decoded, unless bad images are skipped: then a target depends on what can be decoded.
+        load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
+            unless bad images are skipped: then a target depends on what can be decoded.
+        load_targets: likewise; a pipeline's last stage needs them.
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.

@@ -1,7 +1,7 @@
 """ZeRO-0's gradients summed while the backward pass still runs, by torch's DistributedDataParallel.
 
 DeepSpeed sums them when the pass is over: every gradient into a flat copy, the copy over the ranks, and back. Torch's
-reducer has the gradients as views of its buckets and sends a bucket as soon as it is full.
+reducer copies each gradient into a bucket, sends a bucket as soon as it is full, and leaves the gradients as its views.
 """
 
 from __future__ import annotations

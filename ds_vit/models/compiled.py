@@ -69,6 +69,9 @@ def compile_function(mode: str = "default") -> Compiled:
     Args:
         mode: as `torch.compile` takes it.
     """
+    # A block is one graph, also inside of the DistributedDataParallel that sums ZeRO-0's gradients (engine/overlap.py):
+    # dynamo would cut it where a bucket ends.
+    torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = max(_LIMIT, torch._dynamo.config.recompile_limit)
     # Code of its own: what another run in this process compiled does not count, and is not looked through.
     function = types.FunctionType(_run.__code__.replace(), globals(), _run.__name__)

@@ -69,6 +69,7 @@ class Reporter:
         self._total = total_steps
         self._listeners = listeners
         self._events: Events | None = None
+        self._global_batch = 1  # an evaluation alone has no images seen
         self._unwritten = b""
         self._refused = False  # a file, and that has been said
         self.line = Line(console)
@@ -114,7 +115,9 @@ class Reporter:
         step = row["step"]
         self.draw(row)
         if self._events:
-            self._events([(name, row[key], row["step"]) for name, key in _TRAINING if row.get(key) is not None])
+            # DeepSpeed writes its own beside them by the images seen, and wandb drops what goes back.
+            at, self._global_batch = row["images_seen"], row["images_seen"] // step
+            self._events([(name, row[key], at) for name, key in _TRAINING if row.get(key) is not None])
         if not self.console.is_terminal:
             mean = "-" if row["epoch_loss"] is None else f"{row['epoch_loss']:.5f}"
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
@@ -157,7 +160,8 @@ class Reporter:
         for name in names:
             self._scalar(f"{kind}/{name}", row[name], row["step"])
         if self._events:
-            self._events([(f"{kind}/{name}", row[name], row["step"]) for name in names if row[name] is not None])
+            at = row["step"] * self._global_batch
+            self._events([(f"{kind}/{name}", row[name], at) for name in names if row[name] is not None])
         if kind == "eval":
             self.line.step(row["step"], quality=f"{figures[0].label} {figures[0].value(row)}")
         what = "eval" if kind == "eval" else "eval of the average"

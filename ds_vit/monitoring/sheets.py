@@ -97,6 +97,8 @@ class TrainingSheet:
 
     def _label(self, drawn: MicroBatch, row: int) -> str:
         # A pipeline's first stage has no targets. Those of a batch know which image stands in for a bad one.
+        if drawn.targets is None and drawn.skipped:
+            return "(unknown: bad images are replaced)"
         target = self._source.target(int(drawn.indices[row])) if drawn.targets is None else drawn.targets[row].numpy()
         if np.ndim(target) == 0:
             return _name(int(target), self._classes)

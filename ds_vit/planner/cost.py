@@ -2,7 +2,7 @@
 
 Closed forms, as in docs/planning.md: 1F1B takes (m + p - 1) times its slowest stage; tensor parallelism sums the
 tokens over its group after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient
-around a ring, hidden behind the last backward pass where DeepSpeed overlaps the two.
+around a ring, hidden behind the last backward pass where DeepSpeed, or torch at ZeRO-0, overlaps the two.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def step_time(
     data, overlapped = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, rules.of_type)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(rules, m, json) else 0.0
+    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
     reached = machine.accelerator.memory_bytes_per_second * machine.accelerator.memory_efficiency
     return StepTime(
         computing=m * once,
@@ -219,11 +219,13 @@ def _by_stage(
     return found
 
 
-def _overlaps(rules: MemoryRules, m: int, json: Mapping[str, Any]) -> bool:
+def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, Any]) -> bool:
     """Whether gradients travel during the backward pass: ZeRO-1 reduces after it (DeepSpeed 0.19.8, engine.py)."""
-    stage, overlap = rules.stage, (json.get("zero_optimization") or {}).get("overlap_comm")
+    zero = json.get("zero_optimization") or {}
+    stage, overlap = rules.stage, zero.get("overlap_comm")
     if stage == 0:
-        return rules.sums_going_back and m == 1
+        bucket = zero.get("reduce_bucket_size", 0)
+        return rules.sums_going_back and m == 1 and (bucket == "auto" or bucket < parameters)
     return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
 
 

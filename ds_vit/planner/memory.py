@@ -148,7 +148,9 @@ class MemoryRules:
 
         Args:
             json: that DeepSpeed gets.
-            pp, dp, tp: the layout's degrees.
+            pp: pipeline stages.
+            dp: data-parallel ranks.
+            tp: tensor slices.
             compute: torch's name of the weights' type.
             autocast: as the attribute.
             average: as the attribute.

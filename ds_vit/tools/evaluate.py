@@ -198,11 +198,11 @@ def _run(
         from ds_vit.training.evaluate import Watch
         from ds_vit.training.evaluation_run import evaluate_plan
         from ds_vit.training.plan import prepare
-        from ds_vit.training.workers import deal_alone
+        from ds_vit.training.workers import deal_together
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
-        plan = deal_alone(prepare(config, explicit, process, on_cpu=on_cpu, sources=sources))
+        plan = prepare(config, explicit, process, on_cpu=on_cpu, sources=sources)
     task = plan.model.task
     if plan.model.initial_checkpoint.newly_initialised:
         _judge_what_is_there(plan, found)
@@ -212,6 +212,7 @@ def _run(
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with process_group(process, on_cpu=on_cpu, again=again):
+        plan = deal_together(plan)
         line = Line(make_console() if process.rank == 0 else None)
         groups = build_groups(plan.parallel.layout)
         watch = Watch(show=pictures.update, doing=line.doing)

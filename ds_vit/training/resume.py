@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
-from ds_vit.config import FIELDS, RunConfig, spelling
+from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import SampleOrder
@@ -23,7 +23,7 @@ _IDENTITY = {
     "model": "give the same --model",
     "num_classes": "give the same --num-classes",
     "img_size": "give the same --img-size",
-    "img_size_schedule": "give the same --img-size-schedule",
+    "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
     "train_img_sizes": "give the same --train-img-sizes",
     "shapes": "give the same --model-kwargs",
     "seed": "give the same --seed",
@@ -114,6 +114,16 @@ def goes_on_in(output: str, resume: str) -> bool:
     return Path(output).resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
 
 
+def _default_of(name: str) -> Any:
+    """What a run had of a flag that is younger than its checkpoint, as JSON has it."""
+    return json.loads(json.dumps(default_of(name))) if name in FIELDS else None
+
+
+def _may_change(config: Mapping[str, Any]) -> bool:
+    """Whether what counts in shares of the run's steps may be another: it was asked for, or the steps are others."""
+    return bool(config.get("allow_schedule_change") or config.get("allow_batch_change"))
+
+
 def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: bool) -> tuple[BatchSizes, list[str]]:
     """The batch arithmetic that gives the checkpoint's global batch on this number of ranks.
 
@@ -196,16 +206,19 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
         old, new = saved["run"].get(key, _BEFORE.get(key)), identity.get(key)
         if key in _SINCE_LATER and key not in saved["run"] and new is not None:
             notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
+        elif old != new and key == "img_size_schedule" and old and new and _may_change(config):
+            notes.append(f"the size of the images changes from {old} to {new}; the curve with it")
         elif old != new:
             raise UserError(
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_shown(key, old, new, identity)}; "
                 f"{remedy}, or start a new run"
             )
     config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
+    before = {name: saved["config"].get(name, _default_of(name)) for name in {*saved["config"], *config}}
     changed = [
-        f"{name} {saved['config'].get(name)} → {config.get(name)}"
-        for name in sorted({*saved["config"], *config} - _FREE)
-        if saved["config"].get(name) != config.get(name)
+        f"{name} {before[name]} → {config.get(name)}"
+        for name in sorted(before.keys() - _FREE)
+        if before[name] != config.get(name)
     ]
     if changed:
         notes.append(f"settings that differ from the checkpoint's run: {'; '.join(changed)}")

@@ -55,6 +55,7 @@ class StepLog:
         if reporter and self.sizes:
             specs = {size: dataclasses.replace(plan.model.spec, img_size=size) for size in self.sizes.sizes}
             self.flops_of = {size: count_flops(create_model(spec), plan.model.frozen) for size, spec in specs.items()}
+        self.since = 0  # the step of the last row
         self.peak = peak_tflops(engine.device, plan.deepspeed.precision.name)
         self.throughput = throughput
         self.epoch_loss = epoch_loss
@@ -80,8 +81,7 @@ class StepLog:
         counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
-        flops = self.flops_of[self.sizes.at(step - 1)] if self.sizes else self.flops
-        tflops = flops.training * rate / plan.parallel.layout.world_size / 1e12
+        tflops = self._training_flops(step) * rate / plan.parallel.layout.world_size / 1e12
         self.reporter.train(
             {
                 "step": step,
@@ -99,6 +99,14 @@ class StepLog:
                 **counted,
             }
         )
+
+    def _training_flops(self, step: int) -> float:
+        """Of an image, the mean over the steps since the last row."""
+        first, self.since = min(self.since, step - 1), step
+        if self.sizes is None:
+            return self.flops.training
+        flops = [self.flops_of[self.sizes.at(done)].training for done in range(first, step)]
+        return sum(flops) / len(flops)
 
     def point(self, step: int, lr: float, scale: float, result: StepResult) -> None:
         """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""

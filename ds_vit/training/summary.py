@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import socket
 import sys
@@ -87,7 +88,9 @@ def settings_of(plan: Plan) -> tuple[dict[str, str | float], str, list[str]]:
     aside = {"deepspeed_config", "output", "set"}
     given = {name: getattr(plan.config, name) for name in flags.FIELDS if name not in aside}
     given = {name: value for name, value in given.items() if value != flags.default_of(name)}
-    values = {name: value if isinstance(value, (int, float)) else str(value) for name, value in given.items()}
+    # Names of folders need not be UTF-8, and TensorBoard's files must be.
+    words = {name: os.fsencode(str(value)).decode("utf-8", "replace") for name, value in given.items()}
+    values = {name: value if isinstance(value, (int, float)) else words[name] for name, value in given.items()}
     values |= {**asdict(layout), "zero_stage": told.zero_stage, "precision": told.precision.name}
     values |= {"global_batch": plan.data.batch.global_batch}
     if plan.optimizer is not None:

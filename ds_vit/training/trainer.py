@@ -252,6 +252,7 @@ class Trainer:
         return self.step
 
     def _train_from(self, first_step: int) -> None:
+        self.step_log.since = first_step
         skipped = self.checkpoint_manager.skipped_batches
         # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
         with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
@@ -298,7 +299,7 @@ class Trainer:
         self.step_log.line(step, result)
 
     def _take_images_of(self, size: int | None) -> None:
-        """Let the model take images of this size (--img-size-schedule), if it does not already."""
+        """Let the model take images of this size, if it does not already."""
         if size != self.size:
             self.engine.take_images_of(size, self.plan.model.whole.patch_embed.patch_size)
             self.size = size

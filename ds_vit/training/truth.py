@@ -72,7 +72,8 @@ class Truth:
         stages = (on_device(one, in_host_memory(self.plan)) for one in estimate(self.plan))
         self.memory = max(stages, key=lambda memory: memory.together)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        if (found := accelerator_of_device(name)) is not None:
+        found = accelerator_of_device(name)
+        if found is not None and self.plan.image_sizes is None:  # the mean over several sizes is no step's
             self.step_seconds = _seconds(self.plan, found)
 
     def start_rows(self) -> list[tuple[str, str]]:

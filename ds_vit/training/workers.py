@@ -11,6 +11,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -27,12 +28,14 @@ class Loading(NamedTuple):
     Attributes:
         host: its name.
         cores: that the process may use.
+        quota: how many of them its container is given the time of.
         reads: "images", "targets" or "" for nothing.
     """
 
     host: str
     cores: frozenset[int]
     reads: str
+    quota: int = 2**31
 
 
 def dealt(ranks: Sequence[Loading], rank: int) -> tuple[int, str]:
@@ -44,7 +47,7 @@ def dealt(ranks: Sequence[Loading], rank: int) -> tuple[int, str]:
     """
     own = ranks[rank]
     near = [other for other in ranks if other.host == own.host and other.cores & own.cores]
-    num_cores = len(frozenset().union(*(other.cores for other in near)))
+    num_cores = min(len(frozenset().union(*(other.cores for other in near))), own.quota)
     num_loaders = sum(other.reads == "images" for other in near)
     num_targets = sum(other.reads == "targets" for other in near)
     number = 1
@@ -52,6 +55,14 @@ def dealt(ranks: Sequence[Loading], rank: int) -> tuple[int, str]:
         number = max(1, min(MOST, (num_cores - len(near) - num_targets) // num_loaders))
     trained = f"{len(near)} training process{'es' if len(near) > 1 else ''}"
     return number, f"{num_cores} cores for {trained}, {num_loaders} of which load images"
+
+
+def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """How many cores' time the container is given; affinity knows nothing of it."""
+    words = limit_file.read_text().split() if limit_file.is_file() else []
+    if len(words) != 2 or not words[0].isdigit():  # "max 100000"
+        return 2**31
+    return max(1, int(words[0]) // int(words[1]))
 
 
 def reads_of(plan: Plan, rank: int) -> str:
@@ -74,7 +85,7 @@ def deal_alone(plan: Plan) -> Plan:
     first = process.rank - process.local_rank
     here = range(first, min(first + (process.local_world_size or 1), process.world_size))
     cores = frozenset(os.sched_getaffinity(0))
-    ranks = [Loading("", cores, reads_of(plan, rank)) for rank in here]
+    ranks = [Loading("", cores, reads_of(plan, rank), cpu_quota()) for rank in here]
     return _with(plan, ranks, min(process.local_rank, len(ranks) - 1))
 
 
@@ -84,7 +95,7 @@ def deal_together(plan: Plan) -> Plan:
         return plan
     rank = plan.parallel.process.rank
     ranks: list[Loading] = [Loading("", frozenset(), "")] * plan.parallel.layout.world_size
-    own = Loading(socket.gethostname(), frozenset(os.sched_getaffinity(0)), reads_of(plan, rank))
+    own = Loading(socket.gethostname(), frozenset(os.sched_getaffinity(0)), reads_of(plan, rank), cpu_quota())
     dist.all_gather_object(ranks, own)
     return _with(plan, ranks, rank)
 

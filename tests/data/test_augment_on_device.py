@@ -167,6 +167,17 @@ def test_crops_are_within_their_bound(interpolation, device):
     _within(_on_device(cuts, device), expected, CROP_BOUND)
 
 
+def test_an_image_of_a_pixel_is_black_as_pillow_makes_it():
+    """Would catch a run that ends at an image too small for a crop of any size."""
+    augment = AugmentConfig(hflip=0.0, color_jitter=0.0)
+    transform, photo = train_transform(ImageConfig(SIZE), augment), _photo(1, 1, 0)
+    keys = [randomness.mix(n) for n in range(12)]
+    cuts = [CuttingTransform(transform, augment)(photo, key) for key in keys]
+    assert any(0 in cut.pixels.shape for cut in cuts)
+    expected = torch.stack([transform(photo, key) for key in keys]).float()
+    _within(_on_device(cuts, "cpu"), expected, CROP_BOUND)
+
+
 # All of it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from ds_vit.config import parse
 from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import ModelSpec, SequentialViT, create_model, set_image_size, take_apart
+from ds_vit.models import Flops, ModelSpec, SequentialViT, create_model, set_image_size, take_apart
 from ds_vit.training.plan import prepare
+from ds_vit.training.resume import Resume, check_same_run
+from ds_vit.training.step_log import StepLog
 
 CONFIGS = ROOT / "ds_configs"
 SCHEDULE = "8:0,12:0.4,16:0.8"  # five steps: 8 8 12 12 16
@@ -90,6 +93,30 @@ def test_runs_that_are_refused_before_any_rank_starts(argv, said):
     """What would fail, or train otherwise than was asked for, on the ranks."""
     with pytest.raises(UserError, match=said):
         prepare(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
+
+
+def test_a_size_stays_at_its_step_when_a_run_goes_on():
+    """Shares of another number of steps: images that shrink again in the middle of a run, without a word."""
+    run = words(*RUN, *config(1), *VIT, "--sched", "constant")
+    plans = [
+        prepare(*parse([*run, "--max-steps", steps]), Process("none", 0, 1, 0, 1), on_cpu=True) for steps in ("5", "10")
+    ]
+    state = {"run": plans[0].identity, "config": {}}
+    resume = Resume(SimpleNamespace(path="step-5", state=state, kinds=()), falls_back=False)
+    check_same_run(resume, plans[0].identity, {})
+    with pytest.raises(UserError, match=r"12 from step 3, .* there and .* 12 from step 5, .*--allow-schedule-change"):
+        check_same_run(resume, plans[1].identity, {})
+    [note, *_] = check_same_run(resume, plans[1].identity, {"allow_schedule_change": True})
+    assert "the size of the images changes from 8 from step 1, 12 from step 3" in note
+
+
+def test_flops_are_those_of_all_steps_of_a_row():
+    """A rate over many steps beside the cost of the last one."""
+    log = StepLog.__new__(StepLog)
+    log.sizes, log.since = size_schedule("8:0,16:0.5", 4), 1
+    log.flops_of = {8: Flops(1, 3), 16: Flops(4, 12)}
+    assert log._training_flops(4) == (3 + 12 + 12) / 3
+    assert log._training_flops(5) == 12
 
 
 def test_crops_on_the_device_have_the_size_of_the_step(ranks, tmp_path):

@@ -15,7 +15,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import prepare
-from ds_vit.training.workers import MOST, Loading, deal_alone, dealt, reads_of
+from ds_vit.training.workers import MOST, Loading, cpu_quota, deal_alone, dealt, reads_of
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
 ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"))
@@ -95,3 +95,16 @@ def test_other_words_are_refused(word):
     """A word that ends in a traceback."""
     with pytest.raises(UserError, match="workers"):
         parse([*RUN, "--workers", word])
+
+
+def test_a_container_that_is_given_less_time_than_cores(tmp_path):
+    """A process for each core of a large host, in a container that may use four."""
+    limit = tmp_path / "cpu.max"
+    assert cpu_quota(limit) == cpu_quota(tmp_path / "none") > 10**6
+    limit.write_text("max 100000\n")
+    assert cpu_quota(limit) > 10**6
+    limit.write_text("400000 100000\n")
+    assert cpu_quota(limit) == 4
+    ranks = [Loading("", frozenset(range(64)), "images", cpu_quota(limit))] * 2
+    assert dealt(ranks, 0)[0] == 1
+    assert dealt([rank._replace(quota=2**31) for rank in ranks], 0)[0] == MOST

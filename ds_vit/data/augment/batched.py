@@ -51,6 +51,9 @@ def _resized(crops: Crops, device: torch.device) -> torch.Tensor:
     images = torch.empty((len(crops.shapes), 3, *crops.size), device=device)
     place = 0
     for image, (height, width, resample) in zip(images, crops.shapes.tolist(), strict=True):
+        if not height or not width:  # of an image of a pixel or two; Pillow makes it black
+            image.zero_()
+            continue
         end = place + 3 * height * width
         part = pixels[place:end].view(1, height, width, 3).permute(0, 3, 1, 2).float()
         place = end

@@ -113,7 +113,7 @@ class Plan:
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.model.image.img_size),
-            "img_size_schedule": self.config.img_size_schedule,
+            "img_size_schedule": self.image_sizes.in_words if self.config.img_size_schedule else "",
             "train_img_sizes": sorted(self.config.train_img_sizes),
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model.whole).items()},
             "seed": self.config.seed,
@@ -211,10 +211,8 @@ def prepare(
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
     if config.img_size_schedule:
         size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
-    told = write_out(told, data, optimizer, model.whole)
-    workers = (
-        0 if config.workers == "auto" else int(config.workers)
-    )  # which is dealt (training/workers.py) when it is made
+    told = write_out(told, data, optimizer, model.whole, parallel.layout)
+    workers = 0 if config.workers == "auto" else int(config.workers)  # "auto" is dealt by training/workers.py
     plan = Plan(model.task.config, parallel, data, model, optimizer, told, resume, stop_at, workers=workers)
     if resume is None:
         return plan

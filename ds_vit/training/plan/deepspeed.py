@@ -13,9 +13,10 @@ from torch import nn
 
 from ds_vit.config import RunConfig, deepspeed_auto, deepspeed_json, deepspeed_keys
 from ds_vit.config.deepspeed_json import Checkpointing, Precision
-from ds_vit.config.deepspeed_rules import switched_on, without_idle
+from ds_vit.config.deepspeed_rules import sums_going_back, switched_on, without_idle
 from ds_vit.config.deepspeed_set import leaves, overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from ds_vit.training.plan.data import DataPlan
@@ -118,7 +119,9 @@ def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any
     return {**data, **blocks}
 
 
-def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | None, model: nn.Module) -> DeepSpeedPlan:
+def write_out(
+    told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | None, model: nn.Module, layout: Layout
+) -> DeepSpeedPlan:
     """Write the resolved numbers into the JSON. Bucket sizes follow the width, as in Hugging Face's integration.
 
     Args:
@@ -126,6 +129,7 @@ def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | No
         data: its batch arithmetic.
         optimizer: None in evaluation alone.
         model: the whole one.
+        layout: of the run.
 
     Raises:
         UserError: "auto" where nothing resolves it, or what DeepSpeed itself does not take.
@@ -135,7 +139,8 @@ def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | No
         "bf16.enabled": told.precision.name == "bf16",
         "fp16.enabled": told.precision.name == "fp16",
         "communication_data_type": None,
-        "zero_optimization.reduce_bucket_size": width * width,
+        # Without ZeRO it is of torch's reducer, which has a default of its own.
+        "zero_optimization.reduce_bucket_size": width * width if told.zero_stage else None,
         "zero_optimization.allgather_bucket_size": width * width,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width * width),
         "zero_optimization.stage3_param_persistence_threshold": 10 * width,
@@ -150,7 +155,12 @@ def write_out(told: DeepSpeedPlan, data: DataPlan, optimizer: OptimizerPlan | No
         json["optimizer"] = {**json["optimizer"], "params": params}
         deepspeed_auto.check_scheduler(json, path)
     deepspeed_json.check_with_deepspeed(json, path)
-    return dataclasses.replace(told, json=json, origins=_origins(told, json, data, optimizer))
+    notes = told.notes
+    idle = told.zero_stage == 0 and "reduce_bucket_size" in json.get("zero_optimization", {})
+    if idle and not sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp):
+        why = "at stage 0 it acts between data-parallel ranks alone, and without accumulation (docs/performance.md)"
+        notes = (*notes, f"idle in this run: zero_optimization.reduce_bucket_size: {why}")
+    return dataclasses.replace(told, json=json, origins=_origins(told, json, data, optimizer), notes=notes)
 
 
 def with_batch(told: DeepSpeedPlan, data: DataPlan) -> DeepSpeedPlan:
