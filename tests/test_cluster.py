@@ -26,7 +26,10 @@ def test_hosts_are_hosts(tmp_path):
         assert refused.returncode == 255
         assert "Connection refused" in refused.stderr
         sleeper = hosts[2].popen(["sleep", "600"])
-        assert "sleep 600" in hosts[2].processes()
+        end = time.monotonic() + 20
+        while "sleep 600" not in hosts[2].processes():  # until then it is what starts it
+            assert time.monotonic() < end, hosts[2].processes()
+            time.sleep(0.05)
         hosts[2].kill()
         assert sleeper.wait(20) != 0
         inits = [host.init for host in hosts]
