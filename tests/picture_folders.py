@@ -15,6 +15,15 @@ TINY = [
 ]
 
 
+def smooth_photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Image:
+    """Smooth colours with an edge: no two operations change it in the same way."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    image = np.array(coarse.resize((width, height), Image.Resampling.BICUBIC))
+    image[height // 3 : height // 2, : width // 2] //= 3
+    return Image.fromarray(image)
+
+
 def picture(path: Path, seed: int = 0) -> None:
     """A small random PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)

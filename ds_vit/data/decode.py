@@ -92,11 +92,9 @@ class Jpeg:
             ImageDecodeError: the file is damaged.
         """
         top, left, height, width = box
-        data, rows = self._rows_above(top + height)
-        try:
-            pixels = _decode(data, (rows, self.width), strict=rows == self.height)
-        except ValueError:  # Pillow decides whether it is an error, and says which
-            return decode(self._data, self._name).crop((left, top, left + width, top + height))
+        pixels = self._decoded_down_to(top + height)
+        if pixels is None:
+            return self._by_pillow(box)
         row_bytes = 4 * self.width
         part = pixels.reshape(-1)[top * row_bytes + 4 * left :]
         return Image.frombytes("RGB", (width, height), part, "raw", "RGBX", row_bytes, 1)  # copies the box alone
@@ -108,12 +106,22 @@ class Jpeg:
             ImageDecodeError: the file is damaged.
         """
         top, left, height, width = box
-        data, rows = self._rows_above(top + height)
-        try:
-            pixels = _decode(data, (rows, self.width), strict=rows == self.height, colorspace="RGB")
-        except ValueError:
-            return np.array(self.crop(box))
+        pixels = self._decoded_down_to(top + height, colorspace="RGB")
+        if pixels is None:
+            return np.array(self._by_pillow(box))
         return pixels[top : top + height, left : left + width].copy()
+
+    def _decoded_down_to(self, bottom: int, **options: object) -> np.ndarray | None:
+        """The rows above `bottom` at least; None where Pillow decides whether there is an error, and says which."""
+        data, rows = self._rows_above(bottom)
+        try:
+            return _decode(data, (rows, self.width), strict=rows == self.height, **options)
+        except ValueError:
+            return None
+
+    def _by_pillow(self, box: Box) -> Image.Image:
+        top, left, height, width = box
+        return decode(self._data, self._name).crop((left, top, left + width, top + height))
 
     def scaled(self, box: Box, at_least: tuple[int, int]) -> tuple[np.ndarray, int]:
         """A part of the image by the fast transforms, in no less than a given size where the part itself is not less.

@@ -79,7 +79,7 @@ class Reporter:
 
         Args:
             first_step: steps that were done before (0 for a new run).
-            events: DeepSpeed's monitors, `events([(name, value, step)])`; names and steps are TensorBoard's.
+            events: DeepSpeed's monitors, `events([(name, value, images seen)])`; names are TensorBoard's.
         """
         from torch.utils.tensorboard import SummaryWriter
 

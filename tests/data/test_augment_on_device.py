@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from curves import assert_same_curve, largest_deviation, train_in
+from picture_folders import smooth_photo
 from PIL import Image
 from project import ROOT
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment
@@ -60,15 +61,6 @@ CROP_BOUND = (8, 0.5)  # Pillow 13 resizes some tall crops along the columns fir
 PIPELINE_BOUND = 1.0  # grey levels of the mean over all images: a contrast may turn 1 into 2, a threshold into 255
 
 
-def _photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Image:
-    """Smooth colours with an edge."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
-    image = np.array(coarse.resize((width, height), Image.Resampling.BICUBIC))
-    image[height // 3 : height // 2, : width // 2] //= 3
-    return Image.fromarray(image)
-
-
 def _on_device(cuts: list[Cut], device: str = "cpu", size: tuple[int, int] = SIZE) -> torch.Tensor:
     memory = torch.empty(sum(cut.pixels.size for cut in cuts), dtype=torch.uint8)
     return augmented(packed(cuts, size, memory), torch.device(device)).cpu()
@@ -97,7 +89,7 @@ def _timms_cases() -> dict[str, list[tuple[Image.Image, Operation]]]:
             for number in range(6):
                 (operation,) = step.draw(randomness.mix(number, magnitude), SIZE)
                 cases.setdefault(name, []).append(
-                    (_photo(seed=number).point(lambda value: 20 + value * 3 // 4), operation)
+                    (smooth_photo(seed=number).point(lambda value: 20 + value * 3 // 4), operation)
                 )
     return cases
 
@@ -141,7 +133,7 @@ class _Kernel:
 def test_a_step_of_torchvision_is_within_its_bound(name, arguments, device):
     """Would catch the same in what torchvision does to Pillow's images."""
     operations = [Operation(name, (value,), {}) for value in arguments] or [Operation(name, (), {})]
-    pairs = [(_photo(seed=seed), operation) for seed in range(4) for operation in operations]
+    pairs = [(smooth_photo(seed=seed), operation) for seed in range(4) for operation in operations]
     cuts = [Cut(np.array(image), 3, [operation]) for image, operation in pairs]
     expected = torch.stack([_tensor(_pillow(operation, image, _Kernel)) for image, operation in pairs])
     bound = BOUNDS[{"grayscale": "Grey", "kernel blur": "KernelBlur"}.get(name, name)]
@@ -160,7 +152,7 @@ def test_crops_are_within_their_bound(interpolation, device):
     augment = AugmentConfig(train_interpolation=interpolation, hflip=0.0, color_jitter=0.0)
     transform = train_transform(ImageConfig(SIZE), augment)
     cutting = CuttingTransform(transform, augment)
-    photos = [_photo(30 + 17 * (n % 9), 40 + 29 * (n % 7), n) for n in range(24)]
+    photos = [smooth_photo(30 + 17 * (n % 9), 40 + 29 * (n % 7), n) for n in range(24)]
     keys = [randomness.mix(n) for n in range(24)]
     cuts = [cutting(photo, key) for photo, key in zip(photos, keys, strict=True)]
     expected = torch.stack([transform(photo, key) for photo, key in zip(photos, keys, strict=True)]).float()
@@ -170,7 +162,7 @@ def test_crops_are_within_their_bound(interpolation, device):
 def test_an_image_of_a_pixel_is_black_as_pillow_makes_it():
     """Would catch a run that ends at an image too small for a crop of any size."""
     augment = AugmentConfig(hflip=0.0, color_jitter=0.0)
-    transform, photo = train_transform(ImageConfig(SIZE), augment), _photo(1, 1, 0)
+    transform, photo = train_transform(ImageConfig(SIZE), augment), smooth_photo(1, 1, 0)
     keys = [randomness.mix(n) for n in range(12)]
     cuts = [CuttingTransform(transform, augment)(photo, key) for key in keys]
     assert any(0 in cut.pixels.shape for cut in cuts)
@@ -189,7 +181,7 @@ def test_a_worker_hands_over_what_the_cpu_would_draw(config):
     cutting = CuttingTransform(transform, augment)
     changed = 0
     for number in range(40):
-        photo, key = _photo(60 + number, 90, number), randomness.mix(number)
+        photo, key = smooth_photo(60 + number, 90, number), randomness.mix(number)
         cut = cutting(photo, key)
         image = Image.fromarray(cut.pixels).resize(SIZE[::-1], cut.resample)
         for operation in cut.operations:
@@ -211,7 +203,7 @@ def folder(tmp_path_factory) -> Path:
     for number in range(29):
         path = root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _photo(18 + number % 9, 24 + number % 7, number).save(path)
+        smooth_photo(18 + number % 9, 24 + number % 7, number).save(path)
     path.write_bytes(path.read_bytes()[:200])
     return root
 

@@ -14,6 +14,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from picture_folders import smooth_photo
 from PIL import Image
 from scipy import stats
 from timm.data import create_transform
@@ -34,15 +35,6 @@ from ds_vit.data.augment.draws import seeded, shielded, uniform
 from ds_vit.data.augment.policies import AugMix, Policy
 from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, RandomResizedCrop, ResizeAndCrop
 from ds_vit.data.augment.transforms import eval_transform, train_transform
-
-
-def _photo(height: int = 40, width: int = 52, seed: int = 0) -> Image.Image:
-    """Smooth colours with an edge: no two operations change it in the same way."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
-    image = np.array(coarse.resize((width, height), Image.Resampling.BICUBIC))
-    image[height // 3 : height // 2, : width // 2] //= 3
-    return Image.fromarray(image)
 
 
 def _generator_states() -> tuple:
@@ -91,7 +83,7 @@ def test_a_step_makes_timms_pixels_from_the_same_stream(case):
     step, original = adapt(make()), make()
     changed = 0
     for number in range(60):
-        image, key = _photo(seed=number % 7), randomness.mix(number)
+        image, key = smooth_photo(seed=number % 7), randomness.mix(number)
         drawn = step.draw(key, (image.height, image.width))
         with seeded(key, name):
             try:
@@ -116,7 +108,7 @@ def test_resize_and_crop_makes_timms_pixels_from_the_same_stream(crop):
     cut = crop(24, padding_mode="reflect")
     step = ResizeAndCrop(resize, cut)
     for number in range(60):
-        image, key = _photo(seed=number % 7), randomness.mix(number)
+        image, key = smooth_photo(seed=number % 7), randomness.mix(number)
         drawn = step.draw(key, (image.height, image.width))
         with seeded(key, "crop"):
             expected = cut(resize(image))
@@ -129,7 +121,7 @@ def test_posterising_to_no_bits_is_black():
     step = Policy(AutoAugment([[op]]))
     drawn = step.draw(1, (40, 52))
     assert drawn[0].arguments == (0,)
-    assert not np.asarray(step.apply(_photo(), drawn)).any()
+    assert not np.asarray(step.apply(smooth_photo(), drawn)).any()
 
 
 @pytest.mark.parametrize("name", NAME_TO_OP)
@@ -138,11 +130,11 @@ def test_applying_an_operation_draws_nothing(name):
     step = Policy(AutoAugment([[AugmentOp(name, prob=1.0, magnitude=7)]]))
     drawn = [step.draw(randomness.mix(number), (40, 52)) for number in range(20)]
     before = _generator_states()
-    first = [np.asarray(step.apply(_photo(), operations)).tobytes() for operations in drawn]
+    first = [np.asarray(step.apply(smooth_photo(), operations)).tobytes() for operations in drawn]
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
-    assert [np.asarray(step.apply(_photo(), operations)).tobytes() for operations in drawn] == first
+    assert [np.asarray(step.apply(smooth_photo(), operations)).tobytes() for operations in drawn] == first
     random.setstate(before[0])
     resamples = {o.keywords.get("resample") for operations in drawn for o in operations}
     assert all(resample is None or isinstance(resample, int) for resample in resamples)  # decided at draw time
@@ -181,7 +173,7 @@ IMAGE = ImageConfig(img_size=(24, 32))
 
 def _map_photo() -> Image.Image:
     """A photo whose red grows to the right and whose green grows downwards: a crop's place and size can be read off."""
-    image = np.asarray(_photo()).astype(np.float64) * 0.3
+    image = np.asarray(smooth_photo()).astype(np.float64) * 0.3
     image[:, :, 0] += np.linspace(0, 170, image.shape[1])[None, :]
     image[:, :, 1] += np.linspace(0, 170, image.shape[0])[:, None]
     return Image.fromarray(image.astype(np.uint8))
@@ -284,13 +276,13 @@ def test_pixels_are_a_function_of_the_key(augment):
     """Would catch a draw from the process, state that outlives a sample, or a key that is ignored."""
     transform = train_transform(IMAGE, augment)
     keys = [randomness.mix(number) for number in range(20)]
-    first = [transform(_photo(), key).numpy().tobytes() for key in keys]
+    first = [transform(smooth_photo(), key).numpy().tobytes() for key in keys]
     before = _generator_states()
-    again = {key: transform(_photo(), key).numpy().tobytes() for key in reversed(keys)}
+    again = {key: transform(smooth_photo(), key).numpy().tobytes() for key in reversed(keys)}
     assert [again[key] for key in keys] == first
     assert _generator_states() == before
     fresh = pickle.loads(pickle.dumps(transform))  # as a spawned worker gets it
-    assert [fresh(_photo(), key).numpy().tobytes() for key in keys] == first
+    assert [fresh(smooth_photo(), key).numpy().tobytes() for key in keys] == first
     assert len(set(first)) == len(keys)
 
 
@@ -312,7 +304,7 @@ def test_blur_needs_room():
     """Would catch torch's padding error in a worker, in place of one line before the start."""
     with pytest.raises(ValueError, match="kernel of 23 pixels and needs images of at least 12 pixels, not 11x32"):
         train_transform(ImageConfig(img_size=(11, 32)), AugmentConfig(gaussian_blur_prob=0.1))
-    train_transform(ImageConfig(img_size=(12, 32)), AugmentConfig(gaussian_blur_prob=0.1))(_photo(), 1)
+    train_transform(ImageConfig(img_size=(12, 32)), AugmentConfig(gaussian_blur_prob=0.1))(smooth_photo(), 1)
 
 
 # Without randomness
@@ -332,9 +324,9 @@ def test_no_aug_is_timms_transform_to_the_last_bit(size, interpolation):
     timms = create_transform(
         (3, *size), is_training=True, no_aug=True, mean=image.mean, std=image.std, interpolation=interpolation
     )
-    ours = train_transform(image, AugmentConfig(no_aug=True))(_photo(), key=3)
+    ours = train_transform(image, AugmentConfig(no_aug=True))(smooth_photo(), key=3)
     assert ours.dtype == torch.uint8
-    assert torch.equal(_finished(ours, image), timms(_photo()))
+    assert torch.equal(_finished(ours, image), timms(smooth_photo()))
 
 
 @pytest.mark.parametrize("crop_mode", [None, "center", "squash", "border"])
@@ -346,7 +338,7 @@ def test_evaluation_is_timms_transform_to_the_last_bit(crop_mode, crop_pct, size
     timms = create_transform(
         (3, *size), mean=image.mean, std=image.std, interpolation="bicubic", crop_pct=crop_pct, crop_mode=crop_mode
     )
-    assert torch.equal(_finished(eval_transform(image)(_photo(), key=0), image), timms(_photo()))
+    assert torch.equal(_finished(eval_transform(image)(smooth_photo(), key=0), image), timms(smooth_photo()))
 
 
 # Lending keys to libraries
