@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import shutil
 import struct
 import tarfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
@@ -255,6 +257,16 @@ def test_digits_are_split_once_and_for_all():
     image = np.asarray(train.image(0))
     assert image.shape == (8, 8, 3)
     assert (image.min(), image.max()) == (0, 15 * 255 // 16)  # the first digit's darkest stroke is 15 of 16
+
+
+def test_digits_are_scikit_learns():
+    """Its file is read without it: would catch another layout of the file."""
+    expected = load_digits()
+    for split in (open_source("digits", None, "train"), open_source("digits", None, "validation")):
+        numbers = [int(re.fullmatch(r"digits\[(\d+)\]", split.describe(i)).group(1)) for i in range(len(split))]
+        pixels = np.stack([np.asarray(split.image(i))[..., 0] for i in range(len(split))])
+        assert (pixels == np.round(expected.images[numbers] * (255.0 / 16.0))).all()
+        assert [split.target(i) for i in range(len(split))] == expected.target[numbers].tolist()
 
 
 def _fashion_mnist(root: Path, train: int, test: int) -> None:
