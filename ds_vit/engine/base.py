@@ -36,6 +36,7 @@ from ds_vit.engine.workarounds import (
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
     gather_around,
+    import_muon_uncompiled,
     partition_at_once,
     settle_the_scale_after_the_step,
 )
@@ -122,6 +123,7 @@ class Engine(ABC):
         arguments = {"model": model, "optimizer": optimizer, "config": own, **self._initialize_arguments()}
         # BF16_Optimizer prints its memory line by line, past every log level.
         quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
+        import_muon_uncompiled()
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 3:

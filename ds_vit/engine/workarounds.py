@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -282,6 +283,20 @@ def advance_where_applied(scheduler: Any, applied: Callable[[], bool]) -> None:
             advance(*args, **kwargs)
 
     scheduler.step = step
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which no run uses, before its ZeRO stages do to ask whether an optimizer is one.
+
+    It is compiled as it is imported, for which torch imports its compiler: a second and more in every rank.
+    """
+    from deepspeed.runtime import compiler
+
+    own, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = own
 
 
 def leave_products_alone() -> None:

@@ -7,7 +7,10 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -646,3 +649,24 @@ def test_zero3s_linear_map_writes_into_the_product():
         outs = [module.zero3_linear_wrap(x, weight[0], bias / 3) for module in (shipped, linear)]
     assert [out.dtype for out in outs] == [torch.bfloat16] * 2
     assert torch.equal(*outs)
+
+
+IMPORTS_MUON = """
+import importlib, sys
+from ds_vit.engine.workarounds import import_muon_uncompiled
+import_muon_uncompiled()
+muon = sys.modules["deepspeed.runtime.zero.muon.original_muon"]
+print("torch._inductor" in sys.modules)
+importlib.reload(muon)
+print("torch._inductor" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_deepspeeds_muon_is_compiled_as_it_is_imported():
+    """workarounds.import_muon_uncompiled: the ZeRO stages import it, whatever the optimizer is."""
+    words = [sys.executable, "-c", IMPORTS_MUON]
+    done = subprocess.run(
+        words, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["False", "True"]

@@ -40,7 +40,7 @@ _OUTPUT_CHARS = 4000
 
 # Imported once a rank, by the server that the processes are forked from. DeepSpeed looks for GPUs while it is
 # imported, after which CUDA does not survive a fork: it is among them on machines without accelerator alone.
-_PRELOAD = ["torch", "torchvision", "timm", "sklearn.datasets"]
+_PRELOAD = ["torch", "torchvision", "timm"]
 
 
 class Failure(Exception):
