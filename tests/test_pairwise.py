@@ -24,3 +24,13 @@ def test_a_cover_is_smaller_than_the_product():
     cases = [dict(zip("abcd", choice, strict=True)) for choice in itertools.product(range(3), repeat=4)]
     assert 9 <= len(cover(cases)) < 18
     assert set().union(*map(pairs, cover(cases)[:-1])) != set().union(*map(pairs, cases)), "none is superfluous"
+
+
+def test_the_cheaper_of_two_is_taken():
+    # Catches: a cost that nobody asks for, or a pair that is left out because it is dear.
+    cases = [dict(zip("abc", choice, strict=True)) for choice in itertools.product((1, 0), repeat=3)]
+    dear = cases[0]
+    without, with_cost = cover(cases), cover(cases, lambda case: 100 if case == dear else 1)
+    assert dear in without
+    assert dear not in with_cost
+    assert set().union(*map(pairs, with_cost)) == set().union(*map(pairs, cases))

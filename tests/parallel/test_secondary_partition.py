@@ -91,11 +91,11 @@ def assert_same(a: list[dict], b: list[dict]) -> None:
         (2, 2, "sgd"),
         (4, 2, "lamb"),
         pytest.param(4, 4, "sgd", marks=pytest.mark.slow),
-        pytest.param(4, 2, "sgd", marks=pytest.mark.slow),
-        pytest.param(2, 2, "muon", marks=pytest.mark.slow),
+        pytest.param(4, 2, "sgd", marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, "muon", marks=pytest.mark.exhaustive),
         pytest.param(4, 2, "muon", marks=pytest.mark.slow),
         pytest.param(4, 2, "lars", marks=pytest.mark.slow),
-        pytest.param(4, 2, "layer decay", marks=pytest.mark.slow),
+        pytest.param(4, 2, "layer decay", marks=pytest.mark.exhaustive),
     ],
 )
 def test_secondary_partition_does_not_change_the_curve(ranks, folder, reference, tmp_path, world, size, kind):
