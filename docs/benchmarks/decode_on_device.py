@@ -24,7 +24,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from ds_vit import data
 from ds_vit.data.decode import Jpeg, open_image
-from ds_vit.data.decode_on_device import File, decode_on
+from ds_vit.data.decode_on_device import File, decode_on, require_fast_on_device
 
 WAYS = {
     "all in the workers": {},
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4096, help="a turn [%(default)s]")
     parser.add_argument("--turns", type=int, default=5, help="[%(default)s]")
     words = parser.parse_args()
+    require_fast_on_device()
     source = data.open_source("", words.data_dir, "train")
     sides = {name: Side(batches, source, flags, words) for name, flags in WAYS.items()}
     ahead = 2 * words.workers + 2

@@ -16,6 +16,22 @@ _HALF, _ONE = np.float32(32768.0), np.float32(1.0 / 65536.0)
 _MANY_PIXELS = 64 * 64  # from here on Pillow's way of taking an image apart is the faster one
 
 
+def _take_apart(image: Image.Image, planes: np.ndarray) -> None:
+    """Write the channels of an RGB image, of any type [3, H * W]."""
+    if planes.shape[1] < _MANY_PIXELS:
+        np.copyto(planes, np.asarray(image).reshape(-1, 3).T)
+        return
+    for plane, name in zip(planes, "RGB", strict=True):
+        np.copyto(plane, np.frombuffer(image.tobytes("raw", name), dtype=np.uint8))
+
+
+def pixels_of(image: Image.Image) -> torch.Tensor:
+    """An RGB image's pixels, uint8 [3, H, W], without gaps as torchvision's pil_to_tensor leaves them."""
+    planes = np.empty((3, image.height * image.width), dtype=np.uint8)
+    _take_apart(image, planes)
+    return torch.from_numpy(planes).view(3, image.height, image.width)
+
+
 class Planes:
     """The pixels of one image after another, whole numbers in float32, in memory that is taken once.
 
@@ -36,11 +52,7 @@ class Planes:
 
     def load(self, image: Image.Image) -> None:
         """Take up an RGB image of this size."""
-        if len(self._grey) < _MANY_PIXELS:
-            np.copyto(self.values, np.asarray(image).reshape(-1, 3).T)
-            return
-        for plane, name in zip(self.values, "RGB", strict=True):
-            np.copyto(plane, np.frombuffer(image.tobytes("raw", name), dtype=np.uint8))
+        _take_apart(image, self.values)
 
     def pixels(self) -> torch.Tensor:
         """uint8 [3, H, W], in memory of its own."""
