@@ -128,7 +128,7 @@ class Reader:
         if not self.load_images:
             return None, targets, bad
         if cuts:
-            images = packed(images, self.img_size, _black((sum(cut.pixels.size for cut in images),)))
+            images = packed(images, self.img_size, _black((sum(cut.num_bytes for cut in images),)))
         return images, targets, bad
 
     def _no_targets(self, num_rows: int) -> torch.Tensor:

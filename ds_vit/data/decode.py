@@ -24,6 +24,8 @@ Box = tuple[int, int, int, int]
 
 _ROWS_OF_AN_MCU = 32  # at most: of a component sampled at a quarter of the height
 _SCALES = (8, 4, 2)
+_FAR_INTO_A_HEADER = 2**18  # bytes: EXIF stands in one of the first parts, none of which is longer than 2**16
+_ORIENTATION = 0x0112  # EXIF's tag
 _scratch = threading.local()
 _MOST_KEPT = 2**26  # bytes, of 16 million pixels
 
@@ -147,6 +149,31 @@ class Jpeg:
         except ValueError:
             pixels, scale = np.asarray(decode(self._data, self._name).convert("RGBX")), 1
         return pixels[top // scale : -(-(top + height) // scale), left // scale : -(-(left + width) // scale)], scale
+
+    def for_another_decoder(self) -> tuple[bytes, str] | None:
+        """The file and its name, where a decoder on a device makes of it what Pillow makes, within `fast`; else None.
+
+        Progressive files are left to the loaders' processes, which are many; so are those that say in EXIF how they are
+        to be turned, which torchcodec would follow and Pillow does not. Where damage must show now, all of the file is
+        looked at: decoded to an eighth of its size.
+        """
+        if _height_of_baseline(self._data) is None or self._is_turned():
+            return None
+        if self._whole:
+            size = (-(-self.height // 8), -(-self.width // 8))
+            try:
+                _decode(self._data, size, strict=True, fastdct=True, min_height=size[0], min_width=size[1])
+            except ValueError:
+                return None
+        return self._data, self._name
+
+    def _is_turned(self) -> bool:
+        if self._data.find(b"Exif\0\0", 0, _FAR_INTO_A_HEADER) < 0:
+            return False
+        try:
+            return Image.open(io.BytesIO(self._data)).getexif().get(_ORIENTATION, 1) != 1
+        except Exception:  # an EXIF part that Pillow cannot read
+            return True
 
     def _rows_above(self, bottom: int) -> tuple[bytes, int]:
         """A file that ends, and its decoder stops, somewhere below the row `bottom`; its height."""

@@ -19,6 +19,8 @@ from ds_vit.data.augment.mixing import mix_images, mix_targets
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.settings import ImageConfig
 
+_IN_CACHE = 2**17  # values of float32
+
 
 @cache
 def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
@@ -28,8 +30,9 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 def _normalised(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
     """(pixels / 255 - mean) / std of [R, 3, H, W], in float32."""
     images = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
-    # On a CPU row after row: all four passes over one then find it in the cache.
-    rows = zip(images, pixels, strict=True) if pixels.device.type == "cpu" else ((images, pixels),)
+    # On a CPU a few rows at once: all four passes over them then find them in the cache.
+    few = max(1, _IN_CACHE // pixels[0].numel()) if pixels.device.type == "cpu" else len(pixels)
+    rows = zip(images.split(few), pixels.split(few), strict=True)
     mean, std = (_channels(values, pixels.device) for values in (image.mean, image.std))
     for out, row in rows:
         out.copy_(row).div_(255.0).sub_(mean).div_(std)

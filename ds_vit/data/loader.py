@@ -13,13 +13,16 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
+import shutil
 import signal
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -38,11 +41,25 @@ from ds_vit.fault_tolerance.signals import ignore_in_worker
 class Loader:
     """Delivers micro-batches in order.
 
+    Args:
+        batches: what is read.
+        numbers: which of them, in this order.
+        num_workers: processes that read; 0 reads in this one.
+        pin_memory: page-locked memory for fast copies to a GPU.
+        cores: that the processes are to run on, where there are enough for all; empty for any.
+
     Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file; and WorkerLost
     where a worker was killed, which names the file that it was at.
     """
 
-    def __init__(self, batches: Batches, numbers: range, num_workers: int, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        numbers: range,
+        num_workers: int,
+        pin_memory: bool,
+        cores: frozenset[int] = frozenset(),
+    ) -> None:
         self._reader = batches.reader
         if num_workers:
             self._reader.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
@@ -51,8 +68,8 @@ class Loader:
             batch_size=None,
             sampler=numbers,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=ignore_in_worker if num_workers else None,
+            collate_fn=_inlined if num_workers else _as_it_is,
+            worker_init_fn=partial(_begin, cores if num_workers <= len(cores) else None) if num_workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
         )
@@ -85,7 +102,7 @@ class Loader:
                 raise
             if isinstance(item, Failure):
                 raise item.error
-            yield item
+            yield _restored(item)
 
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
@@ -96,10 +113,33 @@ class Loader:
             last = f"; it had begun to read {self._reader.source.describe(at)}" if at >= 0 else ""
             code = worker.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
+            why = _FULL.format(_size_of("/dev/shm")) if code == -signal.SIGBUS else _NO_MEMORY
             raise WorkerLost(
-                f"loader process {number} (pid {worker.pid}) {how}{last}; where the machine had no memory left (dmesg "
-                "says), use fewer --workers; start again with --resume auto"
+                f"loader process {number} (pid {worker.pid}) {how}{last}; {why}; start again with --resume auto"
             )
+
+
+_NO_MEMORY = "where the machine had no memory left (dmesg says), use fewer --workers"
+# Who writes to shared memory that there is no room for gets SIGBUS.
+_FULL = (
+    "images are handed over through /dev/shm ({}): where it was full, make it larger (docker run --shm-size 8g, or "
+    "--ipc=host; in Kubernetes an emptyDir of medium Memory there), or use fewer --workers or a smaller micro-batch"
+)
+
+
+def _begin(cores: frozenset[int] | None, worker: int) -> None:
+    """What a worker process does first."""
+    ignore_in_worker(worker)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _size_of(folder: str) -> str:
+    try:
+        size = shutil.disk_usage(folder)
+    except OSError as error:
+        return error.strerror
+    return f"{size.total / 2**20:,.0f} MiB, {size.free / 2**20:,.0f} MiB of which are free now"
 
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
@@ -132,6 +172,30 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
+_MOST_INLINED = 2**16  # bytes
+
+
+def _inlined(item: Any) -> Any:
+    """A micro-batch with its small tensors as arrays, which go through the worker's pipe with the rest.
+
+    A tensor goes by a file of shared memory that is opened, passed on and mapped for it alone: 1 ms of both processes.
+    """
+    if isinstance(item, torch.Tensor) and item.nbytes <= _MOST_INLINED:
+        return item.numpy()
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_inlined(part) for part in item))
+    return item
+
+
+def _restored(item: Any) -> Any:
+    """What `_inlined` was given."""
+    if isinstance(item, np.ndarray):
+        return torch.from_numpy(item)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_restored(part) for part in item))
+    return item
+
+
 def train_loader(
     source: Source,
     *,
@@ -148,6 +212,7 @@ def train_loader(
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
+    cores: frozenset[int] = frozenset(),
 ) -> Loader:
     """The micro-batches of a rank for the optimizer steps [start_step, stop_step), counted from 0 over all epochs.
 
@@ -165,6 +230,7 @@ def train_loader(
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
+        cores: that the processes are to run on, where there are enough for all; empty for any.
 
     Raises:
         UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
@@ -186,7 +252,7 @@ def train_loader(
         for size in (sizes.sizes if sizes else ())
     }
     batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms)
-    return Loader(batches, numbers, num_workers, pin_memory)
+    return Loader(batches, numbers, num_workers, pin_memory, cores)
 
 
 def eval_loader(
@@ -201,6 +267,7 @@ def eval_loader(
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
+    cores: frozenset[int] = frozenset(),
 ) -> Loader:
     """A rank's share of an evaluation, to be iterated as often as wanted; each image is valid on one rank, once.
 
@@ -209,4 +276,4 @@ def eval_loader(
     """
     reader = Reader(source, eval_transform(image), image, load_images, load_targets, on_bad_image)
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
-    return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory)
+    return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)

@@ -9,7 +9,6 @@ nothing waits); a loader with its workers is then timed as a whole. Of several t
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
@@ -28,8 +27,10 @@ from ds_vit.data.augment.batched import augmented
 from ds_vit.data.augment.handover import CuttingTransform, worker_transform
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
-from ds_vit.data.decode import Box, Jpeg, open_image
+from ds_vit.data.decode import Box, Jpeg, open_image, require_fast
+from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.engine.start import device_of
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and 
 _TRIES = 3
 _SMALL_SIDE = 8 / 7  # of the model's input: what timm's evaluation crops from
 _QUALITY = 90
+_IMAGES_THERE = 128  # that say how fast the device augments: more would take long where it is a CPU
 
 
 class _Sample(NamedTuple):
@@ -100,7 +102,8 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     plan = deal_alone(prepare(config, explicit, process, on_cpu=on_cpu))
     device = device_of(process.local_rank)
     samples = _samples(plan, images)
-    timed = _decode_and_augment(plan, {"": _Way(samples, plan.config.augment), **_other_ways(plan, samples)})
+    others = _other_ways(plan, samples)
+    timed = _decode_and_augment(plan, {"": _Way(samples, plan.config.augment), **others})
     seconds = _stages(plan, samples, *timed.pop(""), device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
@@ -109,7 +112,13 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     rest = seconds["read"] + seconds["collate"]
     workers = max(1, plan.workers)
     would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
-    would_give |= {change: rate * of_worker / (rest + sum(times)) for change, times in timed.items()}
+    for change, times in timed.items():
+        would_give[change] = rate * of_worker / (rest + sum(times))
+        if others[change].augment.augment_on == "device":
+            there = 1.0 / _seconds_on_device(plan, others[change].augment, len(samples), device)
+            would_give[change] = min(would_give[change], there)
+            if would_give[change] <= rate:
+                del would_give[change]
     return DataBench(
         images=len(samples),
         cores=cores,
@@ -178,14 +187,28 @@ def _stages(
     return found
 
 
-def _loader(plan: Plan, workers: int) -> Loader:
+def _seconds_on_device(plan: Plan, augment: AugmentConfig, images: int, device: torch.device) -> float:
+    """Of an image, for all that the device does before the model."""
+    wanted = max(1, min(images, _IMAGES_THERE) // plan.share.micro_batch)
+    batches = list(itertools.islice(_loader(plan, 0, augment), wanted))
+
+    def run() -> None:
+        for batch in batches:
+            finish_images(batch, plan.model.image, augment, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return _fastest(run, sum(batch.num_rows for batch in batches), time.perf_counter)
+
+
+def _loader(plan: Plan, workers: int, augment: AugmentConfig | None = None) -> Loader:
     share = plan.share
     return train_loader(
         plan.data.train_source,
         order=plan.data.order,
         share=Share(0, share.dp_size, share.micro_batch, share.accumulation),
         image=plan.model.image,
-        augment=plan.config.augment,
+        augment=augment or plan.config.augment,
         mix=plan.config.mix,
         stop_step=10**9 // plan.data.order.global_batch,
         on_bad_image=plan.config.on_bad_image,
@@ -214,7 +237,6 @@ def _decode_and_augment(plan: Plan, ways: dict[str, _Way]) -> dict[str, tuple[fl
 def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
     """Decoding alone, and decoding with augmentation."""
     transform = worker_transform(plan.model.image, way.augment)
-    on_device = way.augment.augment_on == "device"
     source, size = plan.data.train_source, plan.model.image.img_size
 
     def opened(sample: _Sample) -> Image.Image | Jpeg:
@@ -234,8 +256,10 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
     def decode() -> None:
         for sample, box in zip(way.samples, boxes, strict=True):
             image = opened(sample)
-            if isinstance(image, Jpeg):
-                image.pixels(box) if on_device else image.scaled(box, size) if image.fast else image.crop(box)
+            if isinstance(transform, CuttingTransform):
+                transform.part(image, box)
+            elif isinstance(image, Jpeg):
+                image.scaled(box, size) if image.fast else image.crop(box)
 
     def both() -> None:
         for sample in way.samples:
@@ -265,13 +289,30 @@ def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
     augment, found = plan.config.augment, {}
     if samples[0].data is None:
         return found
-    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk") and augment.augment_on == "cpu"
-    if crops and augment.decode == "exact" and importlib.util.find_spec("simplejpeg"):
-        found["--decode fast"] = _Way(samples, dataclasses.replace(augment, decode="fast"))
+    fast = dataclasses.replace(augment, decode="fast")
+    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk")
+    if crops and augment.decode == "exact" and _is_legal(plan, fast):
+        found["--decode fast"] = _Way(samples, fast)
+    if augment.augment_on == "cpu":
+        for decode, change in (("exact", "--augment-on device"), ("fast", "--augment-on device --decode fast")):
+            there = dataclasses.replace(augment, augment_on="device", decode=decode)
+            if _is_legal(plan, there):
+                found[change] = _Way(samples, there)
     side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
     smaller = [sample._replace(data=_smaller(sample, side)) for sample in samples]
     found[f"JPEG files of {side} pixels on the shorter side"] = _Way(smaller, augment)
     return found
+
+
+def _is_legal(plan: Plan, augment: AugmentConfig) -> bool:
+    """Whether a run could have these flags, with what is installed here."""
+    try:
+        if augment.decode == "fast":
+            (require_fast_on_device if augment.augment_on == "device" else require_fast)()
+        worker_transform(plan.model.image, augment)
+    except UserError:
+        return False
+    return True
 
 
 def _smaller(sample: _Sample, side: int) -> bytes:

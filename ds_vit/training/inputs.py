@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from ds_vit.data import Loader, MicroBatch, Source, eval_loader, finish_keys, finish_valid, train_loader
 from ds_vit.engine.base import Engine
+from ds_vit.launching.numa import cores_near, pci_address
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.tasks import Batch, Field
 from ds_vit.training.plan import Plan
@@ -176,6 +178,7 @@ class InputPipeline:
             "on_bad_image": plan.config.on_bad_image,
             "num_workers": plan.workers,
             "pin_memory": self.engine.device.type == "cuda",
+            "cores": cores_near(pci_address(self.engine.device), os.sched_getaffinity(0)),
         }
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:

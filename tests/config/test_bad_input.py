@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_fast_decoding_where_there_is_nothing_to_decode_fast(capsys, tmp_path, f
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = refused(capsys, tmp_path, "--data-dir", folder, "--decode", "fast")
     assert "pip install simplejpeg" in line
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    line = refused(capsys, tmp_path, "--data-dir", folder, "--decode", "fast", "--augment-on", "device")
+    assert "needs torchcodec 0.16 or later, which cannot be imported" in line
 
 
 def test_unknown_model(capsys, tmp_path, folder):

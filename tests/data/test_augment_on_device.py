@@ -272,7 +272,6 @@ def test_all_of_it_is_within_its_bound(folder, whole, device):
         ({"aa": "augmix-m5"}, "--aa augmix-m5; use a policy"),
         ({"train_interpolation": "lanczos"}, "--train-interpolation lanczos; use bilinear, bicubic, random"),
         ({"train_crop_mode": "rkrc"}, "--train-crop-mode rkrc; use rrc"),
-        ({"decode": "fast"}, "--decode fast; drop it"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused(flags, named):

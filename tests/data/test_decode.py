@@ -137,10 +137,12 @@ def test_colours_are_pillows(name):
     kind = ["brightness", "contrast", "saturation"].index(name)
     rng = np.random.default_rng(4)
     for number in range(60):
-        pixels = rng.integers(0, rng.integers(2, 257), (13, 17, 3), dtype=np.uint8)
-        factor = [0.0, 1.0, 2.0][number] if number < 3 else float(rng.uniform(0, 2))
+        size = [(13, 17), (70, 65)][number % 2]
+        pixels = rng.integers(0, rng.integers(2, 257), (*size, 3), dtype=np.uint8)
+        factor = [0.0, 1.0, 2.0][number // 2] if number < 6 else float(rng.uniform(0, 2))
         expected = getattr(F, f"adjust_{name}")(Image.fromarray(pixels), factor)
-        planes = colours.Planes((13, 17))
+        assert torch.equal(colours.pixels_of(expected), F.pil_to_tensor(expected))
+        planes = colours.Planes(size)
         planes.load(Image.fromarray(pixels))
         colours.ADJUST[kind](planes, factor)
         assert np.array_equal(planes.pixels().permute(1, 2, 0).numpy(), np.asarray(expected)), factor

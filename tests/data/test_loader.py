@@ -46,6 +46,7 @@ IMAGE = ImageConfig(img_size=(16, 20))
 PLAIN = AugmentConfig(no_aug=True)
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
+CORES = os.sched_getaffinity(0)
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
 
 
@@ -523,6 +524,20 @@ def test_a_worker_that_is_killed_with_batches_on_their_way(source):
         list(batches)
 
 
+def test_a_worker_without_shared_memory_says_where_it_ended(source):
+    """Would catch advice about the machine's memory where a container's /dev/shm is too small."""
+    order = SampleOrder(len(source), 12, seed=7)
+    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 30}
+    others = set(multiprocessing.active_children())
+    batches = iter(train_loader(source, order=order, num_workers=1, cores=frozenset([min(CORES)]), **options))
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    assert os.sched_getaffinity(worker.pid) == {min(CORES)}
+    os.kill(worker.pid, signal.SIGBUS)
+    with pytest.raises(WorkerLost, match=r"SIGBUS.*through /dev/shm \([\d,]+ MiB, .* make it larger"):
+        list(batches)
+
+
 def test_real_photographs_through_workers(real_images):
     """Would catch a tar that two workers read at each other's offsets."""
     source = open_source("", str(real_images / "cifar10"), "test")
@@ -533,6 +548,8 @@ def test_real_photographs_through_workers(real_images):
     for one, other in zip(alone, shared, strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.targets, other.targets)
+        # One file of shared memory a micro-batch: the small tensors come through the pipe.
+        assert [part.is_shared() for part in other[:3]] == [False, False, True]
     index = alone[0].indices[0].item()
     assert np.array_equal(alone[0].images[0].permute(1, 2, 0).numpy(), np.asarray(source.image(index)))
 

@@ -32,7 +32,7 @@ from torchvision import transforms
 from ds_vit import randomness
 from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, finish_images
 from ds_vit.data.augment.draws import seeded, shielded, uniform
-from ds_vit.data.augment.policies import AugMix, Policy
+from ds_vit.data.augment.policies import AugMix, Operation, Policy
 from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, RandomResizedCrop, ResizeAndCrop
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 
@@ -122,6 +122,37 @@ def test_posterising_to_no_bits_is_black():
     drawn = step.draw(1, (40, 52))
     assert drawn[0].arguments == (0,)
     assert not np.asarray(step.apply(smooth_photo(), drawn)).any()
+
+
+@pytest.mark.parametrize("name", ["Invert", "Posterize", "PosterizeIncreasing", "Solarize", "SolarizeIncreasing"])
+def test_arithmetic_in_place_of_pillows_tables_is_pillows(name):
+    """Would catch a threshold or a mask that is one off; 256 is a threshold that no pixel reaches."""
+    arguments = {"I": [()], "P": [(bits,) for bits in range(1, 9)], "S": [(at,) for at in (0, 1, 77, 255, 256)]}[
+        name[0]
+    ]
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (13, 17, 3), dtype=np.uint8))
+    for values in arguments:
+        found, expected = Operation(name, values, {}).apply(image), NAME_TO_OP[name](image, *values)
+        assert np.array_equal(np.asarray(found), np.asarray(expected)), values
+
+
+@pytest.mark.parametrize(
+    "step",
+    [ColorJitter(transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)), GaussianBlur(transforms.GaussianBlur(5))],
+    ids=["jitter", "blur"],
+)
+def test_torchvisions_draws_ask_torch_alone(step):
+    """Would catch a torchvision that draws from `random` or NumPy, which these steps do not seed."""
+    drawn = []
+    for seed in (1, 2):
+        with shielded():
+            random.seed(seed)
+            np.random.seed(seed)
+            before = _generator_states()[:3]
+            drawn.append([step.draw(randomness.mix(number), (40, 52)) for number in range(20)])
+            assert _generator_states()[:3] == before
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
 
 
 @pytest.mark.parametrize("name", NAME_TO_OP)

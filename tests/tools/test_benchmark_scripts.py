@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from picture_folders import smooth_photo
 from project import ROOT
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -63,3 +64,19 @@ def test_the_table_of_steps_is_made():
     rows = [line.split() for line in done.stdout.splitlines() if "│" in line]
     assert sum("best" in row for row in rows) == 1
     assert sum("4" in row for row in rows) >= 1
+
+
+@pytest.mark.slow
+def test_decoding_on_the_device_is_timed(tmp_path):
+    # Catches: the one command for a GPU that fails there first.
+    pytest.importorskip("torchcodec")
+    for number in range(6):
+        picture = tmp_path / "train" / "ab"[number % 2] / f"{number}.jpg"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        smooth_photo(seed=number).save(picture)
+    words = ["--data-dir", str(tmp_path), "--device", "cpu", "--workers", "1", "--img-size", "16", "--batch", "3"]
+    done = run(FOLDER / "decode_on_device.py", *words, "--images", "6", "--turns", "1")
+    assert done.returncode == 0, done.stderr
+    assert "| decoding on the device too | " in done.stdout
+    assert "| decoding alone, 3 files at once | images/s |" in done.stdout
+    assert "are 0.00 grey levels from Pillow's" in done.stdout

@@ -9,13 +9,14 @@ for all images of a call, and sample by other bicubic weights than Pillow; hence
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.functional import interpolate, pad
 from torchvision.transforms.v2 import functional as F
 
 from ds_vit.data.augment.handover import NAMES, Crops
+from ds_vit.data.decode_on_device import File, decode_on
 
 _GREY = (19595.0, 38470.0, 7471.0)  # over 2^16: Pillow's conversion to "L"
 _BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers; nearest is 0
@@ -47,16 +48,13 @@ def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
 
 def _resized(crops: Crops, device: torch.device) -> torch.Tensor:
     """Pillow's two passes: along the rows, rounded, then along the columns."""
-    pixels = crops.pixels.to(device, non_blocking=True)
     images = torch.empty((len(crops.shapes), 3, *crops.size), device=device)
-    place = 0
-    for image, (height, width, resample) in zip(images, crops.shapes.tolist(), strict=True):
+    rows = zip(images, _parts(crops, device), crops.shapes.tolist(), strict=True)
+    for image, pixels, (height, width, resample) in rows:
         if not height or not width:  # of an image of a pixel or two; Pillow makes it black
             image.zero_()
             continue
-        end = place + 3 * height * width
-        part = pixels[place:end].view(1, height, width, 3).permute(0, 3, 1, 2).float()
-        place = end
+        part = pixels.float()[None]
         mode = {_BILINEAR: "bilinear", _BICUBIC: "bicubic"}[resample]
         if width != crops.size[1]:
             part = _whole(interpolate(part, (height, crops.size[1]), mode=mode, antialias=True))
@@ -64,6 +62,23 @@ def _resized(crops: Crops, device: torch.device) -> torch.Tensor:
             part = interpolate(part, crops.size, mode=mode, antialias=True)
         image.copy_(part[0])
     return _whole(images)
+
+
+def _parts(crops: Crops, device: torch.device) -> Iterator[torch.Tensor]:
+    """The crops' pixels, uint8 [3, h, w] each, decoded where they are not yet."""
+    encoded = crops.encoded.tolist()
+    of_files = [row for row in encoded if row[0]]
+    datas = crops.files.split([row[0] for row in of_files])
+    files = [File(data, name, (row[1], row[2])) for data, name, row in zip(datas, crops.names, of_files, strict=True)]
+    decoded = iter(decode_on(device, files))
+    pixels, place = crops.pixels.to(device, non_blocking=True), 0
+    for (height, width, _), (of_file, _, _, top, left) in zip(crops.shapes.tolist(), encoded, strict=True):
+        if of_file:
+            yield next(decoded)[:, top : top + height, left : left + width]
+            continue
+        end = place + 3 * height * width
+        yield pixels[place:end].view(height, width, 3).permute(2, 0, 1)
+        place = end
 
 
 def _whole(values: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,15 +42,32 @@ def shielded() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-@contextmanager
-def seeded(key: int, name: str) -> Iterator[None]:
+class seeded:  # a class, since a generator would take as long as some draws
     """Let the global generators of `random`, NumPy and torch (CPU) be pure functions of (key, name) inside.
 
     All three, whichever a library is known to use: a change there must not make a draw depend on the process.
+
+    Args:
+        key: of the sample.
+        name: of the draw.
+        torch_alone: for torchvision's own draws, which never asked another generator: those of `random` take as long to
+            seed as the draws themselves. A test holds it.
     """
-    with shielded():
-        seed = randomness.mix(key, randomness.name_key(name)) & _MASK
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        yield
+
+    def __init__(self, key: int, name: str, *, torch_alone: bool = False) -> None:
+        self._seed = randomness.mix(key, randomness.name_key(name)) & _MASK
+        self._torch_alone = torch_alone
+        self._own_shield: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        if not getattr(_shield, "up", False):
+            self._own_shield = shielded()
+            self._own_shield.__enter__()
+        torch.default_generator.manual_seed(self._seed)
+        if not self._torch_alone:
+            random.seed(self._seed)
+            np.random.seed(self._seed & 0xFFFFFFFF)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._own_shield is not None:
+            self._own_shield.__exit__(*error)

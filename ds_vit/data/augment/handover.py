@@ -1,7 +1,8 @@
 """What a loader's worker hands over for augmentation on the device: pixels of the crops, and all that was drawn.
 
 The worker draws by the very steps that a CPU would apply (transforms.py), cuts the crop's box out of the decoded image
-and does nothing else. What follows is a list of operations by name; batched.py applies them.
+and does nothing else. What follows is a list of operations by name; batched.py applies them. Under --decode fast a JPEG
+file goes over as it is, to be decoded there too.
 
 Shapes: R rows of a micro-batch, K operations at most.
 """
@@ -45,12 +46,31 @@ NUM_ARGUMENTS = 5  # its own, Pillow's number of a resampling filter, and the co
 _JITTER = ("Brightness", "Contrast", "Color", "Hue")
 
 
+class Encoded(NamedTuple):
+    """A JPEG file, (height, width) of its image, and the crop's box in it."""
+
+    data: bytes
+    name: str
+    image_size: Size
+    box: Box
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the crop."""
+        return *self.box[2:], 3
+
+
 class Cut(NamedTuple):
     """One sample: the crop's pixels uint8 [h, w, 3], Pillow's number of the resize filter, and what to do then."""
 
-    pixels: np.ndarray
+    pixels: np.ndarray | Encoded
     resample: int
     operations: list[Operation]
+
+    @property
+    def num_bytes(self) -> int:
+        """What `packed` needs for it."""
+        return len(self.pixels.data) if isinstance(self.pixels, Encoded) else self.pixels.size
 
 
 class Crops(NamedTuple):
@@ -59,6 +79,10 @@ class Crops(NamedTuple):
     Attributes:
         pixels: uint8, of one crop after the other: [h, w, 3] each.
         shapes: int64 [R, 3]: h, w and Pillow's number of the filter.
+        files: uint8, one JPEG file after the other, of rows that have no pixels yet.
+        encoded: int64 [R, 5]: bytes of a row's file (0 where its crop is among `pixels`), height and width of its
+            image, top and left of the crop.
+        names: of the files.
         codes: int64 [R, K]: places in `NAMES`, -1 behind a row's last.
         arguments: float64 [R, K, NUM_ARGUMENTS].
         size: (height, width) of the augmented images.
@@ -66,6 +90,9 @@ class Crops(NamedTuple):
 
     pixels: torch.Tensor
     shapes: torch.Tensor
+    files: torch.Tensor
+    encoded: torch.Tensor
+    names: tuple[str, ...]
     codes: torch.Tensor
     arguments: torch.Tensor
     size: Size
@@ -89,23 +116,32 @@ class CuttingTransform:
             (augment.train_interpolation not in FILTERS, f"--train-interpolation {augment.train_interpolation}",
              f"use {', '.join(FILTERS)}"),
             (augment.aa.startswith("augmix"), f"--aa {augment.aa}", "use a policy of rand, 3a, original or v0"),
-            (augment.decode == "fast", "--decode fast", "drop it"),
         ):  # fmt: skip
             if wrong:
                 raise UserError(f"--augment-on device cannot do {flag}; {way_out}, or augment on the cpu")
         assert isinstance(transform, TrainTransform)
         assert isinstance(transform.steps[0], RandomResizedCrop), transform.steps
         self.drawn = transform
+        self._hands_over_files = augment.decode == "fast"
+
+    def part(self, image: Image.Image | Jpeg, box: Box) -> np.ndarray | Encoded:
+        """A part of an image as it is handed over."""
+        if not isinstance(image, Jpeg):
+            return _cut_out(image, box)
+        if self._hands_over_files and box[2] and box[3]:
+            file = image.for_another_decoder()
+            if file is not None:
+                return Encoded(*file, (image.height, image.width), box)
+        return image.pixels(box)
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> Cut:
         """A pure function of the image and the sample's key."""
         (box, interpolation), *drawn = self.drawn.draw(key, (image.height, image.width))
-        pixels = image.pixels(box) if isinstance(image, Jpeg) else _cut_out(image, box)
         operations: list[Operation] = []
         for step, parameters in zip(self.drawn.steps[1:], drawn, strict=True):
             if parameters is not None:
                 operations += _operations(step, parameters)
-        return Cut(pixels, int(pil_modes_mapping[interpolation]), operations)
+        return Cut(self.part(image, box), int(pil_modes_mapping[interpolation]), operations)
 
 
 def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransform | FixedTransform | CuttingTransform:
@@ -138,26 +174,40 @@ def _cut_out(image: Image.Image, box: Box) -> np.ndarray:
     return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
-def packed(cuts: Sequence[Cut], size: Size, pixels: torch.Tensor) -> Crops:
+def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor) -> Crops:
     """The samples of a micro-batch as tensors.
 
     Args:
         cuts: [R].
         size: (height, width) to resize them to.
-        pixels: memory for all of them, uint8, one after the other without gaps.
+        memory: for the bytes of all of them, uint8, without gaps: the pixels, and the files behind them.
     """
-    place, memory = 0, pixels.numpy()
+    files = [cut.pixels for cut in cuts if isinstance(cut.pixels, Encoded)]
+    pixels = [cut.pixels.reshape(-1) for cut in cuts if not isinstance(cut.pixels, Encoded)]
+    parts = [*pixels, *(np.frombuffer(file.data, dtype=np.uint8) for file in files)]
+    if parts:
+        np.concatenate(parts, out=memory.numpy())
     longest = max((len(cut.operations) for cut in cuts), default=0)
     codes = np.full((len(cuts), longest), -1, dtype=np.int64)
     arguments = np.zeros((len(cuts), longest, NUM_ARGUMENTS))
+    encoded = np.zeros((len(cuts), 5), dtype=np.int64)
     for row, cut in enumerate(cuts):
-        end = place + cut.pixels.size
-        memory[place:end] = cut.pixels.reshape(-1)
-        place = end
+        if isinstance(cut.pixels, Encoded):
+            encoded[row] = (cut.num_bytes, *cut.pixels.image_size, *cut.pixels.box[:2])
         for number, operation in enumerate(cut.operations):
             codes[row, number] = NAMES.index(_ALIKE[operation.name])
             keywords = operation.keywords
             own = operation.arguments[:1] or (0.0,)
             arguments[row, number] = (*own, keywords.get("resample", 0), *keywords.get("fillcolor", (0, 0, 0)))
     shapes = np.array([(*cut.pixels.shape[:2], cut.resample) for cut in cuts], dtype=np.int64).reshape(-1, 3)
-    return Crops(pixels, torch.from_numpy(shapes), torch.from_numpy(codes), torch.from_numpy(arguments), size)
+    of_pixels = sum(part.size for part in pixels)
+    return Crops(
+        pixels=memory[:of_pixels],
+        shapes=torch.from_numpy(shapes),
+        files=memory[of_pixels:],
+        encoded=torch.from_numpy(encoded),
+        names=tuple(file.name for file in files),
+        codes=torch.from_numpy(codes),
+        arguments=torch.from_numpy(arguments),
+        size=size,
+    )

@@ -27,7 +27,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as F
 from torchvision.transforms.functional import pil_modes_mapping
 
-from ds_vit.data.augment.colours import ADJUST, Planes
+from ds_vit.data.augment.colours import ADJUST, Planes, pixels_of
 from ds_vit.data.augment.draws import seeded, uniform
 from ds_vit.data.decode import Box, Jpeg
 
@@ -71,7 +71,7 @@ class RandomResizedCrop:
         if not isinstance(image, Jpeg):
             return F.resized_crop(image, *box, size, interpolation)
         if not image.fast:
-            return F.resize(image.crop(box), size, interpolation)
+            return image.crop(box).resize(size[::-1], pil_modes_mapping[interpolation])
         return _resized(*image.scaled(box, size), box, size, interpolation)
 
 
@@ -80,9 +80,10 @@ def _resized(
 ) -> Image.Image:
     """What `Jpeg.scaled` gave, resized to a size."""
     if scale == 1 and interpolation.value in ("bilinear", "bicubic"):
-        part = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        resized = interpolate(part, size, mode=interpolation.value, antialias=True)[0].permute(1, 2, 0)
-        return Image.frombytes("RGB", size[::-1], resized.contiguous().numpy(), "raw", "RGBX")
+        # Without gaps between its rows: torch has vector code for such images alone.
+        part = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+        planes = interpolate(part, size, mode=interpolation.value, antialias=True)[0, :3].contiguous().numpy()
+        return Image.merge("RGB", [Image.frombuffer("L", size[::-1], plane, "raw", "L", 0, 1) for plane in planes])
     top, left, height, width = box
     # The box's edges may lie inside of a pixel of the smaller image.
     y, x = top / scale - top // scale, left / scale - left // scale
@@ -192,7 +193,7 @@ class ColorJitter:
     def draw(self, key: int, size: Size) -> list[tuple[int, float]] | None:
         """[(0 to 3 for brightness, contrast, saturation, hue; factor), ...] in the order to apply them."""
         transform = self._transform
-        with seeded(key, "color jitter"):
+        with seeded(key, "color jitter", torch_alone=True):
             order, *factors = transform.get_params(
                 transform.brightness, transform.contrast, transform.saturation, transform.hue
             )
@@ -206,7 +207,7 @@ class ColorJitter:
     def pixels(self, image: Image.Image, parameters: list[tuple[int, float]]) -> torch.Tensor:
         """`apply` with its result as uint8 [3, H, W]: the same bits, in less than half the time."""
         if any(kind not in ADJUST for kind, _ in parameters):  # hue
-            return F.pil_to_tensor(self.apply(image, parameters))
+            return pixels_of(self.apply(image, parameters))
         size = (image.height, image.width)
         if self._planes is None or self._planes.size != size:
             self._planes = Planes(size)
@@ -224,7 +225,7 @@ class GaussianBlur:
 
     def draw(self, key: int, size: Size) -> float:
         """The kernel's standard deviation in pixels."""
-        with seeded(key, "gaussian blur"):
+        with seeded(key, "gaussian blur", torch_alone=True):
             return self._transform.get_params(*self._transform.sigma)
 
     def apply(self, image: Image.Image, parameters: float) -> Image.Image:

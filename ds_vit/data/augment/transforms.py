@@ -21,9 +21,9 @@ from timm.data.transforms import (
     ResizeKeepRatio,
 )
 from torchvision import transforms
-from torchvision.transforms import functional as F
 
 from ds_vit.config.augmentation import AugmentConfig
+from ds_vit.data.augment.colours import pixels_of
 from ds_vit.data.augment.policies import AugMix, Policy
 from ds_vit.data.augment.steps import (
     ColorJitter,
@@ -63,7 +63,7 @@ class TrainTransform:
             if number == len(acting) - 1 and isinstance(step, ColorJitter):
                 return step.pixels(image, drawn)
             image = step.apply(image, drawn)
-        return F.pil_to_tensor(image)
+        return pixels_of(image)
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The augmented pixels of an RGB image, uint8 [3, H, W]: a pure function of the image and the sample's key."""

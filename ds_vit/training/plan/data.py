@@ -12,6 +12,7 @@ from ds_vit.config.deepspeed_set import KEY_OF_FLAG
 from ds_vit.config.flags import OF_THE_PROGRAM
 from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.data.decode import require_fast
+from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
@@ -77,7 +78,7 @@ def resolve_data(
         )
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
     if config.decode == "fast" and not config.eval_only:
-        require_fast()
+        (require_fast_on_device if config.augment_on == "device" else require_fast)()
         if train.encoded(0) is None:
             raise UserError("--decode fast is for files, and these images have none; drop it")
     notes += held_out

@@ -1,0 +1,121 @@
+"""JPEG files decoded on the device that trains, against decoding and augmentation in worker processes.
+
+    python docs/benchmarks/decode_on_device.py --data-dir photos [--device cuda] [--workers 8] [--img-size 224]
+
+Three ways take turns, each with its workers alive and what they had read ahead thrown away first: all in the workers,
+augmentation on the device, and decoding on the device too (--augment-on device --decode fast). What a way ends in is
+normalised float32 on the device. The fastest turn of each counts; processor time is that of this process and its
+workers, mean of all turns. The second table is decoding alone: torchcodec on the device, and a process of simplejpeg's.
+It takes ds-vit[jpeg]; --device cpu shows that it runs, and says nothing about a GPU.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from loader import Side  # beside this file
+from torchvision.transforms.functional import pil_to_tensor
+
+from ds_vit import data
+from ds_vit.data.decode import Jpeg, open_image
+from ds_vit.data.decode_on_device import File, decode_on, require_fast_on_device
+
+WAYS = {
+    "all in the workers": {},
+    "augmentation on the device": {"augment_on": "device"},
+    "decoding on the device too": {"augment_on": "device", "decode": "fast"},
+}
+
+
+def batches(source: data.Source, flags: dict, words: argparse.Namespace) -> Iterator[int]:
+    """Batch after batch, finished on the device; how many images each had."""
+    device = torch.device(words.device)
+    image, augment = data.ImageConfig((words.img_size, words.img_size)), data.AugmentConfig(aa=words.aa, **flags)
+    loader = data.train_loader(
+        source,
+        order=data.SampleOrder(len(source), words.batch, seed=0),
+        share=data.Share(0, 1, words.batch),
+        image=image,
+        augment=augment,
+        mix=data.MixConfig(),
+        stop_step=10**6,
+        num_workers=words.workers,
+        pin_memory=device.type == "cuda",
+    )
+    for batch in loader:
+        images = data.finish_images(batch, image, augment, device=device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield len(images)
+
+
+def fastest(run: Callable[[], object], turns: int, device: torch.device) -> float:
+    """Seconds of the fastest of several calls."""
+    seconds = []
+    for _ in range(turns + 1):  # the first starts the decoder
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def decoding(source: data.Source, words: argparse.Namespace) -> None:
+    """Print what decoding alone gives, and how far the device's pixels are from Pillow's."""
+    device, images, files = torch.device(words.device), [], []
+    for number in range(min(words.batch, len(source))):
+        name = source.describe(number)
+        image = open_image(source.encoded(number), name, "fast")
+        handed_over = image.for_another_decoder() if isinstance(image, Jpeg) else None
+        if handed_over is not None:
+            images.append(image)
+            memory = torch.frombuffer(bytearray(handed_over[0]), dtype=torch.uint8)
+            files.append(File(memory, name, (image.height, image.width)))
+    there = len(files) / fastest(lambda: decode_on(device, files), words.turns, device)
+    here = len(files) / fastest(lambda: [image.image() for image in images], words.turns, torch.device("cpu"))
+    apart = [
+        (pixels.cpu().float() - pil_to_tensor(image.image()).float()).abs().mean().item()
+        for pixels, image in zip(decode_on(device, files), images, strict=True)
+    ]
+    print(f"\n| decoding alone, {len(files)} files at once | images/s |\n|---|---|")
+    print(f"| torchcodec on {device} | {there:,.0f} |\n| simplejpeg, one process | {here:,.0f} |")
+    print(f"\nThe device's pixels are {statistics.mean(apart):.2f} grey levels from Pillow's on average.")
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, metavar="DIR", help="with train/, of JPEG files")
+    parser.add_argument("--device", default="cuda", help="[%(default)s]")
+    parser.add_argument("--workers", type=int, default=8, help="[%(default)s]")
+    parser.add_argument("--img-size", type=int, default=224, help="[%(default)s]")
+    parser.add_argument("--aa", default="rand-m9-mstd0.5", help="[%(default)s]")
+    parser.add_argument("--batch", type=int, default=128, help="[%(default)s]")
+    parser.add_argument("--images", type=int, default=4096, help="a turn [%(default)s]")
+    parser.add_argument("--turns", type=int, default=5, help="[%(default)s]")
+    words = parser.parse_args()
+    require_fast_on_device()
+    source = data.open_source("", words.data_dir, "train")
+    sides = {name: Side(batches, source, flags, words) for name, flags in WAYS.items()}
+    ahead = 2 * words.workers + 2
+    turns = [[side.turn(words.images, ahead) for side in sides.values()] for _ in range(words.turns)]
+    what = f"{words.workers} workers, {words.device}, --aa {words.aa} at {words.img_size}"
+    print(f"| {what} | images/s | processor, ms an image |")
+    print("|---|---|---|")
+    for name, of_side in zip(sides, zip(*turns, strict=True), strict=True):
+        rate, cpu = 1 / min(wall for wall, _ in of_side), statistics.mean(cpu for _, cpu in of_side)
+        print(f"| {name} | {rate:,.0f} | {cpu * 1e3:.2f} |")
+    for side in sides.values():
+        side.batches.close()
+    decoding(source, words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Which cores are near a GPU, on a machine whose cores and memory are in several parts (NUMA nodes).
+
+What a loader's process writes lies in the memory of its own node; from another node's the GPU fetches it more slowly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+
+
+def cores_near(pci: str | None, usable: Set[int], sys: Path = Path("/sys")) -> frozenset[int]:
+    """The usable cores on the node that a device hangs on; none where there is nothing to choose.
+
+    Args:
+        pci: the device's address, as 0000:3b:00.0; None for a device without one.
+        usable: cores that this process may use.
+        sys: where Linux tells of the hardware.
+    """
+    lists = {int(file.parent.name[4:]): file for file in (sys / "devices/system/node").glob("node[0-9]*/cpulist")}
+    node = sys / "bus/pci/devices" / (pci or "") / "numa_node"
+    if len(lists) < 2 or not node.is_file():
+        return frozenset()
+    file = lists.get(int(node.read_text()))  # -1 where the firmware does not say
+    near = usable & _numbers(file.read_text()) if file else frozenset()
+    return frozenset(near if near < usable else ())
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Of a list such as 0-15,32-47."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return frozenset(number for first, last in ranges for number in range(int(first), int(last or first) + 1))
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where a CUDA device is on the PCI bus, as Linux names it; None for other devices."""
+    if device.type != "cuda":
+        return None
+    of = torch.cuda.get_device_properties(device)
+    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"

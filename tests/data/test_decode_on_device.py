@@ -1,0 +1,182 @@
+"""--decode fast with --augment-on device: JPEG files are decoded where the model trains, by torchcodec."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from picture_folders import smooth_photo
+from PIL import Image
+
+from ds_vit.data import (
+    AugmentConfig,
+    ImageConfig,
+    ImageDecodeError,
+    MicroBatch,
+    MixConfig,
+    SampleOrder,
+    Share,
+    finish_images,
+    open_source,
+    train_loader,
+)
+from ds_vit.data.decode import decode
+from ds_vit.data.decode_on_device import File, _require_able, decode_on
+from ds_vit.fault_tolerance.errors import UserError
+
+pytest.importorskip("simplejpeg")
+decoders = pytest.importorskip("torchcodec.decoders")
+
+CPU = torch.device("cpu")
+IMAGE = ImageConfig(img_size=(24, 32))
+MIX = MixConfig(mixup=0.8)
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+STRAIGHT = Image.Exif()
+STRAIGHT[0x0112] = 1
+# How a file is saved, and whether it goes over as it is.
+KINDS = {
+    "4:2:0": ({"format": "jpeg", "subsampling": "4:2:0"}, True),
+    "4:4:4": ({"format": "jpeg", "subsampling": "4:4:4"}, True),
+    "grey": ({"format": "jpeg", "mode": "L"}, True),
+    "straight": ({"format": "jpeg", "exif": STRAIGHT}, True),
+    "turned": ({"format": "jpeg", "exif": TURNED}, False),
+    "progressive": ({"format": "jpeg", "progressive": True}, False),
+    "cmyk": ({"format": "jpeg", "mode": "CMYK"}, False),
+    "png": ({"format": "png"}, False),
+}
+
+
+def _bytes(seed: int, mode: str = "RGB", **options: object) -> bytes:
+    file = io.BytesIO()
+    smooth_photo(60 + seed, 70, seed).convert(mode).save(file, **options)
+    return file.getvalue()
+
+
+def _folder(root: Path, files: dict[str, bytes]) -> Path:
+    for number, (name, data) in enumerate(files.items()):
+        path = root / "train" / "ab"[number % 2] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    files = {f"{kind.replace(':', '')}.jpg": _bytes(n, **how) for n, (kind, (how, _)) in enumerate(KINDS.items())}
+    return _folder(tmp_path_factory.mktemp("kinds"), files)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> Path:
+    """Six files; of one the quantisation tables are lost, which shows when it is decoded, and another is cut short."""
+    files = {f"{n}.jpg": _bytes(n, format="jpeg") for n in range(6)}
+    files["0.jpg"] = files["0.jpg"].replace(b"\xff\xdb", b"\xff\xe5")
+    files["1.jpg"] = files["1.jpg"][:-900]
+    return _folder(tmp_path_factory.mktemp("damaged"), files)
+
+
+def _augment(decode: str = "fast") -> AugmentConfig:
+    return AugmentConfig(augment_on="device", decode=decode, aa="rand-m9-mstd0.5-inc1", reprob=0.5)
+
+
+def _batches(folder: Path, decode: str = "fast", **options) -> list[MicroBatch]:
+    source = open_source("", str(folder), "train")
+    order = SampleOrder(len(source), len(source) // 2 * 2, seed=3)
+    share = Share(0, 1, 2, order.global_batch // 2)
+    augment = _augment(decode)
+    return list(
+        train_loader(source, order=order, share=share, image=IMAGE, augment=augment, mix=MIX, stop_step=2, **options)
+    )
+
+
+def _images(batches: list[MicroBatch], device: str = "cpu") -> torch.Tensor:
+    return torch.cat([finish_images(batch, IMAGE, _augment(), device=device).cpu() for batch in batches])
+
+
+@pytest.mark.parametrize("options", [{}, {"on_bad_image": "skip"}, {"num_workers": 1}], ids=str)
+def test_files_go_over_and_give_what_the_workers_would_decode(folder, options):
+    """Would catch another crop, row or draw, a file turned by EXIF, and files that are decoded here after all."""
+    there = _batches(folder, **options)
+    names = {Path(name).stem for batch in there for name in batch.images.names}
+    assert names == {kind.replace(":", "") for kind, (_, over) in KINDS.items() if over}
+    assert torch.equal(_images(there), _images(_batches(folder, "exact")))
+
+
+def test_a_damaged_file_ends_the_run_by_its_name(damaged):
+    """Would catch a decoder's own error, which names no file, and one bad file that spoils its whole batch."""
+    with pytest.raises(ImageDecodeError, match=r"^\S+/1\.jpg: the image cannot be decoded \(\d+ bytes; .*[Tt]runcated"):
+        _batches(damaged)
+    (damaged / "train" / "b" / "1.jpg").rename(damaged / "1.jpg")
+    try:
+        with pytest.raises(ImageDecodeError, match=r"^\S+/0\.jpg: the image cannot be decoded \(\d+ bytes; "):
+            _images(_batches(damaged))
+    finally:
+        (damaged / "1.jpg").rename(damaged / "train" / "b" / "1.jpg")
+
+
+def test_a_damaged_file_is_skipped_as_if_it_were_decoded_here(damaged):
+    """Would catch damage that shows on the device alone, after another stage has taken the bad image's label."""
+    there, here = (_batches(damaged, decode, on_bad_image="skip") for decode in ("fast", "exact"))
+    assert sum(batch.num_skipped for batch in there) == sum(batch.num_skipped for batch in here) == 4
+    assert all(torch.equal(a.targets, b.targets) for a, b in zip(there, here, strict=True))
+    assert torch.equal(_images(there), _images(here))
+
+
+def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
+    """Would catch a batch that is lost to one file of an odd kind, and pixels of another shape that are taken."""
+    datas = [_bytes(n, format="jpeg") for n in range(3)] + [_bytes(3, format="jpeg", exif=TURNED)]
+    right, calls = decoders.decode_jpeg, []
+
+    def picky(files: list | bytes, **options: object) -> object:
+        calls.append(len(files))
+        if isinstance(files, list) and any(bytes(file.numpy()) == datas[1] for file in files):
+            raise RuntimeError("nvjpegDecode failed: 4")
+        return right(files, **options)
+
+    monkeypatch.setattr(decoders, "decode_jpeg", picky)
+    files = [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
+    _require_able.cache_clear()
+    found = decode_on(CPU, files)
+    assert calls[0] == 4
+    for pixels, data in zip(found, datas, strict=True):
+        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
+
+
+def test_a_device_that_cannot_decode_at_all_ends_the_run(monkeypatch):
+    """Would catch every image left to the training process, one after the other, in silence."""
+    _require_able.cache_clear()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("no nvJPEG here")
+
+    monkeypatch.setattr(decoders, "decode_jpeg", refuse)
+    file = File(torch.frombuffer(bytearray(_bytes(0, format="jpeg")), dtype=torch.uint8), "a.jpg", (60, 70))
+    with pytest.raises(UserError, match=r"cannot decode JPEG files on cpu \(no nvJPEG here\); drop --decode fast"):
+        decode_on(CPU, [file])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_pixels_are_within_two_grey_levels(real_images, folder):
+    """Would catch another crop, channels in another order, and nvJPEG's pixels farther from Pillow's than is said."""
+    import tarfile
+
+    with tarfile.open(real_images / "imagenet-sample" / "images.tar") as tar:
+        members = [member for member in tar if member.isreg()][:64]
+        datas = [tar.extractfile(member).read() for member in members]
+    expected = [torch.from_numpy(np.array(decode(data, ""))).permute(2, 0, 1) for data in datas]
+    files = [
+        File(torch.frombuffer(bytearray(data), dtype=torch.uint8), "", tuple(pixels.shape[1:]))
+        for data, pixels in zip(datas, expected, strict=True)
+    ]
+    found = decode_on(torch.device("cuda"), files)
+    assert all(pixels.is_cuda for pixels in found)
+    apart = [(a.cpu().float() - b.float()).abs().mean().item() for a, b in zip(found, expected, strict=True)]
+    assert np.mean(apart) < 2.0
+    assert max(apart) < 4.0
+    there, here = (_images(_batches(folder, pin_memory=True), on) for on in ("cuda", "cpu"))
+    assert ((there - here).abs().mean() * 255 * np.mean(IMAGE.std)) < 2.0
