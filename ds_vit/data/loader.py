@@ -68,7 +68,7 @@ class Loader:
         own_handler = signal.getsignal(signal.SIGCHLD)
         items = iter(self._loader)
         gc.unfreeze()
-        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid)
+        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid or 0)
         _end_with_this_process(workers)
         if workers:
             with contextlib.suppress(ValueError):  # this is not the main thread
@@ -90,11 +90,10 @@ class Loader:
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
         for number, worker in enumerate(workers):
-            if worker.is_alive():
+            if (code := worker.exitcode) is None:
                 continue
-            at = int(self._reader.reading[number])
+            at = -1 if self._reader.reading is None else int(self._reader.reading[number])
             last = f"; it had begun to read {self._reader.source.describe(at)}" if at >= 0 else ""
-            code = worker.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
             raise WorkerLost(
                 f"loader process {number} (pid {worker.pid}) {how}{last}; where the machine had no memory left (dmesg "

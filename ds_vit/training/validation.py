@@ -67,7 +67,7 @@ class Validation:
             return False
         epochs, rest = divmod(done, plan.data.order.steps_per_epoch)
         interval = plan.config.eval_interval
-        return (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.optimizer.total_steps
+        return (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.training.total_steps
 
     def judge(self, step: int) -> None:
         """Exact metrics over the validation split (a collective).
@@ -107,7 +107,7 @@ class Validation:
         def note(by_sample: torch.Tensor) -> None:
             if self.reporter and kind == "eval":
                 plan = self.plan
-                self.reporter.predictions(by_sample, plan.data.val_source, plan.model.task.class_names)
+                self.reporter.predictions(by_sample, plan.data.validation, plan.model.task.class_names)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
@@ -123,7 +123,7 @@ class Validation:
         if self.reporter:
             row = {"step": step, **figures}
             if self.plan.config.on_bad_image == "skip":
-                row["skipped_images"] = len(self.plan.data.val_source) - int(figures["images"])
+                row["skipped_images"] = len(self.plan.data.validation) - int(figures["images"])
             self.reporter.eval(row, self.plan.model.task.figures, kind)
 
     def state_dict(self) -> dict[str, Any]:
