@@ -12,7 +12,7 @@ from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.optim.ema import Ema
-from ds_vit.training import token_norms
+from ds_vit.training import token_maps
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
@@ -111,15 +111,15 @@ class Validation:
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
-        looks = self.reporter is not None and kind == "eval" and token_norms.can_be_seen(self.plan)
+        looks = self.reporter is not None and kind == "eval" and token_maps.can_be_seen(self.plan)
         nothing: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
-        with token_norms.watched(self.engine.module) if looks else nothing as seen:
+        with token_maps.watched(self.engine.module) if looks else nothing as seen:
             figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
         if seen:
-            norms = token_norms.norms_of(seen, self.engine.module)
+            norms = token_maps.norms_of(seen, self.engine.module)
             if norms is not None:
-                show({token_norms.NAME: token_norms.picture(seen["images"], norms, self.plan.model.image)})
+                show({token_maps.NAME: token_maps.picture(seen["images"], norms, self.plan.model.image)})
         if self.reporter:
             row = {"step": step, **figures}
             if self.plan.config.on_bad_image == "skip":

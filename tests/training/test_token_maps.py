@@ -12,7 +12,7 @@ from PIL import Image
 from project import ROOT
 
 from ds_vit.models import SequentialViT, take_apart
-from ds_vit.training import token_norms
+from ds_vit.training import token_maps
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
 RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
@@ -26,11 +26,11 @@ def test_norms_are_those_of_timm(name):
     theirs = timm.create_model(name, num_classes=3, img_size=32, **kwargs).eval()
     model = SequentialViT(take_apart(theirs)).eval()
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), token_norms.watched(model) as seen:
+    with torch.no_grad(), token_maps.watched(model) as seen:
         model(images)
         model(torch.zeros_like(images))
     expected = theirs.forward_intermediates(images, indices=1, norm=False, intermediates_only=True)[0].norm(dim=1)
-    torch.testing.assert_close(token_norms.norms_of(seen, model), expected.detach())
+    torch.testing.assert_close(token_maps.norms_of(seen, model), expected.detach())
 
 
 def test_every_layout_draws_the_same_or_says_why_not(ranks, tmp_path):
