@@ -110,16 +110,21 @@ class Validation:
                 self.reporter.predictions(by_sample, plan.data.validation, plan.model.task.class_names)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
-        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
-        looks = self.reporter is not None and kind == "eval" and token_maps.can_be_seen(self.plan)
-        nothing: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
+        looks = kind == "eval" and token_maps.can_be_seen(self.plan)
+        nothing: AbstractContextManager[token_maps.Seen] = nullcontext(token_maps.Seen())
         with token_maps.watched(self.engine.module) if looks else nothing as seen:
+            watch = Watch(
+                lambda batches: seen.passing(self.watchdog.micro_batches(batches)),
+                stop_if_told_to,
+                show,
+                note,
+                **doing,
+            )
             figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
-        if seen:
-            norms = token_maps.norms_of(seen, self.engine.module)
-            if norms is not None:
-                show({token_maps.NAME: token_maps.picture(seen["images"], norms, self.plan.model.image)})
+        if seen.images is not None:
+            maps = seen.maps(self.engine.module, self.engine.groups.tp)
+            show({name: token_maps.picture(seen.images, of, self.plan.model.image) for name, of in maps.items()})
         if self.reporter:
             row = {"step": step, **figures}
             if self.plan.config.on_bad_image == "skip":
