@@ -102,11 +102,11 @@ def batch_sizes(
     if total is None:
         micro, accumulation = micro or 128, accumulation or 1
         return BatchSizes(micro * accumulation * dp, micro, accumulation, dp)
-    if micro is not None and accumulation is None:
-        accumulation = max(1, total // (micro * dp))
-    elif micro is None:
+    if micro is None:
         accumulation = accumulation or 1
         micro = max(1, total // (accumulation * dp))
+    elif accumulation is None:
+        accumulation = max(1, total // (micro * dp))
     product = micro * accumulation * dp
     if product != total:
         raise UserError(

@@ -105,8 +105,10 @@ class Reader:
         Returns:
             images uint8 [R, 3, H, W], Crops or None, targets or None, and, of rows whose own image was bad, the reason.
         """
-        cuts = isinstance(self._transform, CuttingTransform)  # of training alone, where every row is valid
-        images = [None] * len(indices) if cuts or not self.load_images else _black((len(indices), 3, *self.img_size))
+        # Of training alone, where every row is valid.
+        cuts: list[Cut] | None = [] if isinstance(self._transform, CuttingTransform) else None
+        black = self.load_images and cuts is None
+        images = _black((len(indices), 3, *self.img_size)) if black else None
         targets = self._no_targets(len(indices)) if self._load_targets else None
         bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
@@ -115,20 +117,20 @@ class Reader:
             if self.reading is not None:
                 self.reading[get_worker_info().id] = index
             # Which sample stands in for a bad image decides the target too, so that skipping has to decode always.
+            read_index: int | None = index
             if self.load_images or self._skip:
                 pixels, read_index, reason = self._image(index, key, replace)
                 if read_index != index:
                     bad[row] = reason
-                if pixels is not None:
+                if cuts is not None and isinstance(pixels, Cut):
+                    cuts.append(pixels)
+                elif images is not None and isinstance(pixels, torch.Tensor):
                     images[row] = pixels
-                index = read_index
-            if targets is not None and index is not None:
-                target = self.source.target(index)
+            if targets is not None and read_index is not None:
+                target = self.source.target(read_index)
                 targets[row] = torch.from_numpy(target) if isinstance(target, np.ndarray) else target
-        if not self.load_images:
-            return None, targets, bad
-        if cuts:
-            images = packed(images, self.img_size, _black((sum(cut.num_bytes for cut in images),)))
+        if self.load_images and cuts is not None:
+            return packed(cuts, self.img_size, _black((sum(cut.num_bytes for cut in cuts),))), targets, bad
         return images, targets, bad
 
     def _no_targets(self, num_rows: int) -> torch.Tensor:

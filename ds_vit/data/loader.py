@@ -85,7 +85,7 @@ class Loader:
         own_handler = signal.getsignal(signal.SIGCHLD)
         items = iter(self._loader)
         gc.unfreeze()
-        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid)
+        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid or 0)
         _end_with_this_process(workers)
         if workers:
             with contextlib.suppress(ValueError):  # this is not the main thread
@@ -107,11 +107,10 @@ class Loader:
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
         for number, worker in enumerate(workers):
-            if worker.is_alive():
+            if (code := worker.exitcode) is None:
                 continue
-            at = int(self._reader.reading[number])
+            at = -1 if self._reader.reading is None else int(self._reader.reading[number])
             last = f"; it had begun to read {self._reader.source.describe(at)}" if at >= 0 else ""
-            code = worker.exitcode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
             why = _FULL.format(_size_of("/dev/shm")) if code == -signal.SIGBUS else _NO_MEMORY
             raise WorkerLost(
@@ -138,7 +137,7 @@ def _size_of(folder: str) -> str:
     try:
         size = shutil.disk_usage(folder)
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return f"{size.total / 2**20:,.0f} MiB, {size.free / 2**20:,.0f} MiB of which are free now"
 
 

@@ -56,6 +56,7 @@ class StagedViT(PipelineModule):
         def of_tuple(outputs: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
             return loss(outputs, dict(zip(self.target_names, targets, strict=True)))
 
+        assert groups.grid is not None, "a pipeline has a grid"
         with contextlib.redirect_stdout(io.StringIO()), one_grid(groups.grid):  # it prints seeds, which are not ours
             super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=of_tuple)
 

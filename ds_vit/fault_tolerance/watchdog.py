@@ -83,7 +83,7 @@ class Watchdog:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
         self._folder = folder
-        self._store = store
+        self._store: Any = store  # where ranks are to meet: made in `__enter__`, unless it is given
         self._end = end
         self._host = socket.gethostname()
         self._period = min(2.0, max(0.2, self.lost_seconds / 10))

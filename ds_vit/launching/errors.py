@@ -41,7 +41,7 @@ class ErrorFinder:
     def _take(self, line: str) -> None:
         if line:
             self._tail.append(line)
-        if self._open:
+        if self._traceback is not None and self._open:
             self._traceback.append(line)
             self._open = line[:1] in ("", " ")  # the exception itself stands at the margin
         elif self._traceback is None and _TRACEBACK.match(line):

@@ -179,7 +179,7 @@ class Hostfile(Launcher):
                 f"{len(bad)} of {len(hosts)} hosts cannot take part; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"
             )
-        told = {name: json.loads(match.group(1)) for name, match in found.items()}
+        told = {name: json.loads(match.group(1)) for name, match in found.items() if match}
         refuse_unfit(hosts, told)
         return told[hosts[0].name]["port"]
 

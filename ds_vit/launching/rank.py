@@ -125,6 +125,7 @@ def _follow(
     child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, is_main: bool, stop_seconds: float
 ) -> None:
     """Copy the child's output until it has ended; ask it to end when the launcher is gone."""
+    assert child.stdout is not None
     pipe = child.stdout.fileno()
     os.set_blocking(pipe, False)
     poll = select.poll()

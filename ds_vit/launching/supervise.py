@@ -133,6 +133,7 @@ class Supervisor:
         told, deadline, wait, again = 0, None, _ASK_AGAIN_SECONDS, 0.0
         with selectors.DefaultSelector() as selector:
             for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                assert pipe is not None
                 os.set_blocking(pipe.fileno(), False)
                 selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome))
             while True:
@@ -274,8 +275,8 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
     # Processes that had no handler yet: mpirun's, DeepSpeed's, or a Python that had just begun.
     if outcome.stopping and not outcome.lost and (outcome.reports or launcher_code):
         return INTERRUPTED
-    if outcome.reports:
-        return first_failure(outcome.reports)["code"]
+    if first is not None:
+        return first["code"]
     if outcome.lost:
         return 1
     return launcher_code if launcher_code >= 0 else 128 - launcher_code

@@ -53,8 +53,9 @@ class KeyedDrop(nn.Module, ABC):
     @property
     def rows(self) -> torch.Tensor | None:
         """Which rows of the micro-batch it is given, int64 [k]; None for all of them."""
-        shared = None if self.branch is None else self.branch.shared
-        return None if shared is None else shared[0].rows.get(self.branch)
+        if self.branch is None or self.branch.shared is None:
+            return None
+        return self.branch.shared[0].rows.get(self.branch)
 
     def _own(self, of_all: torch.Tensor) -> torch.Tensor:
         """Those of the rows it is given, of a tensor [B, ...]."""

@@ -183,6 +183,7 @@ class BlockLayer(Layer):
         [N, 2K] (one for all heads), [H, N, 2K] (learned) or, with patch dropout, [B, 1 or H, kept, 2K].
         """
         rope = self.rope
+        assert rope is not None, "the model has no rotary embedding"
         if freqs is not None:
             table = get_mixed_freqs(freqs[:, self.index], rope.t_x, rope.t_y)
         elif getattr(rope, "feat_shape", None) is not None:

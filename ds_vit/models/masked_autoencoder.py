@@ -310,7 +310,9 @@ class BridgeLayer(Layer):
         """Prefix tokens and kept patches [B, S, decoder D] -> prefix tokens and all patches, in their places."""
         dtype = self.mask_token.dtype  # fp32 under autocast: the residual stream is as wide as the encoder's
         prefix, kept = tokens.to(dtype).tensor_split((self.num_prefix_tokens,), dim=1)
-        places = self.masking.keep_indices(self.num_patches).unsqueeze(-1).expand_as(kept)
+        places = self.masking.keep_indices(self.num_patches)
+        assert places is not None, "the mask is lifted, and features go by the decoder"
+        places = places.unsqueeze(-1).expand_as(kept)
         patches = self.mask_token.expand(len(kept), self.num_patches, -1).scatter(1, places, kept)
         return torch.cat((prefix, patches), dim=1) + self.positions.table.to(dtype)
 

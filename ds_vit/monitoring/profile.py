@@ -114,7 +114,7 @@ class StepProfiler:
         """
         own: StageProfile | str | None = None
         try:
-            own = self._write_trace() if self._profile is not None else None
+            own = self._write_trace(self._profile) if self._profile is not None else None
         except Exception as error:  # training goes on without it, and the other ranks wait for an answer
             own = f"{self._folder}: {first_line(error)}"
         found: list[StageProfile | str | None] = [None] * dist.get_world_size()
@@ -141,8 +141,8 @@ class StepProfiler:
                 return
             yield batch
 
-    def _write_trace(self) -> StageProfile:
-        recorded, self._profile = self._profile, None
+    def _write_trace(self, recorded: Any) -> StageProfile:
+        self._profile = None
         recorded.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         groups = self._groups

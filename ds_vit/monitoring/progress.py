@@ -50,7 +50,7 @@ class Line:
         if self._console is None:
             yield iter
             return
-        progress = self._shown()
+        progress = self._shown(self._console)
         task = progress.add_task(what, total=total, figures="")
 
         def counted(items: Iterable[T]) -> Iterator[T]:
@@ -75,7 +75,7 @@ class Line:
     def train(self, total_steps: int, done: int) -> None:
         """Training begins, `done` steps of which have been done before."""
         if self._console is not None:
-            task = self._shown().add_task("train", total=total_steps, completed=done, figures="")
+            task = self._shown(self._console).add_task("train", total=total_steps, completed=done, figures="")
             self._training = _Training(task, total_steps)
 
     def step(self, step: int, *, loss: float | None = None, images: int = 0, quality: str | None = None) -> None:
@@ -98,10 +98,10 @@ class Line:
             self._progress.stop()
             self._progress = None
 
-    def _shown(self) -> _Progress:
+    def _shown(self, console: Console) -> _Progress:
         if self._progress is None:
             columns = (_Text("description"), BarColumn(bar_width=None), _Text("done"), _Text("figures"))
-            self._progress = _Progress(*columns, console=self._console)
+            self._progress = _Progress(*columns, console=console)
             self._progress.start()
         return self._progress
 

@@ -90,7 +90,7 @@ def build_groups(layout: Layout, *, saves: bool = False) -> Groups:
         layout=layout,
         rank=rank,
         dp=grid and grid.get_data_parallel_group(),
-        tp=grid.get_slice_parallel_group() if layout.tp > 1 else None,
+        tp=grid.get_slice_parallel_group() if grid is not None and layout.tp > 1 else None,
         stage=_own_of(stages, rank) if layout.pp > 1 else None,
         replica=grid and grid.get_model_parallel_group(),
         files=dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if saves else None,

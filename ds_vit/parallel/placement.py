@@ -82,7 +82,9 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
         UserError: a group crosses hosts, which was not allowed; or it was allowed, and none does.
     """
     local = process.local_world_size
-    crosses = layout.tp > 1 and local is not None and process.spans_hosts and local % layout.tp != 0
+    if local is None:
+        return
+    crosses = layout.tp > 1 and process.spans_hosts and local % layout.tp != 0
     if crosses and not allowed:
         degrees = [tp for tp in range(1, local + 1) if local % tp == 0 and layout.world_size % (tp * layout.pp) == 0]
         fitting = [str(tp) for tp in degrees]
@@ -91,7 +93,7 @@ def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> No
             f"sub-layer would wait for the network; --tp {' or '.join(fitting)} stays inside a host, or say "
             "--tp-across-hosts"
         )
-    if allowed and not crosses and local is not None:
+    if allowed and not crosses:
         raise UserError(
             f"--tp-across-hosts has no effect with --tp {layout.tp} and {local} ranks a host: every tensor-parallel "
             "group lies inside a host; drop it"

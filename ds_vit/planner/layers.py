@@ -8,6 +8,8 @@ import torch
 
 from ds_vit.models import (
     BlockLayer,
+    GoingBack,
+    Kept,
     Layer,
     TimmViT,
     cast_block_buffers,
@@ -79,7 +81,9 @@ def memory_of_layers(
     """
     dtype = getattr(torch, compute)
     if not trains:
-        return [LayerMemory(sum(p.numel() for p in layer.parameters()), 0, 0, None, None, False) for layer in layers]
+        kept_of_none, back_of_none = Kept(0, None, 0, 0, 0, 0), GoingBack(())
+        sizes_of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        return [LayerMemory(size, 0, 0, kept_of_none, back_of_none, False) for size in sizes_of_layers]
     kept, back = kept_by_layers(model, layers, dtype), made_going_back(model, layers, dtype)
     found = []
     for layer, of_layer, made in zip(layers, kept, back, strict=True):

@@ -180,16 +180,16 @@ class Search:
     def _check(self) -> None:
         """Refuse what cannot be."""
         wishes, machine = self.wishes, self.wishes.machine
-        if wishes.tp is not None and wishes.tp not in self.degrees:
-            nearest = min(self.degrees, key=lambda tp: abs(tp - wishes.tp))
+        if (wanted := wishes.tp) is not None and wanted not in self.degrees:
+            nearest = min(self.degrees, key=lambda tp: abs(tp - wanted))
             raise UserError(
                 f"--tp {wishes.tp} cannot be had: it has to divide the model's heads and hidden features, the "
                 f"{machine.gpus} GPUs, and stay inside a host of {machine.per_node}; the nearest is --tp {nearest} (of "
                 f"{', '.join(map(str, self.degrees))})"
             )
-        if wishes.pp is not None and wishes.pp not in self._stages(wishes.tp or 1):
+        if (stages := wishes.pp) is not None and stages not in self._stages(wishes.tp or 1):
             legal = self._stages(wishes.tp or 1)
-            nearest = min(legal, key=lambda pp: abs(pp - wishes.pp))
+            nearest = min(legal, key=lambda pp: abs(pp - stages))
             raise UserError(
                 f"--pp {wishes.pp} cannot be had: it has to divide {machine.gpus // (wishes.tp or 1)} ranks and be at "
                 f"most the model's {self.depth + 2} layers and {_MOST_STAGES}; the nearest is --pp {nearest}"

@@ -50,7 +50,7 @@ class Classification(Task):
             "multi_label": self.source.multi_label,
         }
         if tp is not None:
-            loss = class_parallel_loss(tp=tp, num_classes=config.num_classes, **settings)
+            loss = class_parallel_loss(tp=tp, num_classes=self.num_classes, **settings)
         else:
             loss = build_loss(**settings)
         return lambda logits, batch: loss(logits, batch["targets"])
@@ -78,12 +78,11 @@ class Accuracy(Metrics):
         self._bce = bce
         self._noted = noted
 
-    @cached_property
-    def by_sample(self) -> torch.Tensor | None:
-        """As `Metrics.by_sample`."""
-        if not self._noted or self.num_samples > self.most_noted:
-            return None
-        return self.sums.new_zeros(self.num_samples, 2)
+    def expect(self, num_samples: int) -> None:
+        """As `Metrics.expect`."""
+        super().expect(num_samples)
+        if self._noted and num_samples <= self.most_noted:
+            self.by_sample = self.sums.new_zeros(num_samples, 2)
 
     @cached_property
     def _keys(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +90,13 @@ class Accuracy(Metrics):
         keys = torch.from_numpy(evaluation_keys(np.arange(self.num_samples))).to(self.sums.device)
         return keys.sort()
 
-    def _note(self, logits: torch.Tensor, batch: Batch) -> None:
+    def _note(self, by_sample: torch.Tensor, logits: torch.Tensor, batch: Batch) -> None:
         highest, predicted = logits.max(dim=1)
         sure = highest.sigmoid() if self._bce else (highest - logits.logsumexp(dim=1)).exp()
         keys, samples = self._keys
         rows = batch["valid"]
         places = samples[torch.searchsorted(keys, batch["keys"][rows])]
-        self.by_sample[places] = torch.stack((predicted + 1.0, sure), dim=1)[rows].double()
+        by_sample[places] = torch.stack((predicted + 1.0, sure), dim=1)[rows].double()
 
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Logits fp32 [B, C]; targets int64 [B] or multi-hot float32 [B, C]."""
@@ -114,7 +113,7 @@ class Accuracy(Metrics):
         else:
             losses = F.cross_entropy(logits, targets, reduction="none")
         if self.by_sample is not None:
-            self._note(logits, batch)
+            self._note(self.by_sample, logits, batch)
         rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()
         self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
 

@@ -104,7 +104,8 @@ class Reconstruction(Metrics):
         super().__init__(2, device)  # loss, images
         self._loss = loss
         self._image = image
-        self.pixels = torch.zeros(self.num_shown, 2, 3, *image.img_size, device=device)  # an image, and it painted
+        # An image, and it painted.
+        self.pixels: torch.Tensor = torch.zeros(self.num_shown, 2, 3, *image.img_size, device=device)
 
     @cached_property
     def _shown(self) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Metrics(ABC):
         device: where they are kept.
 
     Attributes:
-        num_samples: of the split; set before the first `update`.
+        num_samples: of the split, from `expect`.
         by_sample: a row a sample of the split, in its order, zero where this rank has not counted it: they add up over
             the ranks. None where the metrics have none.
         pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
@@ -63,6 +63,10 @@ class Metrics(ABC):
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.sums = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def expect(self, num_samples: int) -> None:
+        """Take the number of samples of the split, before the first `update`."""
+        self.num_samples = num_samples
 
     @abstractmethod
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:

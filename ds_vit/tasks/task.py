@@ -78,7 +78,9 @@ class Task(ABC):
     run has its evaluators' besides."""
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
+        assert config.num_classes is not None, "num_classes is not resolved"
         self.config = config
+        self.num_classes = config.num_classes
         self.image = image
         self.augment = config.augment
         self.mix = config.mix
@@ -152,7 +154,7 @@ class Task(ABC):
             made["images"] = finish_images(micro_batch, self.image, augment, device=device)
         if any(field.reads == "targets" for field in fields):
             mix = self.mix if training else None
-            made["targets"] = finish_targets(micro_batch, self.config.num_classes, mix, device=device)
+            made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
         return {field.name: made[field.reads].to(field.dtype or made[field.reads].dtype) for field in fields}
 
     # ---- what is learned, and how well -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ds_vit import config as flags
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import Loader, Share, finish_images, train_loader
 from ds_vit.data.augment.batched import augmented
-from ds_vit.data.augment.handover import CuttingTransform, worker_transform
+from ds_vit.data.augment.handover import Crops, CuttingTransform, worker_transform
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.decode import Box, Jpeg, open_image, require_fast
@@ -174,7 +174,8 @@ def _stages(
 
     def augment_there() -> None:
         for batch in batches:
-            augmented(batch.images, device)
+            if isinstance(batch.images, Crops):
+                augmented(batch.images, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -299,7 +300,8 @@ def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
             if _is_legal(plan, there):
                 found[change] = _Way(samples, there)
     side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
-    smaller = [sample._replace(data=_smaller(sample, side)) for sample in samples]
+    encoded = [(sample, sample.data) for sample in samples if sample.data is not None]
+    smaller = [sample._replace(data=_smaller(data, sample.name, side)) for sample, data in encoded]
     found[f"JPEG files of {side} pixels on the shorter side"] = _Way(smaller, augment)
     return found
 
@@ -315,9 +317,9 @@ def _is_legal(plan: Plan, augment: AugmentConfig) -> bool:
     return True
 
 
-def _smaller(sample: _Sample, side: int) -> bytes:
+def _smaller(data: bytes, name: str, side: int) -> bytes:
     """The image as a JPEG file whose shorter side is at most so long."""
-    image = open_image(sample.data, sample.name)
+    image = open_image(data, name)
     image = image.image() if isinstance(image, Jpeg) else image
     scale = min(1.0, side / min(image.size))
     file = io.BytesIO()

@@ -204,8 +204,9 @@ def _run(
     with doing("listing the images, building the model", shown=process.rank == 0):
         plan = prepare(config, explicit, process, on_cpu=on_cpu, sources=sources)
     task = plan.model.task
-    if plan.model.initial_checkpoint.newly_initialised:
-        _judge_what_is_there(plan, found)
+    initial = plan.model.initial_checkpoint
+    if initial is not None and initial.newly_initialised:
+        _judge_what_is_there(plan, found, initial.newly_initialised)
     _check_classes(found, task.class_names)
     told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
     plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
@@ -228,7 +229,7 @@ def _run(
             "data": config.dataset or config.data_dir,
             "val_split": config.val_split,
             **figures,
-            "skipped_images": len(plan.data.val_source) - figures["images"],
+            "skipped_images": len(plan.data.validation) - figures["images"],
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
@@ -240,7 +241,7 @@ def _run(
     return result
 
 
-def _judge_what_is_there(plan: Plan, found: StoredWeights) -> None:
+def _judge_what_is_there(plan: Plan, found: StoredWeights, missing: Sequence[str]) -> None:
     """Weights that lack a part of the model: their features alone can be judged.
 
     Raises:
@@ -251,7 +252,7 @@ def _judge_what_is_there(plan: Plan, found: StoredWeights) -> None:
     task = plan.model.task
     if not task.evaluators:
         what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
-        names = enumerate_some(plan.model.initial_checkpoint.newly_initialised)
+        names = enumerate_some(missing)
         way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
         raise UserError(
             f"{found.path} has no {what} ({names}): there is nothing to evaluate; {way_out}--knn or --linear-probe "

@@ -87,7 +87,7 @@ def check_comparable(plan: Plan) -> None:
         raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; drop it")
     if "fp16" in precision:
         raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
-    if (cls := plan.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+    if (cls := plan.training.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
 
 
@@ -104,7 +104,7 @@ def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor
     """
     import timm
 
-    optimizer, half = plan.optimizer, plan.deepspeed.precision.name != "fp32"
+    optimizer, half = plan.training, plan.deepspeed.precision.name != "fp32"
     config = plan.config
     options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": config.num_classes}
     options |= {"drop_rate": config.drop, **config.model_kwargs}

@@ -193,6 +193,7 @@ def _start(work: _Work) -> None:
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
+    assert parent is not None, "this is not a worker"
 
     def end_with_parent() -> None:
         parent.join()

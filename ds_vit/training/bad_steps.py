@@ -77,7 +77,7 @@ class BadSteps:
         self._in_a_row += 1
         rejection = result.rejection
         overflow = self._fp16 and (rejection is None or rejection.reason == "nonfinite")
-        reason = "overflow" if overflow else rejection.reason
+        reason = "overflow" if overflow or rejection is None else rejection.reason
         if reporter:
             norm, layer, there = (None, None, None)
             if rejection is not None:

@@ -44,7 +44,7 @@ def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
         "input_names": [field.name for field in fields if field.stage == "first"],
     }
     if cut_over_classes is not None:
-        shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.config.num_classes, cut_over_classes)
+        shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.model.task.num_classes, cut_over_classes)
     config, interval = dict(plan.deepspeed.json), plan.deepspeed.checkpointing.interval
     function = recompute_function(plan)
     engine: Engine

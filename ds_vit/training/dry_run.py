@@ -41,7 +41,7 @@ def show_dry_run(plan: Plan, device_type: str, folder: Path) -> None:
 
 def schedule_rows(plan: Plan) -> Rows:
     """The learning rate at a few steps, as numbers and as bars."""
-    optimizer = plan.optimizer
+    optimizer = plan.training
     if (schedule := optimizer.schedule) is None:
         params = ", ".join(f"{name} {value}" for name, value in plan.rates.get("params", {}).items())
         return [("the JSON's", f"{plan.rates['type']} ({params})")]

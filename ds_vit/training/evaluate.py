@@ -91,7 +91,7 @@ def _judge(
 ) -> dict[str, float]:
     """The figures of several metrics over one pass."""
     for metrics in judges:
-        metrics.num_samples = inputs.num_samples
+        metrics.expect(inputs.num_samples)
     for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features):
         for metrics in judges:
             metrics.update(outputs, batch)

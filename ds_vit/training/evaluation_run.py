@@ -90,7 +90,7 @@ def run_evaluation(plan: Plan, folder: RunFolder, groups: Groups, started: float
         reporter.pictures(0, pictures)
         reporter.close()
     seconds = time.perf_counter() - started
-    skipped = {"skipped_images": len(plan.data.val_source) - int(figures["images"])}
+    skipped = {"skipped_images": len(plan.data.validation) - int(figures["images"])}
     summary = summarise(plan, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
     show_end(plan, folder, summary, console)
     engine.close()

@@ -85,7 +85,7 @@ class InputPipeline:
         plan = self.plan
         fields, sizes = self._here(plan.model.task.fields(training=True)), plan.image_sizes
         if not self.loads:
-            for number in range(max(0, plan.optimizer.total_steps - first_step) * plan.data.batch.accumulation):
+            for number in range(max(0, plan.training.total_steps - first_step) * plan.data.batch.accumulation):
                 step, micro_index = divmod(number, plan.data.batch.accumulation)
                 rows = plan.share.rows(micro_index)
                 _, keys = plan.data.order.rows(first_step + skipped_batches + step, rows)
@@ -100,7 +100,7 @@ class InputPipeline:
                 augment=plan.config.augment,
                 mix=plan.config.mix,
                 start_step=first_step + skipped_batches,
-                stop_step=max(first_step, plan.optimizer.total_steps) + skipped_batches,
+                stop_step=max(first_step, plan.training.total_steps) + skipped_batches,
                 sizes=sizes and sizes.later(skipped_batches),
                 **self._loading(fields),
             )
@@ -140,7 +140,7 @@ class InputPipeline:
             fields: what a batch has; None for what the task's evaluation takes.
         """
         plan = self.plan
-        source = plan.data.val_source if source is None else source
+        source = plan.data.validation if source is None else source
         rows = plan.config.validation_batch_size or plan.data.batch.micro_batch
         share = plan.share
         fields = self._here(plan.model.task.fields(training=False) if fields is None else fields)
@@ -159,7 +159,7 @@ class InputPipeline:
         for batch in loader:
             if self.plan.parallel.has_targets:  # once a row: where it is counted
                 inputs.num_skipped += batch.num_skipped
-                self.skipped.found(self.plan.data.val_source, batch.skipped, None)
+                self.skipped.found(self.plan.data.validation, batch.skipped, None)
             valid = finish_valid(batch, device=self.engine.device)
             yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 

@@ -37,7 +37,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         num_met = _ranks_that_have_met()
         # What is wrong everywhere is said once on each host; what one rank meets in mid-run, by that rank.
         if is_local_main or num_met:
-            where = f" (rank {process.rank})" if num_met > 1 else ""
+            where = f" (rank {process.rank})" if process is not None and num_met > 1 else ""
             _say(f"{program}: error{where}: {error}")
         else:
             time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first

@@ -144,7 +144,8 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
         return batch, []
     if allow:
         return batch, [f"the global batch changes from {wanted} to {batch}; the curve changes with it"]
-    if fixed or wanted % batch.dp:
+    kept = None if fixed else nearest_batch(wanted, batch.dp, batch.micro_batch)
+    if kept is None:
         why = f"the checkpoint's global batch is {wanted}, and this run's would be {batch}"
         if not fixed:
             why += f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
@@ -157,7 +158,6 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
             )
             + ", or say --allow-batch-change to go on with another batch"
         )
-    kept = nearest_batch(wanted, batch.dp, batch.micro_batch)
     return kept, [f"the checkpoint's global batch is kept: {kept}"]
 
 

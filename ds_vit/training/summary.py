@@ -260,7 +260,7 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
         ("_ema", f"{figure.label}, average", ""),
     ):
         best, last = (summary.get(f"{which}_{figure.name}{suffix}") for which in ("best", "last"))
-        if last is not None:
+        if last is not None and best is not None:
             shown = (figure.value({figure.name: value}) for value in (last, best))
             rows.append((label, "{} (best {})".format(*shown) + over))
     if summary["images_per_second"]:
@@ -382,7 +382,7 @@ def show_end(
         return
     rows = [*end_rows(plan, summary, folder.path), *more]
     if stopped:
-        place = f"at {summary['steps']:,} of {plan.optimizer.total_steps:,}"
+        place = f"at {summary['steps']:,} of {plan.training.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
         process = plan.parallel.process
         sentence = f"interrupted {place}; go on with: {command_to_go_on(folder.path, process.world_size)}"

@@ -90,11 +90,11 @@ class Trainer:
         self.ema: Ema | None = None
         self.reporter: Reporter | None = None  # of rank 0
         # TensorBoard gets 200 points of a short run too.
-        self.draw_interval = max(1, min(plan.config.log_interval, plan.optimizer.total_steps // 200))
+        self.draw_interval = max(1, min(plan.config.log_interval, plan.training.total_steps // 200))
         if is_first:
             self.reporter = Reporter(
                 folder,
-                total_steps=plan.optimizer.total_steps,
+                total_steps=plan.training.total_steps,
                 console=make_console(),
                 stamp=self._stamp,
                 listeners=listeners,
@@ -260,7 +260,7 @@ class Trainer:
 
     def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
         self.throughput.restart()
-        for step in range(first_step, self.plan.optimizer.total_steps):
+        for step in range(first_step, self.plan.training.total_steps):
             self.profiler.before(step + 1)
             self._take_step(step + 1, batches)
             if self.profiler.after(step + 1):
@@ -276,8 +276,8 @@ class Trainer:
             RollBack, Diverged: as `BadSteps.skip`.
         """
         plan, config = self.plan, self.plan.config
-        if plan.optimizer.schedule is not None:
-            self.engine.set_lr(plan.optimizer.schedule.lr(step - 1))
+        if plan.training.schedule is not None:
+            self.engine.set_lr(plan.training.schedule.lr(step - 1))
         lr, scale = self.engine.lr(), self.engine.loss_scale()
         looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
         if looks:
@@ -292,7 +292,7 @@ class Trainer:
         self.throughput.step(plan.data.batch.global_batch)
         if config.check_replicas and step % config.check_replicas == 0:
             check_replicas(self.engine, step)
-        if step == 1 or step % config.log_interval == 0 or step == plan.optimizer.total_steps:
+        if step == 1 or step % config.log_interval == 0 or step == plan.training.total_steps:
             self._log(step, lr, scale, result)
         elif step % self.draw_interval == 0:
             self._draw(step, lr, scale, result)
@@ -300,7 +300,7 @@ class Trainer:
 
     def _take_images_of(self, size: int | None) -> None:
         """Let the model take images of this size, if it does not already."""
-        if size != self.size:
+        if size is not None and size != self.size:
             self.engine.take_images_of(size, self.plan.model.whole.patch_embed.patch_size)
             self.size = size
 

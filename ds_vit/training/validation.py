@@ -12,7 +12,7 @@ from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.optim.ema import Ema
-from ds_vit.training import token_norms
+from ds_vit.training import token_maps
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluate import Pictures, Watch, evaluate
 from ds_vit.training.inputs import InputPipeline
@@ -67,7 +67,7 @@ class Validation:
             return False
         epochs, rest = divmod(done, plan.data.order.steps_per_epoch)
         interval = plan.config.eval_interval
-        return (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.optimizer.total_steps
+        return (interval > 0 and rest == 0 and epochs % interval == 0) or done >= plan.training.total_steps
 
     def judge(self, step: int) -> None:
         """Exact metrics over the validation split (a collective).
@@ -107,23 +107,28 @@ class Validation:
         def note(by_sample: torch.Tensor) -> None:
             if self.reporter and kind == "eval":
                 plan = self.plan
-                self.reporter.predictions(by_sample, plan.data.val_source, plan.model.task.class_names)
+                self.reporter.predictions(by_sample, plan.data.validation, plan.model.task.class_names)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
-        watch = Watch(self.watchdog.micro_batches, stop_if_told_to, show, note, **doing)
-        looks = self.reporter is not None and kind == "eval" and token_norms.can_be_seen(self.plan)
-        nothing: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({})
-        with token_norms.watched(self.engine.module) if looks else nothing as seen:
+        looks = kind == "eval" and token_maps.can_be_seen(self.plan)
+        nothing: AbstractContextManager[token_maps.Seen] = nullcontext(token_maps.Seen())
+        with token_maps.watched(self.engine.module) if looks else nothing as seen:
+            watch = Watch(
+                lambda batches: seen.passing(self.watchdog.micro_batches(batches)),
+                stop_if_told_to,
+                show,
+                note,
+                **doing,
+            )
             figures = evaluate(self.engine, self.inputs, watch)
         evaluations.append(figures)
-        if seen:
-            norms = token_norms.norms_of(seen, self.engine.module)
-            if norms is not None:
-                show({token_norms.NAME: token_norms.picture(seen["images"], norms, self.plan.model.image)})
+        if seen.images is not None:
+            maps = seen.maps(self.engine.module, self.engine.groups.tp)
+            show({name: token_maps.picture(seen.images, of, self.plan.model.image) for name, of in maps.items()})
         if self.reporter:
             row = {"step": step, **figures}
             if self.plan.config.on_bad_image == "skip":
-                row["skipped_images"] = len(self.plan.data.val_source) - int(figures["images"])
+                row["skipped_images"] = len(self.plan.data.validation) - int(figures["images"])
             self.reporter.eval(row, self.plan.model.task.figures, kind)
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,10 @@ _IN_DATA_DIR = ("wds/", "hfds/")  # what --data-dir may begin with in place of -
 
 def _digits_file() -> Path:
     """What `sklearn.datasets.load_digits` reads; to import scikit-learn for it would take each rank 1.5 s."""
-    return Path(find_spec("sklearn").origin).with_name("datasets") / "data" / "digits.csv.gz"
+    sklearn = find_spec("sklearn")
+    assert sklearn is not None, "scikit-learn is a dependency"
+    assert sklearn.origin is not None
+    return Path(sklearn.origin).with_name("datasets") / "data" / "digits.csv.gz"
 
 
 class DigitsSource(Source):

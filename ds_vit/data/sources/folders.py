@@ -338,7 +338,9 @@ def _members(file: IO[bytes], base: int, prefix: str, where: str) -> Iterator[_M
                 path = posixpath.normpath(info.name)
                 if path.lower().endswith(".tar"):
                     child = posixpath.join(prefix, posixpath.splitext(posixpath.basename(path))[0])
-                    yield from _members(tar.extractfile(info), base + info.offset_data, child, f"{where}:{path}")
+                    inner = tar.extractfile(info)
+                    assert inner is not None  # info.isreg()
+                    yield from _members(inner, base + info.offset_data, child, f"{where}:{path}")
                 else:
                     label = posixpath.basename(posixpath.join(prefix, posixpath.dirname(path)).rstrip("/"))
                     yield _Member(posixpath.join(prefix, path), label, base + info.offset_data, info.size)

@@ -157,8 +157,8 @@ class HuggingFaceSource(Source):
         return int(self._targets[index])
 
     def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        paths = [self._paths_of(piece) for piece in self._pieces]
-        if any(part is None for part in paths):
+        paths = [part for piece in self._pieces if (part := self._paths_of(piece)) is not None]
+        if len(paths) < len(self._pieces):
             return (self._targets,)
         return below_common_folder(np.array(list(itertools.chain.from_iterable(paths)), dtype=np.bytes_)), self._targets
 
@@ -192,8 +192,8 @@ def _numbers(column: Any, name: str, where: str) -> np.ndarray:
 
 def _check_all_there(files: Sequence[str]) -> None:
     """Refuse `…-00000-of-00008.arrow` of which not all eight are there."""
-    numbered = [_OF.search(path) for path in files]
-    if all(numbered):
+    numbered = [found for path in files if (found := _OF.search(path))]
+    if numbered and len(numbered) == len(files):
         missing = sorted(set(range(int(numbered[0][2]))) - {int(found[1]) for found in numbered})
         if missing:
             raise UserError(

@@ -196,9 +196,15 @@ def _add(sample: _Sample, key: str, suffix: str, info: tarfile.TarInfo, tar: tar
     if suffix in IMAGE_EXTENSIONS and sample.image is None:
         sample.image = info.name.replace(DOT, "."), info.offset_data, info.size
     elif suffix == ".cls":
-        sample.label = _number(tar.extractfile(info).read().decode(errors="replace").strip())
+        sample.label = _number(_content(tar, info).decode(errors="replace").strip())
     elif suffix == ".json" and sample.label is None:
-        sample.label = _json_label(tar.extractfile(info).read(), f"{shard}:{info.name}")
+        sample.label = _json_label(_content(tar, info), f"{shard}:{info.name}")
+
+
+def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(info)
+    assert file is not None, f"{info.name} is no file"  # only files come here
+    return file.read()
 
 
 def _number(text: str) -> int | str:
@@ -222,20 +228,20 @@ def _as_index(samples: dict[str, _Sample], left_out: Counter[str], shard: str, s
     for sample in samples.values():
         of_image = None if sample.image is None else posixpath.splitext(sample.image[0])[1].lower()
         left_out.update(s for s in sample.files if of_image is None or s not in (of_image, ".cls", ".json"))
-    kept = [(key, sample) for key, sample in samples.items() if sample.image is not None]
+    kept = [(key, sample.label, sample.image) for key, sample in samples.items() if sample.image is not None]
     if not kept:
         raise UserError(f"{shard} holds no images (read are {' '.join(sorted(IMAGE_EXTENSIONS))})")
-    bare = [key for key, sample in kept if sample.label in (None, "")]
+    bare = [key for key, label, _ in kept if label in (None, "")]
     if bare:
         raise UserError(
             f"{shard}: {len(bare)} of {len(kept)} samples have no label, the first is {bare[0]}; give each a .cls file "
             'with its class, or a .json file with "label"'
         )
-    labels = [sample.label for _, sample in kept]
+    labels = [label for _, label, _ in kept]
     if all(isinstance(label, int) for label in labels):
         array = np.array(labels, dtype=np.int64)
     else:
         array = np.array([str(label).encode() for label in labels], dtype=np.bytes_)
-    places = np.array([sample.image[1:] for _, sample in kept], dtype=np.int64)
-    paths = np.array([os.fsencode(sample.image[0]) for _, sample in kept], dtype=np.bytes_)
+    places = np.array([image[1:] for *_, image in kept], dtype=np.int64)
+    paths = np.array([os.fsencode(image[0]) for *_, image in kept], dtype=np.bytes_)
     return ShardIndex(paths, places[:, 0], places[:, 1], array, dict(left_out), state)

@@ -174,6 +174,11 @@ def _pictures(record: Record) -> list[Html]:
             "Validation images, and how long the last block leaves the tokens of their patches: dark is the shortest "
             "of an image, bright the longest",
         ),
+        (
+            "attention",
+            "Validation images, and the attention that their patches get in the last step before the classifier, "
+            "mean of all heads: bright is the most of an image",
+        ),
     ):
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
             uri = _as_jpeg(image)
@@ -181,7 +186,7 @@ def _pictures(record: Record) -> list[Html]:
             cards.append(tag("figure", tag("figcaption", title), shown, class_="card wide"))
     cut = record.layout.get("pp", 1) > 1 or record.config.get("sequence_parallel")
     if cut and record.classes and cards:
-        said = "Norms of tokens are drawn where one rank sees images and all tokens: without --pp, --sequence-parallel."
+        said = "Norms and attention are drawn where one rank sees all tokens: without --pp, --sequence-parallel."
         cards.append(tag("p", said, class_="note"))
     return cards
 

@@ -214,8 +214,8 @@ def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
 
     table("hosts", ("host", "slots", "accelerators", "torch", "driver", "way to the others"), _host_rows(diagnosis))
     if diagnosis.figures is not None and diagnosis.figures.measured:
-        figures = diagnosis.figures
-        title = f"network: {figures.measured['world_size']} ranks, {figures.measured['backend']}"
+        figures, measured = diagnosis.figures, diagnosis.figures.measured
+        title = f"network: {measured['world_size']} ranks, {measured['backend']}"
         table(title, ("collective", "message", "time", "bus bandwidth"), _network_rows(figures))
         if slowest(figures):
             console.print(f"slowest pair: {slowest(figures)}", markup=False, highlight=False)

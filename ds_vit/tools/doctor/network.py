@@ -150,6 +150,7 @@ class _Rank:
         self._reader.start()
 
     def _read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             if WORD in line:
                 self.figures = json.loads(line.split(WORD, 1)[1])
@@ -163,6 +164,7 @@ class _Rank:
 
     def end(self) -> None:
         """Close its stdin, upon which it goes (on the other side of an ssh too); kill what does not."""
+        assert self.process.stdin is not None
         self.process.stdin.close()
         try:
             self.process.wait(5)

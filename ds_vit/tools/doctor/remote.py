@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ds_vit
 from ds_vit.launching.hosts import Host
@@ -87,23 +87,24 @@ class Conversation:
         self.host = host
         self.answer = Answer(host)
         self._errors = ""
+        self._process: subprocess.Popen[str] | None = None
         try:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd)
         except OSError as error:
-            self._process = None
             self.answer = Answer(
                 host, problem=f"{command[0]}: {error.strerror}", remedy=f"install {command[0]} on this machine"
             )
             return
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        assert self._process.stderr is not None
+        self._reader = threading.Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True)
         self._reader.start()
 
     def ask(self, ask: Ask, deadline: float) -> None:
         """Get the facts, or the reason why there are none."""
         if self._process is None:
             return
-        text = self._line(json.dumps(asdict(ask)), deadline)
+        text = self._line(self._process, json.dumps(asdict(ask)), deadline)
         if text is not None:
             self.answer = replace(self.answer, facts=Facts.unpack(text))
             return
@@ -114,12 +115,12 @@ class Conversation:
 
     def compare(self, deadline: float) -> None:
         """Twice the time: the first answer bounds how far the clock is behind, the second how far it is ahead."""
-        if self.answer.facts is None:
+        if self._process is None or self.answer.facts is None:
             return
         at_least, at_most = -float("inf"), float("inf")
         for _ in range(3):
             sent = time.time()
-            text = self._line("", deadline)
+            text = self._line(self._process, "", deadline)
             received = time.time()
             if text is None:
                 return
@@ -131,19 +132,23 @@ class Conversation:
     def end(self) -> None:
         """Let the probe remove its mark and go; kill it if it does not."""
         if self._process is not None and self._process.poll() is None:
+            assert self._process.stdin is not None
             self._process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
         self._end()
 
-    def _line(self, line: str, deadline: float) -> str | None:
+    @staticmethod
+    def _line(process: subprocess.Popen[str], line: str, deadline: float) -> str | None:
         """Send a line and wait for an answer; None where none comes in time."""
-        killer = threading.Timer(max(0.0, deadline - time.monotonic()), self._process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        killer = threading.Timer(max(0.0, deadline - time.monotonic()), process.kill)
         killer.start()
         try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-            while text := self._process.stdout.readline():
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            while text := process.stdout.readline():
                 if WORD in text:
                     return text.split(WORD, 1)[1]
         except (OSError, ValueError):
@@ -152,8 +157,8 @@ class Conversation:
             killer.cancel()
         return None
 
-    def _read_errors(self) -> None:
-        for line in self._process.stderr:
+    def _read_errors(self, stream: IO[str]) -> None:
+        for line in stream:
             self._errors = (self._errors + line)[-4000:]
 
     def _end(self) -> None:

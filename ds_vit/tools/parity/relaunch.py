@@ -228,5 +228,7 @@ def _child(
 
 def _end_with_parent() -> None:
     """End when the rank is killed, whatever this process is waiting for."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was not started by a rank"
+    parent.join()
     os._exit(1)

@@ -191,7 +191,7 @@ def survey(request: Request) -> Survey:
     illegal = [f"layout {cut.text!r}: {reason}" for cut, _, reason in layouts if reason is not None]
     if illegal and request.layouts is not None:
         raise UserError("; ".join(illegal))
-    optimizer = plan.optimizer
+    optimizer = plan.training
     facts = (
         f"{plan.config.model}, {sum(p.numel() for p in plan.model.whole.parameters()):,} parameters, "
         f"{plan.parallel.layout.world_size} ranks, global batch {batch[0]}, {optimizer.total_steps} steps",
@@ -232,9 +232,9 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
     engine = build_engine(plan, device_of(plan.parallel.process.local_rank), groups)
     inputs = InputPipeline(plan, engine, Throughput()).training()
     rows = []
-    for step in range(plan.optimizer.total_steps):
-        if plan.optimizer.schedule is not None:
-            engine.set_lr(plan.optimizer.schedule.lr(step))
+    for step in range(plan.training.total_steps):
+        if plan.training.schedule is not None:
+            engine.set_lr(plan.training.schedule.lr(step))
         result = engine.train_step(inputs)
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rows.append((float(engine.mean(result.loss)), norm))

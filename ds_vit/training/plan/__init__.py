@@ -75,6 +75,12 @@ class Plan:
     workers_from: str = field(default="", compare=False)
 
     @property
+    def training(self) -> OptimizerPlan:
+        """`optimizer` of a run that trains."""
+        assert self.optimizer is not None, "evaluation alone has no optimizer"
+        return self.optimizer
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What was found out, as lines for people."""
         of_optimizer = self.optimizer.notes if self.optimizer else ()
@@ -107,13 +113,14 @@ class Plan:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes this the run that it is: a checkpoint of another one cannot be gone on from."""
+        sizes = self.image_sizes
         return {
             "task": self.config.task,
             **self.model.task.identity(),
             "model": self.config.model,
             "num_classes": self.config.num_classes,
             "img_size": list(self.model.image.img_size),
-            "img_size_schedule": self.image_sizes.in_words if self.config.img_size_schedule else "",
+            "img_size_schedule": sizes.in_words if sizes and self.config.img_size_schedule else "",
             "train_img_sizes": sorted(self.config.train_img_sizes),
             "shapes": {name: list(shape) for name, shape in names_and_shapes(self.model.whole).items()},
             "seed": self.config.seed,
@@ -122,19 +129,19 @@ class Plan:
             "decode": self.config.decode,
             "mixture": [list(part) for part in self.data.train_source.mixture],
             "samples": self.data.train_source.fingerprint,
-            "optimizer": self.optimizer.cls.__name__,
-            **rules_of(self.optimizer.cls).identity(self.optimizer.fallback),
+            "optimizer": self.training.cls.__name__,
+            **rules_of(self.training.cls).identity(self.training.fallback),
             "trained": [name for name in names_and_shapes(self.model.whole) if name not in self.model.frozen],
         }
 
     @property
     def rates(self) -> dict[str, Any]:
         """What sets the learning rate, as a checkpoint has it: the flags' schedule, or the JSON's scheduler."""
-        if self.optimizer.schedule is not None:
-            return dataclasses.asdict(self.optimizer.schedule)
+        if self.training.schedule is not None:
+            return dataclasses.asdict(self.training.schedule)
         block = dict(self.deepspeed.json["scheduler"])
         if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
-            block["lr"] = self.optimizer.lr
+            block["lr"] = self.training.lr
         return block
 
     @property
@@ -143,7 +150,7 @@ class Plan:
         text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
         if drawn:
             return RandomSizes(tuple(all_sizes("", drawn)), self.config.seed)
-        return size_schedule(text, self.optimizer.horizon) if text else None
+        return size_schedule(text, self.training.horizon) if text else None
 
     @property
     def stall_seconds(self) -> float:
@@ -209,7 +216,7 @@ def prepare(
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
-    if config.img_size_schedule:
+    if config.img_size_schedule and optimizer is not None:
         size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
     told = write_out(told, data, optimizer, model.whole, parallel.layout)
     workers = 0 if config.workers == "auto" else int(config.workers)  # "auto" is dealt by training/workers.py

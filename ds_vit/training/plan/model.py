@@ -94,8 +94,9 @@ def resolve_model(
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
         check_sizes(whole, config.model, sizes)
-    for size in sizes or [None]:  # says now what it would say in a loader's worker
-        worker_transform(image if size is None else dataclasses.replace(image, img_size=(size, size)), config.augment)
+    # Says now what it would say in a loader's worker.
+    for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
+        worker_transform(pixels, config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.loss(None)  # says now what it would say on the ranks
     if not task.loss_is_mean_of_samples and data.batch.accumulation * data.batch.dp > 1:

@@ -1,0 +1,188 @@
+"""Where in an image a model looks: the norms that the last block leaves its tokens, and the attention they get.
+
+Both are taken in passing, from the first batch of an evaluation, so that they cost no forward pass of their own.
+High-norm tokens in dull places are the artefacts of "Vision Transformers Need Registers" (arXiv 2309.16588). Attention
+is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
+latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads.
+
+Shapes: B samples, S tokens, D width, H heads of this rank, K head width, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ds_vit.data import ImageConfig
+from ds_vit.models import SequentialViT
+from ds_vit.monitoring.report.charts import viridis
+from ds_vit.tasks import Batch
+from ds_vit.training.plan import Plan
+
+SIDE = 112  # pixels of an image in the picture
+MOST = 8
+_GAP = 4
+NORMS, ATTENTION = "token-norms", "attention"
+
+
+def can_be_seen(plan: Plan) -> bool:
+    """Whether this rank sees images of the first replica and all of their tokens: not in a pipeline, nor where ranks
+    share a sequence."""
+    if plan.parallel.layout.pp > 1 or plan.config.sequence_parallel or not plan.model.task.class_names:
+        return False
+    return plan.share.dp_rank == 0
+
+
+@dataclass
+class Seen:
+    """What was seen of the first batch that has a valid row, at most `MOST` of those.
+
+    Attributes:
+        rows: the valid ones of the batch under way, int64 [B]; from `passing`.
+        images: [B, 3, height, width].
+        tokens: behind the last block, before any norm: float [B, S, D].
+        attention: that each token gets, in the mean over this rank's heads: float [B, S]. None where the last step is
+            not one attention (differential attention takes the difference of two).
+    """
+
+    rows: torch.Tensor | None = None
+    images: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+
+    def passing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Pass batches on to the model that is watched, to see which of their rows are valid."""
+        for batch in batches:
+            self.rows = batch["valid"].nonzero().flatten()[:MOST]
+            yield batch
+
+    def maps(self, model: SequentialViT, tp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+        """What can be drawn, by its name: a value for each patch, float [B, rows, columns].
+
+        Args:
+            model: that was watched.
+            tp: the ranks that share its heads, all of which must call this (a collective), or None.
+        """
+        found = {} if self.tokens is None else {NORMS: self.tokens.norm(dim=-1)}
+        if self.attention is not None:
+            if tp is not None:
+                dist.all_reduce(self.attention, group=tp)
+            found[ATTENTION] = self.attention  # times tp, which the picture does not show
+        grids = {name: _grid(of_tokens, model) for name, of_tokens in found.items()}
+        return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
+
+
+def _grid(of_tokens: torch.Tensor, model: SequentialViT) -> torch.Tensor | None:
+    """[B, S] or [B, patches] → [B, rows, columns]; None where the tokens are no grid of patches."""
+    count = model.layers[-1].num_tokens
+    rows, columns = model.layers[0].patch_embed.grid_size
+    if of_tokens.shape[1] == count.num_prefix_tokens + count.num_patches:
+        of_tokens = of_tokens[:, count.num_prefix_tokens :]
+    return of_tokens.reshape(-1, rows, columns) if of_tokens.shape[1] == rows * columns else None
+
+
+class _Attention(TorchFunctionMode):
+    """Sees attention as it is computed, whatever module of timm's computes it."""
+
+    def __init__(self, rows: torch.Tensor, queries: slice) -> None:
+        super().__init__()
+        self.rows, self.queries = rows, queries
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self.found.append(_mean_attention(args[0][self.rows][:, :, self.queries], args[1][self.rows]))
+        return func(*args, **(kwargs or {}))
+
+
+def _mean_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q [B, H, Q, K], k [B, H, S, K] → what each token gets, in the mean over queries and heads: float [B, S]."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.float() * q.shape[-1] ** -0.5, k.float()
+        # Head after head: all at once would be gigabytes with large images.
+        return torch.stack([(q[:, h] @ k[:, h].mT).softmax(-1).mean(1) for h in range(q.shape[1])]).mean(0)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Seen]:
+    """Look at the first batch with a valid row that goes through a `SequentialViT`; `Seen.passing` says which it is.
+
+    Yields:
+        Filled by that batch.
+    """
+    assert isinstance(model, SequentialViT)
+    embed, last, head = model.layers[0], model.layers[-2], model.layers[-1]
+    # What the classifier reads: the class token, or all patches.
+    queries = slice(0, 1) if head.global_pool == "token" else slice(head.num_tokens.num_prefix_tokens, None)
+    seen, handles = Seen(), ExitStack()
+    under_way = ExitStack()
+    modes: list[_Attention] = []  # of the last block, of the head
+
+    def begin(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if seen.rows is None or not len(seen.rows):
+            return
+        taken = inputs[0][0][seen.rows].detach().float()
+        if layer is embed:
+            seen.images = taken.cpu()
+            return
+        under_way.close()
+        if layer is head:
+            seen.tokens = taken
+        modes.append(_Attention(seen.rows, slice(None) if layer is head else queries))
+        under_way.enter_context(torch.compiler.set_stance("force_eager"))  # else a graph of its own
+        under_way.enter_context(modes[-1])
+
+    def end(*_: Any) -> None:
+        if not modes:  # no row of the batch was valid
+            return
+        under_way.close()
+        handles.close()
+        found = next((mode.found for mode in reversed(modes) if mode.found), [])
+        seen.attention = found[0] if len(found) == 1 else None
+
+    for layer in (embed, last, head):
+        handles.callback(layer.register_forward_pre_hook(begin).remove)
+    handles.callback(head.register_forward_hook(end).remove)
+    try:
+        yield seen
+    finally:
+        under_way.close()
+        handles.close()
+
+
+def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> torch.Tensor:
+    """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright).
+
+    Args:
+        images: [B, 3, height, width], as the model gets them.
+        values: [B, rows, columns].
+        image: for mean and std.
+
+    Returns:
+        uint8 [3, height, width], in two rows of B.
+    """
+    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+    shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
+    maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2).float()
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
+    pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
+    rows = [_fit(pixels, "bilinear" if pixels.shape[-1] > SIDE else "nearest"), _fit(maps, "nearest")]
+    apart = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
+    rows = [np.pad(row, apart, constant_values=128) for row in rows]
+    both = np.concatenate([np.concatenate(list(row), axis=2) for row in rows], axis=1)
+    return torch.from_numpy(both[:, :-_GAP, :-_GAP])
+
+
+def _fit(images: torch.Tensor, mode: str) -> np.ndarray:
+    """float [B, 3, h, w] in 0 to 255 → uint8 [B, 3, SIDE, SIDE]."""
+    antialias = {"antialias": True} if mode == "bilinear" else {}
+    return functional.interpolate(images, (SIDE, SIDE), mode=mode, **antialias).round().to(torch.uint8).numpy()

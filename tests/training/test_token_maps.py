@@ -1,0 +1,119 @@
+"""The pictures of norms and attention: timm's own numbers, the same in each layout, or a line why there are none."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import oracle
+import pytest
+import timm
+import torch
+from curves import train_in
+from PIL import Image
+from project import ROOT
+
+from ds_vit.models import SequentialViT, compiled, take_apart
+from ds_vit.training import token_maps
+
+RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
+RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
+RUN += ["num_heads=2", "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+
+
+SMALL = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3, "img_size": 32}
+
+
+def maps_of(theirs, images, valid, convert=lambda layer: None):
+    """What is seen of batches of images, the rows of which count or do not."""
+    model = SequentialViT(take_apart(theirs)).eval()
+    for layer in model.layers:
+        convert(layer)
+    batches = [{"images": batch, "valid": torch.tensor(rows)} for batch, rows in zip(images, valid, strict=True)]
+    with torch.no_grad(), token_maps.watched(model) as seen:
+        for batch in seen.passing(iter(batches)):
+            model(batch["images"])
+    return seen, seen.maps(model, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch14_reg4_dinov2", "vit_small_patch16_rope_224", "vit_base_patch16_siglip_224"]
+)
+def test_maps_are_those_of_timm(name):
+    # Catches: a register that is taken for a patch, tokens behind the last norm, another query than the classifier's,
+    # padding in the picture, another batch than the first that has an image.
+    theirs = timm.create_model(name, **SMALL).eval()
+    images = torch.randn(3, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    padding = [False] * 4
+    seen, maps = maps_of(theirs, images, [padding, [True, False, True, True], [True] * 4])
+    shown = images[1][[0, 2, 3]]
+    torch.testing.assert_close(seen.images, shown)
+    expected = theirs.forward_intermediates(shown, indices=1, norm=False, intermediates_only=True)[0].norm(dim=1)
+    torch.testing.assert_close(maps["token-norms"], expected.detach())
+
+    looking, weights = theirs.attn_pool or theirs.blocks[-1].attn, []
+    looking.fused_attn = False  # timm's own softmax then
+    with mock.patch.object(torch.Tensor, "softmax", softmax_into(weights)):
+        theirs(shown)
+    prefix = theirs.num_prefix_tokens
+    queries = slice(None) if theirs.attn_pool is not None else slice(0, 1) if theirs.global_pool == "token" else None
+    of_tokens = weights[-1].mean(1)[:, slice(prefix, None) if queries is None else queries].mean(1)
+    of_patches = of_tokens[:, prefix:].reshape(3, 4, 4)
+    torch.testing.assert_close(maps["attention"], of_patches.detach())
+
+
+def softmax_into(found, softmax=torch.Tensor.softmax):
+    def noting(self, dim):
+        found.append(softmax(self, dim))
+        return found[-1]
+
+    return noting
+
+
+def test_a_compiled_block_is_seen_too(monkeypatch):
+    # Catches: a graph's attention, which no Python sees; a graph more in every evaluation, made to see it.
+    graphs = []
+    monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: graphs.append(graph) or graph.forward)
+    theirs = timm.create_model("vit_small_patch14_reg4_dinov2", **SMALL).eval()
+    images = torch.randn(1, 2, 3, 32, 32)
+    _, plain = maps_of(theirs, images, [[True, True]])
+    function = compiled.compile_function()
+    _, seen = maps_of(theirs, images, [[True, True]], lambda layer: compiled.compile_block(layer, function))
+    assert torch.equal(seen["attention"], plain["attention"])
+    assert len(graphs) == 1
+
+
+def test_a_difference_of_attentions_is_not_drawn_and_no_image_is_nothing():
+    theirs = timm.create_model("vit_dlittle_patch16_reg1_gap_256", **SMALL | {"class_token": True}).eval()
+    images = torch.randn(1, 2, 3, 32, 32)
+    assert list(maps_of(theirs, images, [[True, True]])[1]) == ["token-norms"]
+    seen, maps = maps_of(theirs, images, [[False, False]])
+    assert seen.images is None
+    assert maps == {}
+
+
+@pytest.mark.parametrize("name", ["token-norms", "attention"])
+def test_every_layout_draws_the_same_or_says_why_not(layouts, name):
+    # Catches: slices of tokens taken for tokens, some of the heads for all; a run that ends because its picture cannot
+    # be drawn.
+    pictures = {}
+    said = {"token-norms": "how long the last block leaves", "attention": "attention that their patches get"}[name]
+    for layout, folder in layouts.items():
+        path, page = folder / f"{name}.png", (folder / "report.html").read_text()
+        pictures[layout] = np.asarray(Image.open(path)).astype(int) if path.exists() else None
+        assert (said in page) == path.exists()
+        assert ("without --pp" in page) != path.exists()
+    assert pictures["pp"] is None
+    assert pictures["one"].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
+    assert pictures["one"].std() > 20
+    assert np.abs(pictures["one"] - pictures["tp"]).max() <= 1
+
+
+@pytest.fixture(scope="module")
+def layouts(ranks, tmp_path_factory):
+    """The folder of a run in each layout."""
+    folders = {}
+    for name, world, words in (("one", 1, []), ("tp", 2, ["--tp", 2]), ("pp", 2, ["--pp", 2])):
+        folders[name] = tmp_path_factory.mktemp(name) / "run"
+        train_in(ranks, world, [*RUN, *words, "--output", folders[name]])
+    return folders
