@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.config.deepspeed_rules import sums_are_plain
 from ds_vit.engine.norms import (
     clip_on_the_device,
     judge_by_the_norm_alone,
@@ -36,6 +37,7 @@ from ds_vit.engine.workarounds import (
     count_groups_of_other_stages,
     count_nothing_where_there_is_nothing,
     gather_around,
+    leave_gradients_of_one_rank,
     partition_at_once,
     settle_the_scale_after_the_step,
 )
@@ -129,6 +131,8 @@ class Engine(ABC):
             gather_around(self.engine.optimizer, blocks_of(self.engine.module))
         if self.stage == 0:
             copy_reduced_at_once(self.engine)
+            if groups.layout.dp == 1 and sums_are_plain(own):
+                leave_gradients_of_one_rank(self.engine)
             take_step = self.engine._take_model_step
 
             def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
