@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.config.deepspeed_rules import sums_are_plain
+from ds_vit.engine.flat_gradients import put_where_they_are_stepped_on
 from ds_vit.engine.norms import (
     clip_on_the_device,
     judge_by_the_norm_alone,
@@ -152,7 +153,11 @@ class Engine(ABC):
             judge_by_the_norm_alone(self.engine.optimizer)
             clip_on_the_device(self.engine.optimizer)
             take_norms_at_once(self.engine.optimizer, self._keep_norms)
-            copy_buckets_at_once(self.engine.optimizer)
+            in_the_order_of_the_model = self.engine.module.parameters()
+            if not put_where_they_are_stepped_on(
+                self.engine.optimizer, in_the_order_of_the_model, going_back=groups.layout.pp == 1
+            ):
+                copy_buckets_at_once(self.engine.optimizer)
             partition_at_once(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             device_judges = self._device_can_judge()
