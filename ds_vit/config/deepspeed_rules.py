@@ -116,10 +116,14 @@ def sums_going_back(data: Mapping[str, Any], *, pp: int, dp: int, tp: int) -> bo
     It does where it gives what DeepSpeed would: data-parallel ranks alone, no ZeRO, sums that are plain ones; and not
     where micro-batches are accumulated, whose gradients would stand beside torch's buckets.
     """
-    stage = int((data.get("zero_optimization") or {}).get("stage", 0))
-    if stage != 0 or data.get("gradient_accumulation_steps", 1) != 1:
+    if int((data.get("zero_optimization") or {}).get("stage", 0)) != 0:
         return False
-    return pp == tp == 1 < dp and all(data.get(key) in plain for key, plain in _ON_THEIR_WAY)
+    return pp == tp == 1 < dp and data.get("gradient_accumulation_steps", 1) == 1 and sums_are_plain(data)
+
+
+def sums_are_plain(data: Mapping[str, Any]) -> bool:
+    """Whether nothing is done to fp32 gradients on their way over the ranks but to average them."""
+    return all(data.get(key) in plain for key, plain in _ON_THEIR_WAY)
 
 
 def idle(data: Mapping[str, Any]) -> dict[str, str]:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_vit.config.deepspeed_rules import sums_are_plain
+from ds_vit.engine.flat_gradients import put_where_they_are_stepped_on
 from ds_vit.engine.norms import (
     clip_on_the_device,
     judge_by_the_norm_alone,
@@ -37,6 +39,7 @@ from ds_vit.engine.workarounds import (
     count_nothing_where_there_is_nothing,
     gather_around,
     import_muon_uncompiled,
+    leave_gradients_of_one_rank,
     partition_at_once,
     settle_the_scale_after_the_step,
 )
@@ -131,6 +134,8 @@ class Engine(ABC):
             gather_around(self.engine.optimizer, blocks_of(self.engine.module))
         if self.stage == 0:
             copy_reduced_at_once(self.engine)
+            if groups.layout.dp == 1 and sums_are_plain(own):
+                leave_gradients_of_one_rank(self.engine)
             take_step = self.engine._take_model_step
 
             def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
@@ -150,7 +155,11 @@ class Engine(ABC):
             judge_by_the_norm_alone(self.engine.optimizer)
             clip_on_the_device(self.engine.optimizer)
             take_norms_at_once(self.engine.optimizer, self._keep_norms)
-            copy_buckets_at_once(self.engine.optimizer)
+            in_the_order_of_the_model = self.engine.module.parameters()
+            if not put_where_they_are_stepped_on(
+                self.engine.optimizer, in_the_order_of_the_model, going_back=groups.layout.pp == 1
+            ):
+                copy_buckets_at_once(self.engine.optimizer)
             partition_at_once(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
             device_judges = self._device_can_judge()

@@ -89,6 +89,15 @@ def copy_reduced_at_once(engine: Any) -> None:
     engine.allreduce_and_copy = allreduce_and_copy
 
 
+def leave_gradients_of_one_rank(engine: Any) -> None:
+    """Keep ZeRO-0 on one data-parallel rank from copying all gradients into a bucket and back, to sum them over nobody.
+
+    Args:
+        engine: DeepSpeed's, whose JSON asks for nothing else on their way (`sums_are_plain`).
+    """
+    engine.buffered_allreduce_fallback = lambda *_, **__: None
+
+
 def copy_buckets_at_once(optimizer: Any) -> None:
     """Have ZeRO-1 and ZeRO-2 take a reduced bucket into this rank's partition in one operation in place of one a
     parameter, each gradient to the place where the optimizer steps on it.

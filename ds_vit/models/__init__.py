@@ -13,6 +13,7 @@ from ds_vit.models.flops import Flops, LayerCost, count_flops, layer_costs
 from ds_vit.models.initial_checkpoint import InitialCheckpoint
 from ds_vit.models.kept_rows import check_kept, compute_kept, count_kept, wants_kept
 from ds_vit.models.keyed_init import initialise
+from ds_vit.models.last_block import compute_class_token
 from ds_vit.models.layers import BlockLayer, DecoderBlockLayer, EmbedLayer, HeadLayer, Layer, block_stacks, take_apart
 from ds_vit.models.masked_autoencoder import (
     AutoencoderSettings,
@@ -68,6 +69,7 @@ __all__ = [
     "check_kept",
     "check_sizes",
     "classifier_names",
+    "compute_class_token",
     "compute_kept",
     "count_flops",
     "count_kept",

@@ -157,9 +157,11 @@ class BlockLayer(Layer):
 
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
+        class_token_is_read_alone: whether a head comes next that reads no other token (last_block.py).
     """
 
     stack = "blocks"
+    class_token_is_read_alone: bool = False
 
     def __init__(
         self, index: int, block: nn.Module, rope: nn.Module | None = None, patch_drop: nn.Module | None = None
@@ -341,4 +343,5 @@ def take_apart(model: TimmViT) -> list[Layer]:
     layers = encoder_layers(own)
     head = _part(own, _ends_of(own)[1], _HEAD)
     head.num_tokens = layers[-1].num_tokens
+    layers[-1].class_token_is_read_alone = own.global_pool == "token" and own.attn_pool is None
     return check_complete([*layers, head], model)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import Checkpointing
-from ds_vit.config.deepspeed_rules import sums_going_back, sums_in_fp32
+from ds_vit.config.deepspeed_rules import sums_are_plain, sums_going_back, sums_in_fp32
 from ds_vit.models import GoingBack, Kept
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
@@ -108,6 +108,7 @@ class MemoryRules:
         live: parameters that ZeRO-3 may have together.
         sums_apart: gradients are added up in a buffer of their own (DeepSpeed's BF16_Optimizer).
         sums_going_back: torch sums them while the backward pass runs, in memory that is there from its beginning.
+        put_in_place: ZeRO-1 has them in such memory too, the one that it steps on (engine/flat_gradients.py).
         sent_as: bytes of a gradient more while the ranks sum it up in another type than it waits in.
         autocast: the weights are in fp32 and the products in 16 bits.
         average: the weights have one.
@@ -124,6 +125,7 @@ class MemoryRules:
     live: int
     sums_apart: bool
     sums_going_back: bool
+    put_in_place: bool
     sent_as: int
     autocast: bool
     average: bool
@@ -163,6 +165,7 @@ class MemoryRules:
         in_fp32 = sums_in_fp32(json)
         sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
         overlaps = zero.get("overlap_comm")
+        put_in_place = stage == 1 and not autocast and not (in_fp32 and of_type == 2) and _put_in_place(json, compute)
         bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if overlaps and stage < 3 else 1
         bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
@@ -173,16 +176,27 @@ class MemoryRules:
             of_type=of_type,
             of_gradient=4 if in_fp32 else of_type,
             of_master=2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4,
-            bucket=bucket if stage and not sums_apart else 0,
+            bucket=bucket if stage and not (sums_apart or put_in_place) else 0,
             live=int(max(map(float, live))),
             sums_apart=sums_apart,
             sums_going_back=sums_going_back(json, pp=pp, dp=dp, tp=tp),
+            put_in_place=put_in_place,
             sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
             autocast=autocast,
             average=average,
             whole_matrices=whole_matrices,
             checkpointing=checkpointing,
         )
+
+
+def _put_in_place(json: Mapping[str, Any], compute: str) -> bool:
+    """Whether nothing in the JSON of ZeRO-1 keeps gradients, summed in the model's type, from their places."""
+    zero = json.get("zero_optimization") or {}
+    offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    plain = sums_are_plain({key: value for key, value in json.items() if key != "communication_data_type"})
+    names = {"float32": (None, "fp32"), "bfloat16": (None, "bf16", "bfp16"), "float16": (None, "fp16")}[compute]
+    sent = json.get("communication_data_type") in names
+    return plain and sent and not offloaded and not zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
 
 
 class _Run(NamedTuple):
@@ -244,7 +258,7 @@ class StageMemory:
         """
         rules, whole = self.rules, sum(run.trained for run in self.runs)
         share = whole / rules.dp if rules.stage >= 2 else whole
-        held = rules.sums_apart or rules.sums_going_back or summed or rules.stage == 3
+        held = rules.sums_apart or rules.sums_going_back or rules.put_in_place or summed or rules.stage == 3
         waiting, fullest, done = self.waiting, 0.0, 0
         for run in reversed(self.runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
@@ -276,8 +290,9 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
         return StageMemory(RankMemory(number, weights, 0, 0, 0, 0, 0), ahead, rules)
     trained, share = sum(layer.trained for layer in layers), dp if stage else 1
     gradients = rules.of_gradient * trained // (dp if stage >= 2 else 1)
-    # ZeRO updates a rank's share in fp32: of 16-bit gradients it makes a copy, of whole ones a flat share.
-    copies = 4 * trained // dp if stage in (1, 2) or (stage == 3 and rules.of_gradient < 4) else 0
+    # ZeRO updates a rank's share in fp32: of 16-bit gradients it makes a copy, of whole ones a flat share, unless that
+    # is where they are.
+    copies = 4 * trained // dp if rules.of_gradient < 4 or (stage in (1, 2) and not rules.put_in_place) else 0
     if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
         copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
         copies += rules.of_type * trained if rules.sums_apart else 0

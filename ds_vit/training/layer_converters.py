@@ -12,7 +12,15 @@ from functools import partial
 import deepspeed
 import torch
 
-from ds_vit.models import Layer, cast_block_buffers, compute_kept, freeze, norms_in_fp32, wants_kept
+from ds_vit.models import (
+    Layer,
+    cast_block_buffers,
+    compute_class_token,
+    compute_kept,
+    freeze,
+    norms_in_fp32,
+    wants_kept,
+)
 from ds_vit.models.compiled import compile_block, compile_function
 from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.tensor import cut_layer
@@ -49,6 +57,15 @@ def _keep_norms(plan: Plan, groups: Groups) -> Converter | None:
 def _freeze(plan: Plan, groups: Groups) -> Converter | None:
     """What is not trained."""
     return partial(freeze, names=plan.model.frozen)
+
+
+def _read_class_token(plan: Plan, groups: Groups) -> Converter | None:
+    """The last block for the class token alone, where the head reads no other; a cut block computes all.
+
+    Not before a stage that is the head alone: the length of what crosses is that of evaluation.
+    """
+    *_, last, end = plan.model.bounds
+    return compute_class_token if end - last > 1 else None
 
 
 def _compute_kept(plan: Plan, groups: Groups) -> Converter | None:
@@ -89,4 +106,4 @@ def _compile(plan: Plan, groups: Groups) -> Converter | None:
     return partial(compile_block, function=compile_function(plan.config.compile_mode))
 
 
-_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _compute_kept, _partition, _compile)
+_IN_ORDER = (_cut, _cast_buffers, _keep_norms, _freeze, _read_class_token, _compute_kept, _partition, _compile)

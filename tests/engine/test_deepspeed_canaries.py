@@ -570,8 +570,13 @@ def test_a_scale_that_grows_halves_the_step(ranks, stage):
     assert halved == pytest.approx(whole / 2, rel=1e-3)
 
 
-# Of each method that engine/norms.py and engine/workarounds.py replace: what it was read as.
+# Of each method that engine/norms.py, engine/flat_gradients.py and engine/workarounds.py replace: what it was read as.
 READ = {
+    "zero.stage_1_and_2.DeepSpeedZeroOptimizer.process_gradients": "a05fe9cac73c6432",
+    "zero.stage_1_and_2.DeepSpeedZeroOptimizer.reduce_gradients": "385b8e94b1d3cee7",
+    "zero.stage_1_and_2.DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue": "26ceef6d75b34b97",
+    "zero.stage_1_and_2.DeepSpeedZeroOptimizer.setup_buckets": "82266aa4880f7d64",
+    "engine.DeepSpeedEngine.buffered_allreduce_fallback": "c36145108c4f0383",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.copy_grads_in_partition": "110f723937b99fb9",
     "zero.stage_1_and_2.DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",

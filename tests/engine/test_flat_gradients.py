@@ -1,11 +1,16 @@
 """ZeRO-1 and ZeRO-2 step on the gradients where they were put, without lining them up once more."""
 
+import json
 from unittest import mock
 
 import pytest
 import torch
-from curves import train_main
+from curves import read_rows, train_main, train_rows
 from project import ROOT
+
+SMALL = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--no-aug", "--workers", "0"]
+SMALL += ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--batch-size", "5"]
+SMALL += ["--max-steps", "2", "--val-split", "", "--log-interval", "1", "--lr", "1e-2", "--warmup-steps", "0"]
 
 
 def pieces_of_each_step(argv):
@@ -35,14 +40,100 @@ def pieces_of_each_step(argv):
 
 @pytest.mark.parametrize(
     ("world", "stage", "more"),
-    [(1, 1, []), (3, 1, ["--grad-accum-steps", "2"]), pytest.param(3, 2, [], marks=pytest.mark.slow)],
+    [
+        (1, 1, ["--set", "zero_optimization.overlap_comm=true"]),
+        (3, 1, ["--set", "zero_optimization.overlap_comm=true", "--grad-accum-steps", "2"]),
+        pytest.param(3, 2, [], marks=pytest.mark.slow),
+    ],
 )
 def test_one_piece(ranks, tmp_path, world, stage, more):
     # Catches: a gradient beside its place; padding that is not zero; a partition that begins inside a parameter.
-    argv = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--no-aug", "--workers", "0"]
-    argv += ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--batch-size", "5", *more]
-    argv += ["--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json", "--max-steps", "2"]
-    argv += ["--val-split", "", "--output", tmp_path / "run"]
+    argv = [*SMALL, *more, "--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"]
+    argv += ["--output", tmp_path / "run"]
     for found in ranks.run(world, pieces_of_each_step, [str(word) for word in argv]):
         assert len(found) >= 2 * 2, "decayed and not, two steps"
         assert all(found)
+
+
+def train_both_ways(argv, config, folder, breaks=None):
+    """On a rank: train with gradients put where they are stepped on, and as DeepSpeed does it.
+
+    Args:
+        argv: of a run.
+        config: DeepSpeed's JSON.
+        folder: for the two runs.
+        breaks: "sums" to leave them out, "owner" to send them to the other one of two ranks.
+
+    Returns:
+        Of each step of the first run: how many gradients had come, how many buckets were sent when the backward pass
+        was over, and how many there are.
+    """
+    from ds_vit.engine import base, flat_gradients
+
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    argv = [str(word) for word in [*argv, "--deepspeed_config", path, "--output"]]
+    came = []
+
+    class Watched(flat_gradients.FlatGradients):
+        def take(self, parameter):
+            if breaks == "sums":
+                self._next = len(self._buckets)
+            super().take(parameter)
+
+        def _cut(self, *args):
+            found = super()._cut(*args)
+            for _, bucket in found:
+                bucket.owner = 1 - bucket.owner if breaks == "owner" else bucket.owner
+            return found
+
+        def finish(self):
+            came.append((len(self._taken), self._next, len(self._buckets)))
+            super().finish()
+
+    with mock.patch.object(flat_gradients, "FlatGradients", Watched):
+        assert train_main([*argv, str(folder / "ours")]) == 0
+    with mock.patch.object(base, "put_where_they_are_stepped_on", return_value=False):
+        assert train_main([*argv, str(folder / "deepspeeds")]) == 0
+    return came
+
+
+def config_of(**zero):
+    """The ZeRO-1 file with other settings of its block."""
+    config = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text())
+    return config | {"zero_optimization": config["zero_optimization"] | zero}
+
+
+def curve(folder):
+    """Loss and norm of each step."""
+    return [(row["loss"], row["grad_norm"]) for row in train_rows(read_rows(folder))]
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "zero"),
+    [
+        (1, [], {}),
+        (2, [], {"reduce_bucket_size": 1000}),
+        (2, ["--grad-accum-steps", "2", "--grad-checkpointing"], {"reduce_scatter": False, "reduce_bucket_size": 1}),
+        (2, ["--freeze", "blocks.0.attn"], {}),
+        pytest.param(2, ["--pp", "2"], {}, marks=pytest.mark.slow),
+        pytest.param(4, ["--tp", "2"], {"reduce_bucket_size": 1000}, marks=pytest.mark.slow),
+    ],
+)
+def test_they_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more, zero):
+    """A gradient that is summed before it is whole, to a rank that does not step on it, or not divided by the ranks."""
+    found = ranks.run(world, train_both_ways, [*SMALL, *more], config_of(**zero), tmp_path)
+    ours, deepspeeds = curve(tmp_path / "ours"), curve(tmp_path / "deepspeeds")
+    assert len(ours) == 2
+    assert ours == deepspeeds
+    for taken, sent, buckets in found[0]:
+        assert (taken > 0) == ("--pp" not in more), "while the backward pass runs"
+        assert sent == (buckets if taken else 0)
+        assert (buckets > 0) == (world > 1 and "--pp" not in more)
+
+
+@pytest.mark.parametrize("breaks", ["sums", "owner"])
+def test_a_sum_elsewhere_is_seen(ranks, tmp_path, breaks):
+    """The comparison must fail where the sums are left out, or reach a rank that does not step on them."""
+    ranks.run(2, train_both_ways, SMALL, config_of(), tmp_path, breaks)
+    assert curve(tmp_path / "ours") != curve(tmp_path / "deepspeeds")

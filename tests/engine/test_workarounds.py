@@ -97,3 +97,29 @@ def test_bf16_optimizers_norm_is_deepspeeds(what):
     assert torch.allclose(norms, torch.stack([value.float().norm() for value in values]), rtol=1e-6, equal_nan=True)
     if what != "nan":
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def sums_of_nobody(more):
+    """On a rank: the bytes that ZeRO-0's sums of gradients copied in a step, and whether its gradients were there."""
+    import deepspeed
+
+    from ds_vit.config.deepspeed_rules import sums_are_plain
+    from ds_vit.engine.workarounds import leave_gradients_of_one_rank
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **more}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
+    )
+    if sums_are_plain(config):
+        leave_gradients_of_one_rank(engine)
+    loss = engine(torch.ones(1, 4)).sum()
+    counts = count_step(lambda: engine.backward(loss))
+    return counts.by_name.get("cat", 0), torch.equal(model.weight.grad, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(("more", "copied"), [({}, 0), ({"prescale_gradients": True}, 1)])
+def test_one_rank_sums_over_nobody(ranks, more, copied):
+    """All gradients in a bucket and back, for a sum of one; a sum that the JSON asks for in another way, left out."""
+    assert ranks.run(1, sums_of_nobody, more) == [(copied, True)]

@@ -8,21 +8,47 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.layer_converters import layer_converters
 
-ALL = ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "_compute_kept", "_partition"]
+ALL = [
+    "cut_layer",
+    "cast_block_buffers",
+    "norms_in_fp32",
+    "freeze",
+    "compute_class_token",
+    "_compute_kept",
+    "_partition",
+]
 
 
 @pytest.mark.parametrize(
-    ("stage", "compute", "norms", "tp", "drop_path", "compiled", "expected"),
+    ("stage", "compute", "norms", "tp", "drop_path", "compiled", "bounds", "expected"),
     [
-        (1, "float32", "float32", 1, "all", False, ["freeze"]),
-        (2, "bfloat16", "model", 1, "all", False, ["cast_block_buffers", "freeze"]),
-        (1, "bfloat16", "float32", 2, "all", False, ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze"]),
-        (3, "float32", "float32", 2, "all", False, ["cut_layer", "freeze", "_partition"]),
-        (3, "bfloat16", "float32", 2, "auto", False, ALL),
-        (3, "float32", "float32", 1, "auto", True, ["freeze", "_partition", "compile_block"]),
+        (1, "float32", "float32", 1, "all", False, (0, 4), ["freeze", "compute_class_token"]),
+        (2, "bfloat16", "model", 1, "all", False, (0, 4), ["cast_block_buffers", "freeze", "compute_class_token"]),
+        (
+            1,
+            "bfloat16",
+            "float32",
+            2,
+            "all",
+            False,
+            (0, 4),
+            ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "compute_class_token"],
+        ),
+        (3, "float32", "float32", 2, "all", False, (0, 3, 4), ["cut_layer", "freeze", "_partition"]),
+        (3, "bfloat16", "float32", 2, "auto", False, (0, 4), ALL),
+        (
+            3,
+            "float32",
+            "float32",
+            1,
+            "auto",
+            True,
+            (0, 4),
+            ["freeze", "compute_class_token", "_partition", "compile_block"],
+        ),
     ],
 )
-def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, expected):
+def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, bounds, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
     plan = SimpleNamespace(
         config=SimpleNamespace(
@@ -34,7 +60,7 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, 
             compile_mode="default",
         ),
         data=SimpleNamespace(batch=SimpleNamespace(micro_batch=4)),
-        model=SimpleNamespace(class_parallel=False, frozen=frozenset()),
+        model=SimpleNamespace(class_parallel=False, frozen=frozenset(), bounds=bounds),
         deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),
     )
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
