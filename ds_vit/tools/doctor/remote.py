@@ -212,9 +212,8 @@ def ask_all(hosts: Sequence[Host], ask: Ask, way: Way, seconds: float) -> list[A
             first = talks[0]
 
             def asked(talk: Conversation) -> Ask:
-                names = tuple(
-                    dict.fromkeys((first.host.name, talk.host.name))
-                )  # all by all is a million look-ups at 1,024
+                # Not all of them: 1,024 hosts would make a million look-ups.
+                names = tuple(dict.fromkeys((first.host.name, talk.host.name)))
                 return replace(ask, names=names, port=ask.port if talk is first else 0)
 
             all_of(lambda talk: talk.ask(asked(talk), deadline), talks)
