@@ -7,15 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-# Dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and fp32 outside the tensor cores; the longest
-# name that is part of the device's name counts.
-_PEAK_TFLOPS = {
-    "H200": (989.0, 67.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100 NVL": (835.0, 60.0),
-    "H100": (989.0, 67.0),
+from ds_vit.planner.hardware import accelerator_of_device
+
+# Of what ds_vit/planner/data/ has no file for: dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and
+# fp32 outside the tensor cores; the longest name that is part of the device's name counts.
+_UNPLANNED_TFLOPS = {
     "H20": (148.0, 44.0),
-    "A100": (312.0, 19.5),
     "A40": (149.7, 37.4),
     "A30": (165.0, 10.3),
     "A10": (125.0, 31.2),
@@ -24,7 +21,6 @@ _PEAK_TFLOPS = {
     "L4": (121.0, 30.3),
     "V100": (125.0, 15.7),
     "T4": (65.0, 8.1),
-    "B200": (2250.0, 80.0),
 }
 
 
@@ -33,10 +29,12 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = [key for key in _PEAK_TFLOPS if key in name]
+    if planned := accelerator_of_device(name):
+        return planned.fp32_tflops if precision == "fp32" else planned.bf16_tflops
+    known = [key for key in _UNPLANNED_TFLOPS if key in name]
     if not known:
         return None
-    half, single = _PEAK_TFLOPS[max(known, key=len)]
+    half, single = _UNPLANNED_TFLOPS[max(known, key=len)]
     return single if precision == "fp32" else half
 
 

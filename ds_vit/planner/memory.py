@@ -260,19 +260,21 @@ class StageMemory:
         share = whole / rules.dp if rules.stage >= 2 else whole
         held = rules.sums_apart or rules.sums_going_back or rules.put_in_place or summed or rules.stage == 3
         waiting, fullest, done = self.waiting, 0.0, 0
+        width = _AUTOCAST_OF_FP32 if rules.autocast else 1.0  # over what layers make in the types that they have
+        made_by = {key: back.of(micro_batch) * width for key, back in self._backs.items()}
         for run in reversed(self.runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
             so_far += rules.of_type * done if rules.sums_apart else 0
-            made = max(back.of(micro_batch) * self._width for back in run.back)
+            made = max(made_by[id(back)] for back in run.back)
             fullest = max(fullest, so_far + made + micro_batch * (self.waiting * (under_way - 1) + waiting + run.again))
             waiting -= run.waiting
             done += run.trained
         return fullest
 
-    @property
-    def _width(self) -> float:
-        """Of what the backward pass makes, over what it makes of layers in the types that they have."""
-        return _AUTOCAST_OF_FP32 if self.rules.autocast else 1.0
+    @cached_property
+    def _backs(self) -> dict[int, GoingBack]:
+        """Each once, by its identity: blocks that are alike share one."""
+        return {id(back): back for run in self.runs for back in run.back}
 
 
 def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, trains: bool = True) -> StageMemory:

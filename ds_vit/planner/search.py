@@ -18,7 +18,7 @@ import torch
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
 from ds_vit.config.deepspeed_json import Checkpointing
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import ModelSpec, balance, count_flops, create_model, num_parameters, take_apart
+from ds_vit.models import ModelSpec, TimmViT, balance, count_flops, create_model, num_parameters, take_apart
 from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
 from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
@@ -232,9 +232,7 @@ class Search:
         return self._cuts[tp]
 
     def _look(self, tp: int) -> Cut:
-        wishes, looked_at = self.wishes, min(3, self.depth)
-        kwargs = {**wishes.spec.model_kwargs, "depth": looked_at}
-        model = create_model(dataclasses.replace(wishes.spec, model_kwargs=kwargs))
+        wishes, model = self.wishes, self._shallow(3)
         layers = as_a_rank_has_them(
             take_apart(model),
             tp=tp,
@@ -259,6 +257,16 @@ class Search:
 
         return Cut(whole(memory), whole(works), whole(regions))
 
+    def _shallow(self, depth: int) -> TimmViT:
+        """The model with no more than this many of its blocks."""
+        kwargs = {**self.wishes.spec.model_kwargs, "depth": min(depth, self.depth)}
+        return create_model(dataclasses.replace(self.wishes.spec, model_kwargs=kwargs))
+
+    def _training_flops(self) -> int:
+        """Of an image: those of two blocks and the ends, and what each further block adds."""
+        two, three = (count_flops(self._shallow(depth)).training for depth in (2, 3))
+        return two + max(0, self.depth - 2) * (three - two)
+
     def run(self) -> Planned:
         """Every layout, ranked."""
         fitting: list[Layouted] = []
@@ -269,11 +277,10 @@ class Search:
                 found, fits = self._largest(layout, stage, recomputing, bounds)
                 if found is not None:
                     (fitting if fits else too_large).append(found)
-        flops = count_flops(self.model).training
         return Planned(
             self.wishes,
             num_parameters(self.model),
-            flops,
+            self._training_flops(),
             tuple(sorted(fitting, key=lambda one: -one.images_per_second)),
             tuple(sorted(too_large, key=lambda one: one.needs)),
         )
@@ -319,10 +326,13 @@ class Search:
             if batch.micro_batch > _LARGEST_MICRO_BATCH or (batch.accumulation < layout.pp and batch.micro_batch > 1):
                 break
             memory = tuple(on_device(one.of(batch), in_host) for one in stages)
+            fits = max(one.together for one in memory) <= room
+            if fastest and not fits:
+                return fastest, True
             time = self._time(layout, bounds, batch, rules)
             found = Layouted(layout, stage, recomputing, batch, tuple(bounds), memory, room, time)
-            if not found.fits:
-                return (fastest, True) if fastest else (found, False)
+            if not fits:
+                return found, False
             if fastest is None or found.images_per_second > fastest.images_per_second:
                 fastest = found
         return fastest, fastest is not None

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from ds_vit import cli
-from ds_vit.launching.hosts import Host
+from ds_vit.launching.hosts import Host, expand_nodelist, parse_hostfile, to_hostfile
 from ds_vit.launching.ports import free_port
+from ds_vit.tools.doctor import remote
 from ds_vit.tools.doctor.checks import CHECKS, examine
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
 from ds_vit.tools.doctor.findings import Finding, Run
@@ -531,6 +532,32 @@ def test_this_machine_is_asked(tmp_path):
     assert list(tmp_path.iterdir()) == []
     at_least, at_most = answer.clock_ahead_seconds
     assert at_least <= 0 <= at_most
+
+
+def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
+    # Catches: what grows with the square of the hosts: each resolving all, each answer carrying all.
+    class Talk:
+        def __init__(self, host, command, cwd):
+            self.host, self.answer = host, Answer(host)
+
+        def ask(self, ask, deadline):
+            assert ask.port == (29500 if self.host.name == "n1" else 0)
+            text = gpu_host(int(self.host.name[1:]), ask.names).pack()
+            self.answer = Answer(self.host, Facts.unpack(text), clock_ahead_seconds=(0.0, 0.0), marks=1024)
+
+        def compare(self, deadline):
+            pass
+
+        end = object  # says nothing, does nothing
+
+    monkeypatch.setattr(remote, "Conversation", Talk)
+    hosts = parse_hostfile(to_hostfile(tuple(Host(name, 8) for name in expand_nodelist("n[1-1024]"))))
+    answers = ask_all(hosts, Ask(port=29500), Way({}, ROOT), 60)
+    assert examine(answers, RUN) == []
+    assert sum(len(answer.facts.resolves) for answer in answers) == 2 * 1024 - 1
+    assert sum(len(answer.facts.pack()) for answer in answers) < 4 * 2**20  # 40 MiB where each has all
+    answers[700] = replace(answers[700], facts=replace(answers[700].facts, code="bb"))
+    assert [finding.hosts for finding in examine(answers, RUN)] == [("n701",)]
 
 
 def test_a_slow_host_is_given_up(monkeypatch):

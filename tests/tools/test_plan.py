@@ -14,8 +14,9 @@ from project import ROOT
 from ds_vit.cli import main
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
+from ds_vit.models import ModelSpec, activations, count_flops, create_model, flops
 from ds_vit.models.large_sizes import SIZES
-from ds_vit.planner import hardware
+from ds_vit.planner import hardware, work
 from ds_vit.tools import plan as plan_tool
 from ds_vit.training.memory import estimate
 from ds_vit.training.plan import prepare
@@ -47,6 +48,21 @@ def test_layouts_are_ranked_and_legal(capsys):
         assert sum(v for k, v in one["seconds"].items() if k not in ("step", "hidden")) == pytest.approx(
             one["seconds"]["step"]
         )
+
+
+def test_a_deep_model_is_looked_at_through_few_blocks(capsys, monkeypatch):
+    # Catches: FLOPs that forget a block, and time that grows with blocks which are all alike.
+    depths, looked_at = [], flops.look_at_each
+    for module in (flops, activations, work):
+        monkeypatch.setattr(
+            module,
+            "look_at_each",
+            lambda model, layers, *a, **k: depths.append(len(layers)) or looked_at(model, layers, *a, **k),
+        )
+    found = planned(capsys, "--model-kwargs", "depth=20")
+    assert max(depths) == 3 + 2
+    spec = ModelSpec("vit_base_patch16_224", num_classes=1000, model_kwargs={"depth": 20})
+    assert found["training_flops_an_image"] == count_flops(create_model(spec)).training
 
 
 def test_the_table_says_why(capsys):

@@ -73,14 +73,27 @@ def test_the_time_of_a_known_accelerator_is_predicted(plan):
     assert accelerator_of_device("NVIDIA GeForce GTX 1080") is None
 
 
-def test_forms_of_one_chip_are_told_apart():
-    # Catches: an H100 on a PCIe card that is taken for the faster one of a board.
-    from ds_vit.monitoring.throughput import _PEAK_TFLOPS
+def test_a_chip_has_one_peak_and_its_forms_are_told_apart(monkeypatch):
+    # Catches: an H100 on a PCIe card that is taken for the faster one of a board, a chip with figures in two places.
+    from ds_vit.monitoring.throughput import _UNPLANNED_TFLOPS, peak_tflops
     from ds_vit.planner.hardware import accelerator_of_device
 
-    for name in ("H100 PCIe", "H100 NVL", "H100", "H200", "B200", "A100"):
-        found = accelerator_of_device(f"NVIDIA {name}")
-        assert (found.bf16_tflops, found.fp32_tflops) == _PEAK_TFLOPS[name]
+    def peak(name, precision):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        return peak_tflops(torch.device("cuda"), precision)
+
+    for name, half, single in (
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H20", 148, 44),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A10G", 125, 31.2),
+        ("NVIDIA L40S", 362, 91.6),
+        ("AMD Instinct MI300X", 1307, 163.4),
+        ("NVIDIA GeForce GTX 1080", None, None),
+    ):
+        assert (peak(name, "bf16"), peak(name, "fp32")) == (half, single), name
+    assert [name for name in _UNPLANNED_TFLOPS if accelerator_of_device(name)] == []
 
 
 def test_a_prediction_that_fails_ends_no_run(plan, monkeypatch):

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     else:
         hosts, local = (Host(_own_name(), 1),), True
     way = Way(environ=sent, cwd=cwd, ssh_port=arguments.ssh_port, local=local)
-    answers = ask_all(hosts, _ask(arguments, [h.name for h in hosts]), way, arguments.timeout)
+    answers = ask_all(hosts, _ask(arguments), way, arguments.timeout)
     if local and (facts := answers[0].facts) is not None:
         everything = len(facts.accelerators) or min(2, facts.cores)
         answers = [replace(answers[0], host=Host(answers[0].host.name, everything))]
@@ -116,7 +116,7 @@ def _own_name() -> str:
         return "localhost"
 
 
-def _ask(arguments: Namespace, names: Sequence[str]) -> Ask:
+def _ask(arguments: Namespace, names: Iterable[str] = ()) -> Ask:
     token = f"ds-vit-doctor-{secrets.token_hex(4)}"
     return Ask(tuple(names), arguments.master_port, arguments.data_dir, arguments.output, token)
 
@@ -148,7 +148,7 @@ def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
         dist.all_gather_object(names, (socket.gethostname(), process.local_rank))
         leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
         hosts = [names[rank][0] for rank in leaders]
-        ask = replace(_ask(arguments, hosts), token="ds-vit-doctor-ranks", port=0)
+        ask = replace(_ask(arguments, {hosts[0], socket.gethostname()}), token="ds-vit-doctor-ranks", port=0)
         facts = gather(ask).pack() if process.local_rank == 0 else ""
         dist.barrier()
         clock = time.time()

@@ -33,7 +33,7 @@ class Ask:
     """What a host is asked.
 
     Attributes:
-        names: the hosts' names, to be resolved by each of them.
+        names: to be resolved: the host's own, and rank 0's.
         port: where rank 0 will listen; asked of the first host alone, else 0.
         data_dir, output: paths of the run; "" for none.
         token: names this inquiry, for the marks in `output`.
@@ -76,7 +76,7 @@ class Facts:
     Attributes:
         identity: the same for two names of one machine, different for two machines.
         code: checksum of the package; `data` of names and a few files of the data, "" without `data_dir`.
-        resolves: host name → addresses that it has here.
+        resolves: of the names asked for, each → addresses that it has here.
         torch_accelerators: how many torch sees; None where it was not asked.
     """
 

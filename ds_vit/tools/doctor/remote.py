@@ -200,7 +200,10 @@ def explain(name: str, code: int, errors: str, timed_out: bool) -> tuple[str, st
 
 
 def ask_all(hosts: Sequence[Host], ask: Ask, way: Way, seconds: float) -> list[Answer]:
-    """Every host's answer, in the order of `hosts`; takes `seconds` at most, and a little for the goodbyes."""
+    """Every host's answer, in the order of `hosts`; takes `seconds` at most, and a little for the goodbyes.
+
+    Each resolves two names: its own, and that of the first host.
+    """
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
 
@@ -212,7 +215,13 @@ def ask_all(hosts: Sequence[Host], ask: Ask, way: Way, seconds: float) -> list[A
         )
         try:
             first = talks[0]
-            all_of(lambda talk: talk.ask(ask if talk is first else replace(ask, port=0), deadline), talks)
+
+            def asked(talk: Conversation) -> Ask:
+                # Not all of them: 1,024 hosts would make a million look-ups.
+                names = tuple(dict.fromkeys((first.host.name, talk.host.name)))
+                return replace(ask, names=names, port=ask.port if talk is first else 0)
+
+            all_of(lambda talk: talk.ask(asked(talk), deadline), talks)
             # Only now have all hosts left their marks in the output folder.
             all_of(lambda talk: talk.compare(min(deadline, time.monotonic() + 20)), talks)
         finally:
