@@ -60,7 +60,7 @@ class RunConfig(MixConfig, AugmentConfig):
     sequence_parallel: bool = flag(False, _R, "cut the tokens too, between the layers that --tp cuts")
     class_parallel: str = flag("auto", _R, "cut the classifier over classes under --tp", choices=("auto", "on", "off"))
     check_replicas: int = flag(0, _R, "steps between bitwise comparisons of replicas", rule=AT_LEAST_0)
-    pp_partition: str = flag("", _R, "first layer of each stage and the number of layers: 0,7,14")
+    pp_partition: str = flag("", _R, "first layer of each stage and the number of layers: 0,7,14; auto: the fastest")
 
     task: str = flag("classification", _M, "what is trained for")
     mask_ratio: float = flag(0.75, _M, "--task mae: share of the patches that are hidden")

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import balance, check_bounds, layer_costs, take_apart
+from ds_vit.models import Layer, balance, check_bounds, layer_costs, take_apart
 
 
 def stage_bounds(config: RunConfig, model: torch.nn.Module, frozen: frozenset[str]) -> tuple[int, ...]:
-    """Where the pipeline is cut: --pp-partition, or balanced by FLOPs and activation bytes.
+    """Where the pipeline is cut: --pp-partition, or (with "auto" for the time being) balanced by FLOPs and memory.
 
     Raises:
         UserError: bounds that do not fit, more stages than layers, or a stage with nothing to train.
     """
     layers = take_apart(model)
-    if config.pp_partition:
+    if config.pp_partition not in ("", "auto"):
         try:
             bounds = [int(piece) for piece in config.pp_partition.split(",")]
         except ValueError:
-            message = f"--pp-partition {config.pp_partition!r} is not a list of whole numbers such as 0,7,14"
+            message = f"--pp-partition {config.pp_partition!r} is not a list of whole numbers such as 0,7,14, nor auto"
             raise UserError(message) from None
         bounds = check_bounds(bounds, len(layers), config.pp)
     elif config.pp == 1:
@@ -30,11 +31,27 @@ def stage_bounds(config: RunConfig, model: torch.nn.Module, frozen: frozenset[st
     else:
         costs = layer_costs(model, layers)
         bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], config.pp)
-    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        names = {name for layer in layers[start:stop] for name, _ in layer.named_parameters()}
-        if names <= frozen:
-            raise UserError(
-                f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
-                "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
-            )
+    if config.pp_partition != "auto":
+        check_trained(bounds, layers, frozen)
     return tuple(bounds)
+
+
+def check_trained(bounds: Sequence[int], layers: Sequence[Layer], frozen: frozenset[str]) -> None:
+    """Refuse a stage whose parameters are all frozen.
+
+    Raises:
+        UserError: there is one.
+    """
+    for stage in untrained(bounds, layers, frozen):
+        start, stop = bounds[stage : stage + 2]
+        raise UserError(
+            f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
+            "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
+        )
+
+
+def untrained(bounds: Sequence[int], layers: Sequence[Layer], frozen: frozenset[str]) -> list[int]:
+    """The stages whose parameters are all frozen."""
+    names = [{name for name, _ in layer.named_parameters()} for layer in layers]
+    parts = enumerate(itertools.pairwise(bounds))
+    return [stage for stage, (start, stop) in parts if set().union(*names[start:stop]) <= frozen]

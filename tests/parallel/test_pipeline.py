@@ -11,10 +11,13 @@ from curves import assert_same_curve, evals, read_rows, train_in
 from project import ROOT
 from runs import KINDS, count_decodes, drift
 
+from ds_vit.config.parser import parse
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, alike, balance, check_bounds, count_flops, create_model, flops, layer_costs
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
+from ds_vit.training.plan import prepare
 
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
@@ -203,6 +206,27 @@ def test_embedding_alone_on_a_stage(ranks, micro):
     assert_same_curve(reference, train_in(ranks, 2, [*argv, *staged]), rtol=RTOL)
 
 
+def test_the_cut_of_the_fastest_step(ranks, tmp_path):
+    """A flag that changes nothing, a cut that trains otherwise, or that the stages do not agree on."""
+    # What is frozen has no backward pass, which the balanced cut does not know: it leaves stage 0 nothing to train.
+    frozen = ["--freeze", "patch_embed", "pos_embed", "cls_token", "blocks.0"]
+    argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", *frozen]
+    staged = [*argv, "-b", 2, "--grad-accum-steps", 4, "--pp", 2]
+    with pytest.raises(ValueError, match=r"stage 0 .*has nothing to train"):
+        prepared(staged, 2)
+    plan = prepared([*staged, "--pp-partition", "auto"], 2)
+    assert plan.model.bounds == (0, 3, 5)
+    assert any("--pp-partition auto: 0,3,5, a step" in note for note in plan.model.notes)
+    reference = train_in(ranks, 1, [*argv, "-b", 8])
+    assert_same_curve(reference, train_in(ranks, 2, [*staged, "--pp-partition", "auto"]), rtol=RTOL)
+
+
+def prepared(argv, world):
+    """The plan of the first rank of so many."""
+    config, explicit = parse([str(word) for word in argv])
+    return prepare(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "autocast"])
 def test_bf16_pipeline_stays_with_bf16_alone(ranks, tmp_path, precision):
     """The deviation of a 16-bit pipeline from one 16-bit rank is rounding: below 0.2 %."""
@@ -250,6 +274,7 @@ ILLEGAL = {
     "--pp 4": "6 ranks cannot be cut into --pp 4",
     "--pp 2 --pp-partition 0,9": "--pp 2 needs 3 rising numbers from 0 to the model's 5 layers",
     "--pp 2 --pp-partition a,b": "'a,b' is not a list of whole numbers",
+    "--pp 2 --linear-probe --pp-partition auto": "has nothing to train",
     "--pp 2 --linear-probe": "pipeline stage 0 (layers 0 to 1) has nothing to train",
     "--pp-partition 0,5": "--pp-partition has no effect without --pp",
     "--check-replicas 1 --deepspeed_config cpu_zero3_fp32.json": "at ZeRO stage 3, where every weight exists once",

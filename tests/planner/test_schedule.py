@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
-from ds_vit.planner.schedule import StageCost, play
+from ds_vit.models import balance
+from ds_vit.planner import schedule
+from ds_vit.planner.schedule import StageCost, fastest_bounds, play
 
 PAIRS = [(1, 1), (2, 2), (2, 8), (3, 4), (4, 4), (4, 16), (6, 5), (8, 32)]
 
@@ -41,3 +46,50 @@ def test_a_transfer_keeps_both_ends():
     # Catches: sends that cost nothing. With two stages each micro-batch crosses twice.
     free, dear = (play([StageCost(1.0, 2.0, send)] * 2, 8).seconds for send in (0.0, 0.5))
     assert dear - free == pytest.approx(2 * 8 * 0.5, rel=0.15)
+
+
+def step_of(layers, bounds, m):
+    """Seconds of a step, played whole."""
+    parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return play([StageCost(sum(a.forward for a in p), sum(a.backward for a in p)) for p in parts], m).seconds
+
+
+def cases():
+    """Layers of any kind; and blocks that are alike between an embedding and a head that are not."""
+    rng = random.Random(0)
+    for _ in range(60):
+        p, m = rng.choice((2, 3, 4)), rng.choice((1, 2, 3, 6, 12))
+        layers = [StageCost(rng.randint(1, 9), rng.randint(1, 18)) for _ in range(rng.randint(p, 8))]
+        yield layers, p, m
+        ends = [StageCost(rng.randint(1, 20), rng.randint(1, 40)) for _ in range(2)]
+        yield [ends[0], *[StageCost(4, 8)] * (len(layers) - 2), ends[1]][: len(layers)], p, m
+
+
+def test_no_cut_is_faster_than_the_one_that_is_taken(monkeypatch):
+    """A cut that is balanced and waits: the slowest stage alone says little of few micro-batches."""
+    faster = 0
+    for layers, p, m in cases():
+        every = [(0, *inner, len(layers)) for inner in itertools.combinations(range(1, len(layers)), p - 1)]
+        best = min(step_of(layers, bounds, m) for bounds in every)
+        kept = [1.0] * len(layers)
+        assert step_of(layers, fastest_bounds(layers, kept, p, m), m) == pytest.approx(best)
+        balanced = step_of(layers, balance([a.forward + a.backward for a in layers], kept, p), m)
+        faster += balanced > best
+        with monkeypatch.context() as context:  # more layers than all cuts of are tried: never worse than balanced
+            context.setattr(schedule, "_ALL_CUTS", 0)
+            climbed = step_of(layers, fastest_bounds(layers, kept, p, m), m)
+        assert best <= climbed <= balanced
+    assert faster > 10
+
+
+def test_an_illegal_cut_is_not_taken():
+    """A stage with nothing to train."""
+    layers = [StageCost(1.0, 2.0)] * 6
+    assert fastest_bounds(layers, [1.0] * 6, 2, 4) == [0, 3, 6]
+    assert fastest_bounds(layers, [1.0] * 6, 2, 4, is_legal=lambda bounds: bounds[1] > 4) == [0, 5, 6]
+
+
+def test_of_equally_fast_cuts_the_one_with_less_memory_is_taken():
+    """The first stage holds two micro-batches: the layer that takes no time but much memory goes to the last."""
+    layers = [StageCost(1.0, 2.0), StageCost(0.0, 0.0), StageCost(1.0, 2.0)]
+    assert fastest_bounds(layers, [1.0, 9.0, 1.0], 2, 4) == [0, 1, 3]

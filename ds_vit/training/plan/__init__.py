@@ -33,6 +33,7 @@ from ds_vit.training.plan.data import DataPlan, check_readable, resolve_data
 from ds_vit.training.plan.data import with_batch as data_with_batch
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan, read, write_out
 from ds_vit.training.plan.deepspeed import with_batch as json_with_batch
+from ds_vit.training.plan.fastest_cut import cut_by_playing
 from ds_vit.training.plan.learning_rate import DEFAULT_EPOCHS
 from ds_vit.training.plan.model import ModelPlan, resolve_model
 from ds_vit.training.plan.optimizer import OptimizerPlan, resolve_optimizer
@@ -215,6 +216,7 @@ def prepare(
     if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, goes_on=resume is not None)
+    model = cut_by_playing(model, told, parallel.layout, data.batch)
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, told, data, model)
     if config.img_size_schedule and optimizer is not None:
         size_schedule(config.img_size_schedule, optimizer.horizon)  # says now what it would say on the ranks
