@@ -78,7 +78,7 @@ def decoding(source: data.Source, words: argparse.Namespace) -> None:
             images.append(image)
             memory = torch.frombuffer(bytearray(handed_over[0]), dtype=torch.uint8)
             files.append(File(memory, name, (image.height, image.width)))
-    there = len(files) / fastest(lambda: decode_on(device, files), words.turns, device)
+    there = len(files) / fastest(lambda: list(decode_on(device, files)), words.turns, device)
     here = len(files) / fastest(lambda: [image.image() for image in images], words.turns, torch.device("cpu"))
     apart = [
         (pixels.cpu().float() - pil_to_tensor(image.image()).float()).abs().mean().item()

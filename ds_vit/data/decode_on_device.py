@@ -7,7 +7,9 @@ What it cannot decode, Pillow decodes, or refuses by name.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -44,8 +46,11 @@ def require_fast_on_device() -> None:
         ) from error
 
 
-def decode_on(device: torch.device, files: Sequence[File]) -> list[torch.Tensor]:
-    """The pixels of JPEG files.
+_AT_ONCE = 256 * 2**20  # bytes of pixels: whole images lie in the device's memory until their crops are taken
+
+
+def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[torch.Tensor]:
+    """The pixels of JPEG files, several files decoded at once.
 
     Args:
         device: where they are to be. torchcodec decodes on CUDA devices and CPUs; for others the pixels are copied.
@@ -59,22 +64,51 @@ def decode_on(device: torch.device, files: Sequence[File]) -> list[torch.Tensor]
         UserError: torchcodec cannot decode on this device at all.
     """
     where = device if device.type == "cuda" else torch.device("cpu")
-    found = _decoded([file.data for file in files], where) if files else []
-    if found is None:  # one of them spoils all
-        _require_able(where)
-        found = [(_decoded([file.data], where) or [None])[0] for file in files]
-    return [_sound(pixels, file).to(device) for pixels, file in zip(found, files, strict=True)]
+    sizes = itertools.accumulate(3 * height * width for _, _, (height, width) in files)
+    for _, together in itertools.groupby(zip(files, sizes, strict=True), lambda pair: pair[1] // _AT_ONCE):
+        some = [file for file, _ in together]
+        found: Sequence[torch.Tensor | None] | None = _decoded([file.data for file in some], where)
+        if found is None:  # one of them spoils all
+            _require_able(where)
+            found = [(_decoded([file.data], where) or [None])[0] for file in some]
+            refused = [file.name for file, pixels in zip(some, found, strict=True) if pixels is None]
+            if refused and where not in _said:
+                _said.add(where)
+                warnings.warn(
+                    f"{refused[0]} cannot be decoded on {where}; each such file has its micro-batch decoded a file at "
+                    "a time: where there are many, --decode exact is faster",
+                    stacklevel=2,
+                )
+        for pixels, file in zip(found, some, strict=True):
+            yield _sound(pixels, file).to(device)
 
 
 def _decoded(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor] | None:
     from torchcodec.decoders import decode_jpeg
 
     try:
-        return decode_jpeg(files, mode="RGB", device=where)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
+        if where.type != "cuda":
+            return decode_jpeg(files, mode="RGB", device=where)
+        # torchcodec waits for the stream that it decodes on; on the training's own that would be for the whole step.
+        training, own = torch.cuda.current_stream(where), _own_stream(where)
+        with torch.cuda.stream(own):
+            found = decode_jpeg(files, mode="RGB", device=where)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise
         return None
+    training.wait_stream(own)
+    for pixels in found:
+        pixels.record_stream(training)
+    return found
+
+
+@cache
+def _own_stream(where: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(where)
+
+
+_said: set[torch.device] = set()  # where a first file was refused
 
 
 def _sound(pixels: torch.Tensor | None, file: File) -> torch.Tensor:

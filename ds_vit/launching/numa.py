@@ -6,7 +6,7 @@ What a loader's process writes lies in the memory of its own node; from another 
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
@@ -27,6 +27,30 @@ def cores_near(pci: str | None, usable: Set[int], sys: Path = Path("/sys")) -> f
     file = lists.get(int(node.read_text()))  # -1 where the firmware does not say
     near = usable & _numbers(file.read_text()) if file else frozenset()
     return frozenset(near if near < usable else ())
+
+
+def cores_to_share(
+    pci: str | None, of_ranks: Sequence[str | None], processes: int, usable: Set[int], sys: Path = Path("/sys")
+) -> frozenset[int]:
+    """The cores near a rank's device, where they are enough for all ranks of this host whose device hangs there.
+
+    Args:
+        pci: address of the rank's own device.
+        of_ranks: those of this host's ranks, its own among them.
+        processes: that each rank wants to run there.
+        usable, sys: as for `cores_near`.
+    """
+    near = cores_near(pci, usable, sys)
+    ranks = sum(cores_near(other, usable, sys) == near for other in of_ranks)
+    return near if processes * ranks <= len(near) else frozenset()
+
+
+def addresses_of_ranks(device: torch.device, local_world_size: int | None) -> list[str | None]:
+    """The devices of this host's ranks; where each rank sees its own alone, as if all hung on the same node."""
+    ranks = local_world_size or 1
+    if device.type != "cuda" or torch.cuda.device_count() < ranks:
+        return [pci_address(device)] * ranks
+    return [pci_address(torch.device("cuda", number)) for number in range(ranks)]
 
 
 def _numbers(text: str) -> frozenset[int]:

@@ -114,7 +114,7 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
     for change, times in timed.items():
         would_give[change] = rate * of_worker / (rest + sum(times))
-        if others[change].augment.augment_on == "device":
+        if others[change].augment.augment_on == "device" and others[change].samples is samples:
             there = 1.0 / _seconds_on_device(plan, others[change].augment, len(samples), device)
             would_give[change] = min(would_give[change], there)
             if would_give[change] <= rate:
@@ -295,10 +295,12 @@ def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
     if crops and augment.decode == "exact" and _is_legal(plan, fast):
         found["--decode fast"] = _Way(samples, fast)
     if augment.augment_on == "cpu":
-        for decode, change in (("exact", "--augment-on device"), ("fast", "--augment-on device --decode fast")):
+        for decode in ("exact", "fast"):
             there = dataclasses.replace(augment, augment_on="device", decode=decode)
             if _is_legal(plan, there):
-                found[change] = _Way(samples, there)
+                found["--augment-on device" + (f" --decode {decode}" if decode != augment.decode else "")] = _Way(
+                    samples, there
+                )
     side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
     encoded = [(sample, sample.data) for sample in samples if sample.data is not None]
     smaller = [sample._replace(data=_smaller(data, sample.name, side)) for sample, data in encoded]

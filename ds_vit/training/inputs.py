@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_vit.data import Loader, MicroBatch, Source, eval_loader, finish_keys, finish_valid, train_loader
 from ds_vit.engine.base import Engine
-from ds_vit.launching.numa import cores_near, pci_address
+from ds_vit.launching.numa import addresses_of_ranks, cores_to_share, pci_address
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.tasks import Batch, Field
 from ds_vit.training.plan import Plan
@@ -178,8 +178,14 @@ class InputPipeline:
             "on_bad_image": plan.config.on_bad_image,
             "num_workers": plan.workers,
             "pin_memory": self.engine.device.type == "cuda",
-            "cores": cores_near(pci_address(self.engine.device), os.sched_getaffinity(0)),
+            "cores": self._cores(),
         }
+
+    def _cores(self) -> frozenset[int]:
+        """Where the loader's processes are to run; none: anywhere."""
+        device, process = self.engine.device, self.plan.parallel.process
+        of_ranks = addresses_of_ranks(device, process.local_world_size)
+        return cores_to_share(pci_address(device), of_ranks, self.plan.workers, os.sched_getaffinity(0))
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys."""

@@ -62,7 +62,8 @@ class Seen:
     def passing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches on to the model that is watched, to see which of their rows are valid."""
         for batch in batches:
-            self.rows = batch["valid"].nonzero().flatten()[:MOST]
+            if self.images is None:  # else the host would wait for the device at every batch
+                self.rows = batch["valid"].nonzero().flatten()[:MOST]
             yield batch
 
     def maps(self, model: SequentialViT, tp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
@@ -108,8 +109,9 @@ def _mean_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """q [B, H, Q, K], k [B, H, S, K] → what each token gets, in the mean over queries and heads: float [B, S]."""
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.float() * q.shape[-1] ** -0.5, k.float()
-        # Head after head: all at once would be gigabytes with large images.
-        return torch.stack([(q[:, h] @ k[:, h].mT).softmax(-1).mean(1) for h in range(q.shape[1])]).mean(0)
+        # One head of one image after another: all at once would be gigabytes with large images.
+        one_by_one = [(a @ b.mT).softmax(-1).mean(0) for a, b in zip(q.flatten(0, 1), k.flatten(0, 1), strict=True)]
+        return torch.stack(one_by_one).view(*q.shape[:2], -1).mean(1)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ds_vit.data import (
     MixConfig,
     SampleOrder,
     Share,
+    decode_on_device,
     finish_images,
     open_source,
     train_loader,
@@ -140,10 +141,38 @@ def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
     monkeypatch.setattr(decoders, "decode_jpeg", picky)
     files = [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
     _require_able.cache_clear()
-    found = decode_on(CPU, files)
+    decode_on_device._said.clear()
+    with pytest.warns(UserWarning, match=r"^1 cannot be decoded on cpu; .* --decode exact is faster"):
+        found = list(decode_on(CPU, files))
     assert calls[0] == 4
     for pixels, data in zip(found, datas, strict=True):
         assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
+
+
+def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
+    """Would catch all images of a micro-batch in memory at once, and one that is lost between two calls."""
+    datas = [_bytes(n, format="jpeg") for n in range(5)]
+    right, calls = decoders.decode_jpeg, []
+    monkeypatch.setattr(decoders, "decode_jpeg", lambda files, **how: calls.append(len(files)) or right(files, **how))
+    monkeypatch.setattr(decode_on_device, "_AT_ONCE", 2 * 3 * 64 * 70)
+    files = [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
+    for pixels, data in zip(decode_on(CPU, files), datas, strict=True):
+        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
+    assert len(calls) > 1
+    assert sum(calls) == 5
+    assert max(calls) <= 3
+
+
+def test_a_device_without_memory_says_so(monkeypatch):
+    """Would catch images decoded by Pillow, one after the other, where the device's memory is full."""
+
+    def full(*args: object, **options: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(decoders, "decode_jpeg", full)
+    file = File(torch.frombuffer(bytearray(_bytes(0, format="jpeg")), dtype=torch.uint8), "a.jpg", (60, 70))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(decode_on(CPU, [file]))
 
 
 def test_a_device_that_cannot_decode_at_all_ends_the_run(monkeypatch):
@@ -156,7 +185,7 @@ def test_a_device_that_cannot_decode_at_all_ends_the_run(monkeypatch):
     monkeypatch.setattr(decoders, "decode_jpeg", refuse)
     file = File(torch.frombuffer(bytearray(_bytes(0, format="jpeg")), dtype=torch.uint8), "a.jpg", (60, 70))
     with pytest.raises(UserError, match=r"cannot decode JPEG files on cpu \(no nvJPEG here\); drop --decode fast"):
-        decode_on(CPU, [file])
+        list(decode_on(CPU, [file]))
 
 
 @pytest.mark.gpu
@@ -173,7 +202,7 @@ def test_on_a_gpu_pixels_are_within_two_grey_levels(real_images, folder):
         File(torch.frombuffer(bytearray(data), dtype=torch.uint8), "", tuple(pixels.shape[1:]))
         for data, pixels in zip(datas, expected, strict=True)
     ]
-    found = decode_on(torch.device("cuda"), files)
+    found = list(decode_on(torch.device("cuda"), files))
     assert all(pixels.is_cuda for pixels in found)
     apart = [(a.cpu().float() - b.float()).abs().mean().item() for a, b in zip(found, expected, strict=True)]
     assert np.mean(apart) < 2.0

@@ -122,6 +122,8 @@ def test_posterising_to_no_bits_is_black():
     drawn = step.draw(1, (40, 52))
     assert drawn[0].arguments == (0,)
     assert not np.asarray(step.apply(smooth_photo(), drawn)).any()
+    beyond = Operation("PosterizeIncreasing", (-2,), {})  # of rand-m15-mmax15-inc1
+    assert not np.asarray(beyond.apply(smooth_photo())).any()
 
 
 @pytest.mark.parametrize("name", ["Invert", "Posterize", "PosterizeIncreasing", "Solarize", "SolarizeIncreasing"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_vit.launching.numa import cores_near, pci_address
+from ds_vit.launching.numa import addresses_of_ranks, cores_near, cores_to_share, pci_address
 
 GPU = "0000:3b:00.0"
 
@@ -48,6 +48,19 @@ TWO = {0: "0-3,8-11", 1: "4-7,12,14-15"}
 def test_cores_near_a_gpu(tmp_path, nodes, node_of_gpu, usable, near):
     """Would catch the other node's cores, cores that the process may not use, and a process bound for nothing."""
     assert cores_near(GPU, set(usable), machine(tmp_path, nodes, node_of_gpu)) == set(near)
+
+
+def test_a_node_is_shared_by_the_ranks_whose_gpus_hang_there(tmp_path):
+    """Would catch all processes of a host squeezed onto the one node that has the GPUs, the other's cores idle."""
+    sys = machine(tmp_path, TWO, "0")
+    other = "0000:5e:00.0"
+    (sys / "bus" / "pci" / "devices" / other).mkdir()
+    (sys / "bus" / "pci" / "devices" / other / "numa_node").write_text("1\n")
+    first = {0, 1, 2, 3, 8, 9, 10, 11}
+    assert cores_to_share(GPU, [GPU, other], 8, set(range(16)), sys) == first
+    assert cores_to_share(GPU, [GPU, GPU], 4, set(range(16)), sys) == first
+    assert cores_to_share(GPU, [GPU, GPU], 5, set(range(16)), sys) == set()
+    assert addresses_of_ranks(torch.device("cpu"), 3) == [None] * 3
 
 
 def test_a_device_without_an_address(tmp_path):

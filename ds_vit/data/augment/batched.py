@@ -70,7 +70,7 @@ def _parts(crops: Crops, device: torch.device) -> Iterator[torch.Tensor]:
     of_files = [row for row in encoded if row[0]]
     datas = crops.files.split([row[0] for row in of_files])
     files = [File(data, name, (row[1], row[2])) for data, name, row in zip(datas, crops.names, of_files, strict=True)]
-    decoded = iter(decode_on(device, files))
+    decoded = decode_on(device, files)
     pixels, place = crops.pixels.to(device, non_blocking=True), 0
     for (height, width, _), (of_file, _, _, top, left) in zip(crops.shapes.tolist(), encoded, strict=True):
         if of_file:

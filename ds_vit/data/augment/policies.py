@@ -20,8 +20,8 @@ from ds_vit.data.augment.steps import Size
 
 
 def _posterized(pixels: np.ndarray, bits: int) -> np.ndarray:
-    # Keeping 0 bits is black. Pillow 13 refuses it, and timm 1.0.31 then fails at magnitude 10.
-    return np.bitwise_and(pixels, np.uint8(256 - 2 ** (8 - bits) if bits else 0), out=pixels)
+    # Keeping 0 bits, or fewer beyond magnitude 10, is black. Pillow 13 refuses it, and timm 1.0.31 then fails.
+    return np.bitwise_and(pixels, np.uint8(256 - 2 ** (8 - bits) if bits > 0 else 0), out=pixels)
 
 
 def _solarized(pixels: np.ndarray, threshold: int) -> np.ndarray:
