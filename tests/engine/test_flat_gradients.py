@@ -60,7 +60,7 @@ def train_both_ways(argv, config, folder, breaks=None):
 
     Args:
         argv: of a run.
-        config: DeepSpeed's JSON.
+        config: path of DeepSpeed's JSON.
         folder: for the two runs.
         breaks: "sums" to leave them out, "owner" to send them to the other one of two ranks.
 
@@ -70,9 +70,7 @@ def train_both_ways(argv, config, folder, breaks=None):
     """
     from ds_vit.engine import base, flat_gradients
 
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    argv = [str(word) for word in [*argv, "--deepspeed_config", path, "--output"]]
+    argv = [str(word) for word in [*argv, "--deepspeed_config", config, "--output"]]
     came = []
 
     class Watched(flat_gradients.FlatGradients):
@@ -98,10 +96,12 @@ def train_both_ways(argv, config, folder, breaks=None):
     return came
 
 
-def config_of(**zero):
-    """The ZeRO-1 file with other settings of its block."""
+def config_of(folder, **zero):
+    """The path of the ZeRO-1 file with other settings of its block."""
     config = json.loads((ROOT / "ds_configs" / "cpu_zero1_fp32.json").read_text())
-    return config | {"zero_optimization": config["zero_optimization"] | zero}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config | {"zero_optimization": config["zero_optimization"] | zero}))
+    return path
 
 
 def curve(folder):
@@ -122,7 +122,7 @@ def curve(folder):
 )
 def test_they_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more, zero):
     """A gradient that is summed before it is whole, to a rank that does not step on it, or not divided by the ranks."""
-    found = ranks.run(world, train_both_ways, [*SMALL, *more], config_of(**zero), tmp_path)
+    found = ranks.run(world, train_both_ways, [*SMALL, *more], config_of(tmp_path, **zero), tmp_path)
     ours, deepspeeds = curve(tmp_path / "ours"), curve(tmp_path / "deepspeeds")
     assert len(ours) == 2
     assert ours == deepspeeds
@@ -135,5 +135,5 @@ def test_they_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more, zero)
 @pytest.mark.parametrize("breaks", ["sums", "owner"])
 def test_a_sum_elsewhere_is_seen(ranks, tmp_path, breaks):
     """The comparison must fail where the sums are left out, or reach a rank that does not step on them."""
-    ranks.run(2, train_both_ways, SMALL, config_of(), tmp_path, breaks)
+    ranks.run(2, train_both_ways, SMALL, config_of(tmp_path), tmp_path, breaks)
     assert curve(tmp_path / "ours") != curve(tmp_path / "deepspeeds")
