@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.models import BlockLayer, Layer, kept_by_layers
+from ds_vit.models import BlockLayer, Layer, compute_class_token, kept_by_layers
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.stages import check_trained, untrained
 from ds_vit.planner.layers import as_a_rank_has_them
@@ -46,6 +46,8 @@ def cut_by_playing(model: ModelPlan, told: DeepSpeedPlan, layout: Layout, batch:
         norms_fp32=config.norm_dtype == "float32",
         frozen=model.frozen,
     )
+    for layer in layers:
+        compute_class_token(layer)
     dtype = getattr(torch, told.precision.compute)
     kept = [one.bytes for one in kept_by_layers(model.whole, layers, dtype)]
     again = told.checkpointing.interval > 0 and not told.checkpointing.selective  # which keeps the products
