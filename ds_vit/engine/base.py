@@ -155,10 +155,9 @@ class Engine(ABC):
             judge_by_the_norm_alone(self.engine.optimizer)
             clip_on_the_device(self.engine.optimizer)
             take_norms_at_once(self.engine.optimizer, self._keep_norms)
+            alone = groups.layout.pp == groups.layout.tp == self.accumulation == 1
             in_the_order_of_the_model = self.engine.module.parameters()
-            if not put_where_they_are_stepped_on(
-                self.engine.optimizer, in_the_order_of_the_model, going_back=groups.layout.pp == 1
-            ):
+            if not (alone and put_where_they_are_stepped_on(self.engine.optimizer, in_the_order_of_the_model)):
                 copy_buckets_at_once(self.engine.optimizer)
             partition_at_once(self.engine.optimizer)
             self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))

@@ -2,8 +2,7 @@
 
 DeepSpeed lets all gradients wait for the end of the backward pass, copies each into a bucket, sums the bucket over the
 ranks, whole on each of them, and copies a rank's share once more. Here a gradient goes to the place where the optimizer
-steps on it as soon as it is there, and what a bucket of places holds is summed to the rank that steps on it while the
-backward pass goes on.
+steps on it as soon as it is there, and what a bucket of places holds is summed while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch.distributed as dist
 
 @dataclass
 class _Bucket:
-    """Places of one group that are summed together, to one rank.
+    """Places of one group that are summed together.
 
     Attributes:
         group: of parameters.
         start: first element in the group's flat memory.
         stop: element behind the last one.
-        owner: rank of the data-parallel group whose partition they are in.
+        owner: rank of the data-parallel group whose partition they are in; None where all ranks get the sum.
         parameters: how many have elements there.
         missing: those of them that have not come in this step.
     """
@@ -32,19 +31,20 @@ class _Bucket:
     group: int
     start: int
     stop: int
-    owner: int
+    owner: int | None
     parameters: int = 0
     missing: int = 0
 
 
-def put_where_they_are_stepped_on(optimizer: Any, parameters: Iterable[torch.Tensor], *, going_back: bool) -> bool:
+def put_where_they_are_stepped_on(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Have ZeRO-1 put its gradients straight into flat memory.
+
+    For steps of one micro-batch on ranks that share nothing but the batch. Gradients that add up, or wait for a
+    pipeline's end, would stand beside that memory; tensor-parallel sums would cross the wires at the same time.
 
     Args:
         optimizer: of any wrapper of DeepSpeed's.
         parameters: of the model, in the order in which it runs: their gradients come the other way round.
-        going_back: whether a gradient is whole when the backward pass of the last micro-batch has made it; else, in a
-            pipeline, all of them are taken at the end.
 
     Returns:
         Whether it does: not at another stage, and not where gradients are summed in another type than they come in, are
@@ -59,8 +59,7 @@ def put_where_they_are_stepped_on(optimizer: Any, parameters: Iterable[torch.Ten
         if not optimizer.ready_for_gradients:
             optimizer.micro_step_id += 1
             optimizer.ready_for_gradients = True
-        if going_back and optimizer.is_gradient_accumulation_boundary():
-            flat.take(parameter)
+        flat.take(parameter)
 
     optimizer.process_gradients = process_gradients
     optimizer.reduce_gradients = lambda pipeline_parallel=False: flat.finish()
@@ -77,6 +76,7 @@ def _is_plain(optimizer: Any) -> bool:
         and optimizer.gradient_average
         and optimizer.postscale_gradients
         and optimizer.gradient_predivide_factor == 1.0
+        and not optimizer.round_robin_gradients  # parameters lie in the order of their group
     )
 
 
@@ -92,6 +92,8 @@ class FlatGradients:
         self._optimizer = optimizer
         self._ranks = dist.get_world_size(optimizer.dp_process_group)
         self._rank = dist.get_rank(optimizer.dp_process_group)
+        # DeepSpeed's own default: sums to one rank each would be more and smaller with each rank.
+        self._to_all = optimizer.use_multi_rank_bucket_allreduce or not optimizer.reduce_scatter
         order = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[int, int]] = {}  # id(parameter) → its group, its start in the flat memory
         self._buckets_of: dict[int, list[_Bucket]] = {}
@@ -122,8 +124,8 @@ class FlatGradients:
         for parameter, start in zip(reversed(parameters), reversed(starts), strict=True):
             stop = start + parameter.numel()
             while stop > start:
-                owner = (stop - 1) // share
-                low = max(start, owner * share)
+                owner = None if self._to_all else (stop - 1) // share
+                low = start if owner is None else max(start, owner * share)
                 last = found[-1][1] if found else None
                 if last is not None and last.owner == owner and last.stop - low <= most:
                     last.start = low
@@ -166,10 +168,10 @@ class FlatGradients:
             self._next += 1
             piece = self._flat[bucket.group][bucket.start : bucket.stop]
             ranks = self._optimizer.dp_process_group
-            if self._optimizer.reduce_scatter:
-                work = dist.reduce(piece, group=ranks, group_dst=bucket.owner, async_op=True)
-            else:
+            if bucket.owner is None:
                 work = dist.all_reduce(piece, group=ranks, async_op=True)
+            else:
+                work = dist.reduce(piece, group=ranks, group_dst=bucket.owner, async_op=True)
             self._under_way.append(work)
 
     def finish(self) -> None:

@@ -92,10 +92,17 @@ def copy_reduced_at_once(engine: Any) -> None:
 def leave_gradients_of_one_rank(engine: Any) -> None:
     """Keep ZeRO-0 on one data-parallel rank from copying all gradients into a bucket and back, to sum them over nobody.
 
+    A trained parameter without a gradient gets zeros all the same, as on several ranks: its decay hangs on that.
+
     Args:
         engine: DeepSpeed's, whose JSON asks for nothing else on their way (`sums_are_plain`).
     """
-    engine.buffered_allreduce_fallback = lambda *_, **__: None
+
+    def fill(grads: Any = None, **_: Any) -> None:
+        if grads is None and not hasattr(engine.optimizer, "get_grads_for_reduction"):  # BF16_Optimizer's are all there
+            engine._get_gradients_for_reduction()
+
+    engine.buffered_allreduce_fallback = fill
 
 
 def copy_buckets_at_once(optimizer: Any) -> None:
@@ -301,7 +308,7 @@ def import_muon_uncompiled() -> None:
     """
     from deepspeed.runtime import compiler
 
-    own, compiler.compile = compiler.compile, lambda: lambda function: function
+    own, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
     try:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:

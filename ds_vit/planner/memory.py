@@ -165,7 +165,8 @@ class MemoryRules:
         in_fp32 = sums_in_fp32(json)
         sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
         overlaps = zero.get("overlap_comm")
-        put_in_place = stage == 1 and not autocast and not (in_fp32 and of_type == 2) and _put_in_place(json, compute)
+        put_in_place = stage == pp == tp == 1 and not autocast and not (in_fp32 and of_type == 2)
+        put_in_place = put_in_place and _put_in_place(json, compute)
         bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if overlaps and stage < 3 else 1
         bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
@@ -194,6 +195,7 @@ def _put_in_place(json: Mapping[str, Any], compute: str) -> bool:
     zero = json.get("zero_optimization") or {}
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     plain = sums_are_plain({key: value for key, value in json.items() if key != "communication_data_type"})
+    plain = plain and json.get("gradient_accumulation_steps") == 1  # not known yet: more than one
     names = {"float32": (None, "fp32"), "bfloat16": (None, "bf16", "bfp16"), "float16": (None, "fp16")}[compute]
     sent = json.get("communication_data_type") in names
     return plain and sent and not offloaded and not zero.get("overlap_comm") and zero.get("contiguous_gradients", True)

@@ -107,7 +107,8 @@ def sums_of_nobody(more):
     from ds_vit.engine.workarounds import leave_gradients_of_one_rank
 
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(2, 2)})
+    model.forward = model["used"].forward
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **more}
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
@@ -116,10 +117,12 @@ def sums_of_nobody(more):
         leave_gradients_of_one_rank(engine)
     loss = engine(torch.ones(1, 4)).sum()
     counts = count_step(lambda: engine.backward(loss))
-    return counts.by_name.get("cat", 0), torch.equal(model.weight.grad, torch.ones(4, 4))
+    zeros = torch.equal(model["unused"].weight.grad, torch.zeros(2, 2))
+    return counts.by_name.get("cat", 0), torch.equal(model["used"].weight.grad, torch.ones(4, 4)), zeros
 
 
 @pytest.mark.parametrize(("more", "copied"), [({}, 0), ({"prescale_gradients": True}, 1)])
 def test_one_rank_sums_over_nobody(ranks, more, copied):
-    """All gradients in a bucket and back, for a sum of one; a sum that the JSON asks for in another way, left out."""
-    assert ranks.run(1, sums_of_nobody, more) == [(copied, True)]
+    """All gradients in a bucket and back, for a sum of one; a sum that the JSON asks for in another way, left out; a
+    parameter without a gradient, which on several ranks would decay."""
+    assert ranks.run(1, sums_of_nobody, more) == [(copied, True, True)]
