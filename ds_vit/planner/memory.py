@@ -108,7 +108,8 @@ class MemoryRules:
         live: parameters that ZeRO-3 may have together.
         sums_apart: gradients are added up in a buffer of their own (DeepSpeed's BF16_Optimizer).
         sums_going_back: torch sums them while the backward pass runs, in memory that is there from its beginning.
-        put_in_place: ZeRO-1 has them in such memory too, the one that it steps on (engine/flat_gradients.py).
+        put_in_place: ZeRO-1 has them in such memory too, the one that it steps on, in steps of one micro-batch
+            (engine/flat_gradients.py).
         sent_as: bytes of a gradient more while the ranks sum it up in another type than it waits in.
         autocast: the weights are in fp32 and the products in 16 bits.
         average: the weights have one.
@@ -177,7 +178,7 @@ class MemoryRules:
             of_type=of_type,
             of_gradient=4 if in_fp32 else of_type,
             of_master=2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4,
-            bucket=bucket if stage and not (sums_apart or put_in_place) else 0,
+            bucket=bucket if stage and not sums_apart else 0,
             live=int(max(map(float, live))),
             sums_apart=sums_apart,
             sums_going_back=sums_going_back(json, pp=pp, dp=dp, tp=tp),
@@ -195,7 +196,6 @@ def _put_in_place(json: Mapping[str, Any], compute: str) -> bool:
     zero = json.get("zero_optimization") or {}
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     plain = sums_are_plain({key: value for key, value in json.items() if key != "communication_data_type"})
-    plain = plain and json.get("gradient_accumulation_steps") == 1  # not known yet: more than one
     names = {"float32": (None, "fp32"), "bfloat16": (None, "bf16", "bfp16"), "float16": (None, "fp16")}[compute]
     sent = json.get("communication_data_type") in names
     return plain and sent and not offloaded and not zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
@@ -226,12 +226,14 @@ class StageMemory:
         ahead: micro-batches under way at most: stage i of p has p - i (1F1B).
         rules: of the run.
         runs: of the stage's layers, in order.
+        of_several: the same for steps of several micro-batches, where that is not the same.
     """
 
     states: RankMemory
     ahead: int
     rules: MemoryRules
     runs: tuple[_Run, ...] = ()
+    of_several: StageMemory | None = None
 
     @cached_property
     def waiting(self) -> float:
@@ -245,6 +247,8 @@ class StageMemory:
 
     def of(self, batch: BatchSizes) -> RankMemory:
         """With this micro-batch and accumulation."""
+        if self.of_several is not None and batch.accumulation > 1:
+            return self.of_several.of(batch)
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
         activations = (self.waiting * under_way + self.live) * micro_batch
         going_back = self._going_back(micro_batch, under_way, summed=batch.accumulation > under_way)
@@ -310,11 +314,12 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
         optimizer=rules.of_master * sum(layer.states for layer in layers) // share,
         average=4 * trained // share if rules.average else 0,
         activations=0,
-        buckets=rules.bucket,
+        buckets=0 if rules.put_in_place else rules.bucket,
         gathered=_put_together(number, max((layer.parameters for layer in layers), default=0), rules),
         updating=gradients + copies,
     )
-    return StageMemory(states, ahead, rules, tuple(_runs(layers, rules)))
+    where_they_wait = of_stage(layers, replace(rules, put_in_place=False), ahead) if rules.put_in_place else None
+    return StageMemory(states, ahead, rules, tuple(_runs(layers, rules)), where_they_wait)
 
 
 def _put_together(number: int, largest: int, rules: MemoryRules) -> int:

@@ -60,12 +60,8 @@ def _freeze(plan: Plan, groups: Groups) -> Converter | None:
 
 
 def _read_class_token(plan: Plan, groups: Groups) -> Converter | None:
-    """The last block for the class token alone, where the head reads no other; a cut block computes all.
-
-    Not before a stage that is the head alone: the length of what crosses is that of evaluation.
-    """
-    *_, last, end = plan.model.bounds
-    return compute_class_token if end - last > 1 else None
+    """The last block for the class token alone, where the head reads no other; a cut block computes all."""
+    return compute_class_token if plan.model.reads_class_token else None
 
 
 def _compute_kept(plan: Plan, groups: Groups) -> Converter | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from ds_vit.models import Layer
+from ds_vit.models import Layer, compute_class_token
 from ds_vit.optim.build import states_per_element
 from ds_vit.optim.muon import Muon
 from ds_vit.planner import memory
@@ -59,7 +59,7 @@ def rules_of_run(plan: Plan) -> MemoryRules:
 
 def layers_of_rank(plan: Plan) -> list[Layer]:
     """The layers of all stages on the meta device, each as the first rank of a tensor-parallel group has it."""
-    return as_a_rank_has_them(
+    layers = as_a_rank_has_them(
         plan.model.task.layers(plan.model.whole),
         tp=plan.parallel.layout.tp,
         sequence_parallel=plan.config.sequence_parallel,
@@ -68,6 +68,10 @@ def layers_of_rank(plan: Plan) -> list[Layer]:
         norms_fp32=plan.config.norm_dtype == "float32",
         frozen=plan.model.frozen,
     )
+    if plan.model.reads_class_token:
+        for layer in layers:
+            compute_class_token(layer)
+    return layers
 
 
 def as_computed(plan: Plan, layer: Layer) -> None:

@@ -19,7 +19,16 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.models import BlockLayer, Layer, freeze, initialise, kept_by_layers, looks, run_layers
+from ds_vit.models import (
+    BlockLayer,
+    Layer,
+    compute_class_token,
+    freeze,
+    initialise,
+    kept_by_layers,
+    looks,
+    run_layers,
+)
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.training.build import recompute_function
 from ds_vit.training.memory import as_computed, by_stage, in_host_memory, layers_of_rank, on_device
@@ -39,7 +48,8 @@ class TrialStep:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         stage, told = plan.parallel.stage, plan.deepspeed
-        self.stage = by_stage(plan)[stage]
+        found = by_stage(plan)[stage]
+        self.stage = found.of_several or found  # of which there is the more to hold
         start, stop = plan.model.bounds[stage : stage + 2]
         self.dtype = getattr(torch, told.precision.compute)
         on_meta = layers_of_rank(plan)
@@ -74,6 +84,8 @@ class TrialStep:
             if self.tp.size > 1:
                 cut_layer(layer, self.tp, class_parallel=plan.model.class_parallel)
             as_computed(plan, layer)
+            if plan.model.reads_class_token:
+                compute_class_token(layer)
             layer.train()
 
         initialise(plan.model.whole, [*first.values()], seed=plan.config.seed, device=self.device, on_layer=on_layer)

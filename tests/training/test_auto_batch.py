@@ -30,7 +30,8 @@ RUN = [
     *("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")),
 ]
 AUTOCAST = ("--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}')
-BATCH = ["--set", "train_batch_size=24"]
+# With ZeRO's bucket, as wide as these models, whatever the accumulation: else the whole batch at once would need less.
+BATCH = ["--set", "train_batch_size=24", "zero_optimization.contiguous_gradients=false"]
 
 
 def plan_of(world, *words, rank=0):

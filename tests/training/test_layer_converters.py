@@ -7,6 +7,7 @@ import pytest
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
 from ds_vit.training.layer_converters import layer_converters
+from ds_vit.training.plan.model import ModelPlan
 
 ALL = [
     "cut_layer",
@@ -50,6 +51,7 @@ ALL = [
 )
 def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, bounds, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
+    reads_class_token = ModelPlan.reads_class_token.fget(SimpleNamespace(bounds=bounds))
     plan = SimpleNamespace(
         config=SimpleNamespace(
             norm_dtype=norms,
@@ -60,7 +62,7 @@ def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, 
             compile_mode="default",
         ),
         data=SimpleNamespace(batch=SimpleNamespace(micro_batch=4)),
-        model=SimpleNamespace(class_parallel=False, frozen=frozenset(), bounds=bounds),
+        model=SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token),
         deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),
     )
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)

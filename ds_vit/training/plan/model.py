@@ -56,6 +56,15 @@ class ModelPlan:
     class_parallel: bool
     notes: tuple[str, ...] = field(default=(), compare=False)
 
+    @property
+    def reads_class_token(self) -> bool:
+        """Whether the last block may compute for the head what it reads alone (models/last_block.py).
+
+        Not before a pipeline stage that is the head alone: the length of what crosses is that of evaluation.
+        """
+        *_, last, end = self.bounds
+        return end - last > 1
+
 
 def resolve_model(
     config: RunConfig, explicit: frozenset[str], task_type: type[Task], data: DataPlan, *, goes_on: bool
