@@ -22,9 +22,9 @@ RATIO = re.compile(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)")
 
 
 def recorded(text: str) -> list[tuple[str, float, float, float]]:
-    """(what, ratio, its quartiles) of each cell of the page's tables of ratios."""
+    """(what, ratio, its quartiles) of each cell of the tables of ratios in the page's last section."""
     found, header = [], []
-    for line in text.splitlines():
+    for line in text.rpartition("\n## ")[2].splitlines():
         cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         ratios = [RATIO.fullmatch(cell) for cell in cells]
         if any(ratios):
