@@ -32,17 +32,17 @@ def stage_bounds(config: RunConfig, model: torch.nn.Module, frozen: frozenset[st
         costs = layer_costs(model, layers)
         bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], config.pp)
     if config.pp_partition != "auto":
-        check_trained(bounds, layers, frozen)
+        check_trained(bounds, are_trained(layers, frozen))
     return tuple(bounds)
 
 
-def check_trained(bounds: Sequence[int], layers: Sequence[Layer], frozen: frozenset[str]) -> None:
+def check_trained(bounds: Sequence[int], trained: Sequence[bool]) -> None:
     """Refuse a stage whose parameters are all frozen.
 
     Raises:
         UserError: there is one.
     """
-    for stage in untrained(bounds, layers, frozen):
+    for stage in untrained(bounds, trained):
         start, stop = bounds[stage : stage + 2]
         raise UserError(
             f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
@@ -50,8 +50,11 @@ def check_trained(bounds: Sequence[int], layers: Sequence[Layer], frozen: frozen
         )
 
 
-def untrained(bounds: Sequence[int], layers: Sequence[Layer], frozen: frozenset[str]) -> list[int]:
-    """The stages whose parameters are all frozen."""
-    names = [{name for name, _ in layer.named_parameters()} for layer in layers]
-    parts = enumerate(itertools.pairwise(bounds))
-    return [stage for stage, (start, stop) in parts if set().union(*names[start:stop]) <= frozen]
+def are_trained(layers: Sequence[Layer], frozen: frozenset[str]) -> list[bool]:
+    """Of each layer, whether it has a parameter that is not frozen."""
+    return [any(name not in frozen for name, _ in layer.named_parameters()) for layer in layers]
+
+
+def untrained(bounds: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    """The stages none of whose layers is trained."""
+    return [stage for stage, (start, stop) in enumerate(itertools.pairwise(bounds)) if not any(trained[start:stop])]

@@ -93,6 +93,14 @@ def play(stages: Sequence[StageCost], micro_batches: int) -> Played:
     )
 
 
+def stage_costs(layers: Sequence[StageCost], bounds: Sequence[int]) -> list[StageCost]:
+    """What each stage takes: its layers together, and the sending of the last of them."""
+    parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return [
+        StageCost(sum(one.forward for one in part), sum(one.backward for one in part), part[-1].send) for part in parts
+    ]
+
+
 _ALL_CUTS = 1000
 
 
@@ -129,11 +137,7 @@ def fastest_bounds(
     def judge(bounds: tuple[int, ...]) -> tuple[float, float]:
         if not is_legal(bounds):
             return math.inf, math.inf
-        parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
-        costs = [
-            StageCost(sum(one.forward for one in part), sum(one.backward for one in part), part[-1].send)
-            for part in parts
-        ]
+        costs = stage_costs(layers, bounds)
         step = play(costs, played)
         slowest = max(cost.forward + cost.backward for cost in costs)
         sizes = (sum(kept[start:stop]) for start, stop in itertools.pairwise(bounds))
