@@ -25,7 +25,7 @@ class Pass(NamedTuple):
     """One pass through a layer, for an image.
 
     Attributes:
-        products: FLOPs by the least width of the product; 0 stands for attention and the patches' convolution.
+        products: FLOPs by the least dimension of the product; 0 stands for attention and the patches' convolution.
         bytes: that other operations read and write.
         operations: how many there are; of any number of images.
     """
@@ -53,7 +53,7 @@ class Pass(NamedTuple):
             micro_batch: images.
         """
         computing = sum(flops / accelerator.flops_per_second(of_type, width) for width, flops in self.products)
-        moving = self.bytes / (accelerator.memory_bytes_per_second * accelerator.memory_efficiency)
+        moving = self.bytes / (accelerator.copied_per_second * accelerator.elementwise_efficiency)
         return max(micro_batch * (computing + moving), self.operations * accelerator.seconds_per_operation)
 
 
@@ -121,8 +121,7 @@ class _Counter(TorchDispatchMode):
         self.operations += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if (counting := flop_registry.get(func.overloadpacket)) is not None:
-            is_matrix = func.overloadpacket in _MATRICES
-            width = min(max(t.shape[-2:]) for t in tensors if t.ndim > 1) if is_matrix else 0
+            width = _least_width(tensors) if func.overloadpacket in _MATRICES else 0
             flops = counting(*args, **(kwargs or {}), out_val=out)
             self.products[width] = self.products.get(width, 0.0) + flops
         else:
@@ -134,6 +133,12 @@ class _Counter(TorchDispatchMode):
         """What it came to."""
         products = tuple((width, flops / _IMAGES) for width, flops in sorted(self.products.items()))
         return Pass(products, self.bytes / _IMAGES, self.operations)
+
+
+def _least_width(tensors: Sequence[torch.Tensor]) -> int:
+    """The least dimension of a product of matrices, its images aside: of them a run has more."""
+    dimensions = {size for tensor in tensors if tensor.ndim > 1 for size in tensor.shape[-2:]}
+    return min(dimensions - {_IMAGES}, default=_IMAGES)
 
 
 _MATRICES = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
