@@ -1,26 +1,25 @@
 """The time of a training step in a layout: computing, the pipeline's bubble, and the traffic that nothing hides.
 
-Closed forms, as in docs/planning.md: 1F1B takes (m + p - 1) times its slowest stage; tensor parallelism sums the
-tokens over its group after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient
-around a ring, hidden behind the last backward pass where DeepSpeed, or torch at ZeRO-0, overlaps the two.
+As in docs/planning.md: a pipeline is played by stage and micro-batch; tensor parallelism sums the tokens over its group
+after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient around a ring, hidden
+behind the last backward pass where DeepSpeed, or torch at ZeRO-0, overlaps the two.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import Checkpointing
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.hardware import Accelerator, Link
 from ds_vit.planner.memory import MemoryRules
+from ds_vit.planner.schedule import seconds_of_step
 from ds_vit.planner.work import LayerWork
 
-_HIDDEN = 0.8
-"""Assumed share of the last backward pass behind which gradients travel; the first layers' come too late."""
 _ZERO3_SECONDS = 20e-6
 """Assumed time of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient."""
 _UPDATE_BYTES = 30  # a parameter: gradient, master, two moments read, all but the first written, weight written
@@ -94,6 +93,7 @@ class StepTime:
         sending: tokens from stage to stage.
         data: gradients and weights between replicas that nothing hides.
         hidden: the same, hidden behind computing; no part of the step.
+        copying: gradients added to those of earlier micro-batches, and what ZeRO copies of gradients and weights.
         update: of the optimizer.
     """
 
@@ -104,12 +104,13 @@ class StepTime:
     sending: float
     data: float
     hidden: float
+    copying: float
     update: float
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return self.computing + self.recomputing + self.tensor + self.bubble + self.sending + self.data + self.update
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "hidden")
 
 
 def layer_times(
@@ -177,7 +178,9 @@ def step_time(
     m, p, n, stage = batch.accumulation, layout.pp, layout.dp, rules.stage
     of_product = 2 if rules.autocast else rules.of_type
     layers = layer_times(works, regions, machine, tp=layout.tp, micro_batch=batch.micro_batch, of_type=of_product)
-    whole, once, again, tensor = max(_by_stage(layers, are_blocks, bounds, rules.checkpointing))
+    stages = _by_stage(layers, are_blocks, bounds, rules.checkpointing)
+    slowest = max(stages)
+    played = seconds_of_step([(one.forward, one.whole - one.forward) for one in stages], m)
     sending = 0.0
     if p > 1:
         link = machine.between_stages(layout)
@@ -186,36 +189,50 @@ def step_time(
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
     of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
-    data, overlapped = _traffic(of_rank, stage, n, m, machine.ring(layout), of_gradient, rules.of_type)
+    ring = machine.ring(layout)
+    data, overlapped = _traffic(of_rank, stage, n, m, ring, of_gradient, rules.of_type)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-    behind = _HIDDEN * (once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
-    reached = machine.accelerator.memory_bytes_per_second * machine.accelerator.memory_efficiency
+        overlapped += 3 * m * len(layers) * (n - 1) * ring.latency_seconds  # a layer is gathered twice and summed
+    behind = (
+        machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
+    )
     return StepTime(
-        computing=m * once,
-        recomputing=m * again,
-        tensor=m * tensor,
-        bubble=(p - 1) * whole,
+        computing=m * slowest.once,
+        recomputing=m * slowest.again,
+        tensor=m * slowest.tensor,
+        bubble=played - m * slowest.whole,
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
-        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / reached,
+        copying=_copied(stage, m, of_gradient, rules.of_type) * of_rank / machine.accelerator.copied_per_second,
+        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / machine.accelerator.copied_per_second,
     )
+
+
+class _StageTime(NamedTuple):
+    """Seconds of a micro-batch in a pipeline stage; of several the greatest is the slowest."""
+
+    whole: float
+    forward: float  # of the whole
+    once: float  # computed, without what runs again
+    again: float
+    tensor: float  # sums over ranks
 
 
 def _by_stage(
     layers: Sequence[LayerTime], are_blocks: Sequence[bool], bounds: Sequence[int], checkpointing: Checkpointing
-) -> list[tuple[float, float, float, float]]:
-    """Of each pipeline stage the seconds of a micro-batch: together, computed once, again, and of sums over ranks."""
+) -> list[_StageTime]:
     found = []
     for start, stop in itertools.pairwise(bounds):
         of = layers[start:stop]
         once, tensor, again = sum(one.forward + one.backward for one in of), sum(one.tensor for one in of), 0.0
+        forward = sum(one.forward for one in of) + tensor / 2
         if checkpointing.interval:
             blocks = [one for one, is_block in zip(of, are_blocks[start:stop], strict=True) if is_block]
             again = sum(one.cheap if checkpointing.selective else one.forward for one in blocks)
             tensor += sum(one.first_sum for one in blocks)  # docs/performance.md: what runs again sends it again
-        found.append((once + again + tensor, once, again, tensor))
+        found.append(_StageTime(once + again + tensor, forward, once, again, tensor))
     return found
 
 
@@ -227,6 +244,19 @@ def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, An
         bucket = zero.get("reduce_bucket_size", 0)
         return rules.sums_going_back and m == 1 and (bucket == "auto" or bucket < parameters)
     return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
+
+
+def _copied(stage: int, m: int, of_gradient: int, of_type: int) -> float:
+    """Bytes of a parameter that copies read and write in a step of m micro-batches.
+
+    Summing up reads two gradients and writes one. DeepSpeed's ZeRO takes five copies to bring a gradient to its owner:
+    into a bucket, out of it into a flat tensor, the mean, and back (`stage_1_and_2.py`, 0.19.8); ZeRO-1 with one
+    micro-batch takes none here (`engine/flat_gradients.py`). ZeRO-3 puts weights together forward and back.
+    """
+    summed = 0 if m == 1 else 3 * of_gradient * m
+    brought = {0: 0, 1: 0 if m == 1 else 1, 2: m, 3: m}[stage] * 5 * 2 * of_gradient
+    gathered = 2 * 2 * of_type * m if stage == 3 else 0
+    return summed + brought + gathered
 
 
 def _traffic(

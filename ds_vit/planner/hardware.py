@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -50,9 +51,11 @@ class Accelerator:
         memory_efficiency: what a copy reaches of it.
         watts: under load.
         gpus_per_node: of the usual host.
-        inside: name of the link between the GPUs of a host.
+        inside: link between the GPUs of a host: its name, or in a file of one's own the file of the link beside it.
         matmul_efficiency: least width of a product of matrices → share of the peak that it reaches.
         attention_efficiency: share of the peak that fused attention reaches, forward and back.
+        elementwise_efficiency: share of a copy's rate that everything else reaches: norms, GELU, sums, new memory.
+        hidden_share: of the last backward pass, behind which gradients can travel.
         seconds_per_operation: of the host, for one operation.
         reserved_bytes: that no tensor can have.
     """
@@ -68,8 +71,15 @@ class Accelerator:
     inside: str
     matmul_efficiency: Mapping[int, float]
     attention_efficiency: float
+    elementwise_efficiency: float
+    hidden_share: float
     seconds_per_operation: float
     reserved_bytes: float
+
+    @property
+    def copied_per_second(self) -> float:
+        """Bytes that a copy reads and writes in a second."""
+        return self.memory_bytes_per_second * self.memory_efficiency
 
     def flops_per_second(self, of_type: int, width: int) -> float:
         """What a product of matrices of this least width reaches.
@@ -103,7 +113,10 @@ def accelerator(name: str) -> Accelerator:
     Raises:
         UserError: there is none (the nearest is named), or a figure is missing.
     """
-    return _load(Accelerator, "accelerators", name, "--gpu")
+    found = _load(Accelerator, "accelerators", name, "--gpu")
+    if found.inside.endswith((".yaml", ".yml")):  # a file beside this one
+        return dataclasses.replace(found, inside=str(Path(name).parent / found.inside))
+    return found
 
 
 def accelerator_of_device(name: str) -> Accelerator | None:

@@ -93,6 +93,35 @@ def play(stages: Sequence[StageCost], micro_batches: int) -> Played:
     )
 
 
+def seconds_of_step(stages: Sequence[tuple[float, float]], micro_batches: int) -> float:
+    """What `play` gives where transfers take no time, without DeepSpeed and in a hundredth of the time.
+
+    Stage s runs micro-batch i forward as the (2i + s)th, and back as the (2i + 2p - 1 - s)th of the schedule's ticks.
+
+    Args:
+        stages: seconds of a micro-batch in each, forward and back.
+        micro_batches: m.
+    """
+    p = len(stages)
+    # In its middle part a step goes on at the pace of the slowest stage.
+    m = min(micro_batches, 2 * p)
+    clock = [0.0] * p
+    forward, backward = ([[0.0] * m for _ in stages] for _ in range(2))  # when each is over
+    for tick in range(2 * (m + p - 1)):
+        for s, (ahead, back) in enumerate(stages):
+            if (tick + s) % 2 == 0:
+                i = (tick - s) // 2
+                if 0 <= i < m:
+                    clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + ahead
+                    forward[s][i] = clock[s]
+            else:
+                i = (tick + s + 1) // 2 - p
+                if 0 <= i < m:
+                    clock[s] = max(clock[s], backward[s + 1][i] if s < p - 1 else 0.0) + back
+                    backward[s][i] = clock[s]
+    return max(clock) + (micro_batches - m) * max(map(sum, stages))
+
+
 def stage_costs(layers: Sequence[StageCost], bounds: Sequence[int]) -> list[StageCost]:
     """What each stage takes: its layers together, and the sending of the last of them."""
     parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]

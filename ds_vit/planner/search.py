@@ -374,6 +374,7 @@ def why_slower(best: Layouted, other: Layouted) -> str:
         "bubble": "the pipeline's bubble",
         "sending": "tokens sent from stage to stage",
         "data": "gradients and weights between replicas",
+        "copying": "copies of gradients and weights",
         "update": "the update of more parameters a rank",
     }
     more = {name: getattr(other.time, name) - getattr(best.time, name) for name in words}

@@ -1,110 +1,318 @@
 """`ds-vit plan --calibrate FILE`: what this machine's accelerator reaches, measured, as a file for `--gpu FILE`.
 
-Each figure is the best of several runs: products of matrices by their width in fp32 and bf16, fused attention, a copy,
-and the host's time for one small operation. A busy machine makes all of them worse.
+Products of matrices by their width in fp32 and bf16, fused attention, a copy, everything else of a block of timm's,
+and the host's time for one small operation. Started with several ranks (`torchrun -m ds_vit.cli plan --calibrate …`)
+all of them measure at the same time, as they compute at the same time in a run and share memory and caches; and the
+link between them is measured too. A busy machine makes all figures worse.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 import yaml
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.planner.hardware import accelerator, accelerator_of_device
-from ds_vit.tools.doctor.measure import fastest
+from ds_vit.models import ModelSpec, create_model, take_apart
+from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
+from ds_vit.planner.layers import as_a_rank_has_them
+from ds_vit.planner.work import work_of_layers
 
 _ROWS = {"cpu": 512, "cuda": 16384}
-_WIDTHS = {"cpu": (64, 192, 384, 768, 1536), "cuda": (512, 1024, 2048, 4096, 8192)}
+_WIDTHS = {"cpu": (64, 192, 384, 768), "cuda": (512, 1024, 2048, 4096, 8192)}
 _COPY = {"cpu": 2**26, "cuda": 2**32}
+_BLOCK = {"cpu": ("vit_small_patch16_224", 2), "cuda": ("vit_large_patch16_224", 64)}  # and images
+_MESSAGES = (2**12, 2**18, 2**21, 2**24)  # bytes
 
 
-def calibrate(path: Path, *, widths: tuple[int, ...] = (), times: int = 5) -> dict[str, object]:
-    """Measure, and write the file.
+def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (), turns: int = 5) -> dict[str, Any]:
+    """Measure, and write the file; of several ranks also a file of their link beside it (a collective).
 
     Args:
         path: of the file.
+        device: that this rank computes on.
         widths: of the products of matrices; those of the device's kind where empty.
-        times: that each is run; the fastest counts.
+        turns: how often each figure is measured; the fastest turn counts, as machines are noisy.
+
+    Returns:
+        The figures, of the mean rank.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: a file cannot be written.
     """
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind)
-    rows, widths = _ROWS[kind], widths or _WIDTHS[kind]
-    rates = {
-        dtype: {width: _product(rows, width, dtype, device, times) for width in widths}
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else platform.processor() or "cpu"
-    known = accelerator_of_device(name) if kind == "cuda" else accelerator("cpu")
-    peaks = {dtype: max(of.values()) for dtype, of in rates.items()}
-    half = rates[torch.bfloat16] if kind == "cuda" else rates[torch.float32]
-    memory = torch.cuda.get_device_properties(device).total_memory if kind == "cuda" else psutil.virtual_memory().total
-    attention = _attention(device, times) / (peaks[torch.bfloat16] if kind == "cuda" else peaks[torch.float32])
-    found = {
-        "name": name,
-        "memory_bytes": float(memory),
-        "bf16_tflops": peaks[torch.bfloat16] / 1e12,
-        "fp32_tflops": peaks[torch.float32] / 1e12,
-        "memory_bytes_per_second": _copy(_COPY[kind], device, times),
-        "memory_efficiency": 1.0,
-        "watts": known.watts if known else 0.0,
-        "gpus_per_node": torch.cuda.device_count() if kind == "cuda" else 1,  # all threads were one accelerator
-        "inside": known.inside if known else "nvlink4",
-        "matmul_efficiency": {width: rate / max(half.values()) for width, rate in half.items()},
-        "attention_efficiency": attention,
-        "seconds_per_operation": _operation(device),
-        "reserved_bytes": known.reserved_bytes if known else 0.0,
-    }
-    source = f"measured by ds-vit plan --calibrate, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    taken = f"not measured: as {known.name}" if known else "not measured, and not known of this accelerator"
-    not_measured = dict.fromkeys(("watts", "inside", "reserved_bytes"), taken)
-    not_measured["memory_efficiency"] = "the rate beside it is a copy's own"
+    calibration = Calibration(device, widths=widths)
+    seconds = calibration.turn()
+    for _ in range(turns - 1):
+        seconds = {key: min(value, seconds[key]) for key, value in calibration.turn().items()}
+    return calibration.write(path, seconds)
+
+
+class Calibration:
+    """Everything that is measured, ready to be run in turns with something else.
+
+    Args:
+        device: that this rank computes on.
+        widths: of the products of matrices; those of the device's kind where empty.
+    """
+
+    def __init__(self, device: torch.device, *, widths: tuple[int, ...] = ()) -> None:
+        self.device, kind = device, device.type
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.widths = widths or _WIDTHS[kind]
+        # What a run here computes in; of the other type a peak is enough: a CPU without such products takes minutes.
+        self.own, other = (torch.bfloat16, torch.float32) if kind == "cuda" else (torch.float32, torch.bfloat16)
+        self._block = _Block(self.own, device)
+        self._calls: dict[str, Callable[[], object]] = {
+            **{f"product {width}": _products(_ROWS[kind], width, self.own, device) for width in self.widths},
+            "other": _products(_ROWS[kind], 512 if kind == "cuda" else 64, other, device),
+            "attention": _attention(self.own, device),
+            "copy": _copy(_COPY[kind], device),
+            "operation": _operation(device),
+            "block": self._block.step,
+        }
+
+    def turn(self, seconds: float = 0.2) -> dict[str, float]:
+        """Seconds of a call of each, of messages between the ranks too (a collective).
+
+        Args:
+            seconds: that each is measured for.
+        """
+        found = {key: _seconds(call, self.device, seconds) for key, call in self._calls.items()}
+        if self.ranks > 1:
+            for size in _MESSAGES:
+                message = torch.zeros(size // 4, device=self.device)
+                call = partial(dist.all_reduce, message)
+                found[f"message {size}"] = _seconds_of_collective(call, self.device, seconds)
+        return found
+
+    def accelerator(self, seconds: Mapping[str, float], inside: str = "") -> Accelerator:
+        """The figures that these seconds come to.
+
+        Args:
+            seconds: from `turn`.
+            inside: the link inside a host; the usual one where empty.
+        """
+        kind = self.device.type
+        rates = {width: _product_flops(_ROWS[kind], width) / seconds[f"product {width}"] for width in self.widths}
+        peaks = {self.own: max(rates.values())}
+        other = torch.float32 if self.own == torch.bfloat16 else torch.bfloat16
+        peaks[other] = _product_flops(_ROWS[kind], 512 if kind == "cuda" else 64) / seconds["other"]
+        known = self.known
+        if kind == "cuda":
+            memory, hosts = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
+        else:
+            memory, hosts = psutil.virtual_memory().total // self.ranks, self.ranks
+        copy = 2 * _COPY[kind] / seconds["copy"]
+        found = Accelerator(
+            name=self.name,
+            memory_bytes=float(memory),
+            bf16_tflops=peaks[torch.bfloat16] / 1e12,
+            fp32_tflops=peaks[torch.float32] / 1e12,
+            memory_bytes_per_second=copy,
+            memory_efficiency=1.0,
+            watts=known.watts if known else 0.0,
+            gpus_per_node=hosts,
+            inside=inside or (known.inside if known else "nvlink4"),
+            matmul_efficiency={width: rate / peaks[self.own] for width, rate in rates.items()},
+            attention_efficiency=_ATTENTION_FLOPS / seconds["attention"] / peaks[self.own],
+            elementwise_efficiency=1.0,
+            hidden_share=known.hidden_share if known else 0.8,
+            seconds_per_operation=seconds["operation"],
+            reserved_bytes=known.reserved_bytes if known else 0.0,
+        )
+        return dataclasses.replace(found, elementwise_efficiency=self._block.rest(found, seconds["block"]) / copy)
+
+    def link(self, seconds: Mapping[str, float]) -> Link:
+        """The link between the ranks: the line through the times of summing messages of several sizes.
+
+        A ring of n ranks sends 2 (n - 1) / n of a message over each link, in 2 (n - 1) waits (docs/planning.md).
+        """
+        slope, wait = _line([(size, seconds[f"message {size}"]) for size in _MESSAGES])
+        n = self.ranks
+        return Link(f"between {n} ranks on {self.name}", 2 * (n - 1) / n / slope, 1.0, wait / (2 * (n - 1)))
+
+    @property
+    def name(self) -> str:
+        """Of the device."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or "cpu"
+
+    @property
+    def known(self) -> Accelerator | None:
+        """What the planner knows of it."""
+        return accelerator_of_device(self.name) if self.device.type == "cuda" else accelerator("cpu")
+
+    def write(self, path: Path, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """Write the file, or of several ranks both, and give the figures; the arguments are as above.
+
+        Raises:
+            UserError: a file cannot be written.
+        """
+        source = f"measured by ds-vit plan --calibrate, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        source += f", {self.ranks} ranks at the same time" if self.ranks > 1 else ""
+        taken = f"not measured: as {self.known.name}" if self.known else "not measured, and not known of this one"
+        others = dict.fromkeys(("watts", "inside", "reserved_bytes", "hidden_share"), taken)
+        others["memory_efficiency"] = "the rate beside it is a copy's own"
+        inside = ""
+        if self.ranks > 1:
+            of_link = path.with_name(f"{path.stem}_link.yaml")
+            inside, others["inside"] = of_link.name, "the file beside this one"
+            _write(of_link, dataclasses.asdict(self.link(seconds)), source, {})
+        found = dataclasses.asdict(self.accelerator(seconds, inside))
+        _write(path, found, source, others)
+        return found
+
+
+def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[str, str]) -> None:
+    """A file of figures with their sources, by rank 0."""
     table = {
-        key: value if key == "name" else {"value": value, "source": not_measured.get(key, source)}
-        for key, value in found.items()
+        key: value if key == "name" else {"value": value, "source": others.get(key, source)}
+        for key, value in figures.items()
     }
+    if dist.is_initialized() and dist.get_rank():
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(table, sort_keys=False))
     except OSError as error:
         raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
-    return found
 
 
-def _product(rows: int, width: int, dtype: torch.dtype, device: torch.device, times: int) -> float:
-    """FLOPs a second of [rows, width] x [width, 4 width]."""
+def _seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """What a call takes while all ranks make the same calls: the median on a rank, the mean of the ranks.
+
+    Not the fastest call: that may have met no other rank.
+    """
+    call()
+    times: list[float] = []
+    if dist.is_initialized():
+        dist.barrier()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return _mean(statistics.median(times), device)
+
+
+def _seconds_of_collective(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The median of as many calls as fit in the time, the same number on every rank."""
+    call()
+    start = time.perf_counter()
+    call()
+    once = _mean(time.perf_counter() - start, device)
+    times = []
+    for _ in range(max(3, min(200, int(seconds / once)))):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return _mean(statistics.median(times), device)
+
+
+def _mean(value: float, device: torch.device) -> float:
+    """Of all ranks."""
+    if not dist.is_initialized():
+        return value
+    together = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(together)
+    return float(together) / dist.get_world_size()
+
+
+def _products(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """[rows, width] x [width, 4 width] and the two products of its backward pass."""
     a = torch.randn(rows, width, device=device, dtype=dtype)
     b = torch.randn(width, 4 * width, device=device, dtype=dtype)
-    return 8 * rows * width**2 / fastest(lambda: a @ b, device, times)
+    back = torch.randn(rows, 4 * width, device=device, dtype=dtype)
+    return lambda: (a @ b, back @ b.t(), a.t() @ back)
 
 
-def _attention(device: torch.device, times: int) -> float:
-    """FLOPs a second of fused attention with 16 images, 6 heads of 64 and 197 tokens, forward."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.randn(16, 6, 197, 64, device=device, dtype=dtype)
-    return 4 * 16 * 6 * 197**2 * 64 / fastest(lambda: F.scaled_dot_product_attention(q, q, q), device, times)
+def _product_flops(rows: int, width: int) -> int:
+    """FLOPs of `_products`."""
+    return 3 * 2 * rows * width * 4 * width
 
 
-def _copy(size: int, device: torch.device, times: int) -> float:
-    """Bytes a second that a copy reads and writes together."""
+def _attention(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Fused attention with 4 images, 6 heads of 64 and 197 tokens, forward and back."""
+    q, k, v = (torch.randn(4, 6, 197, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    back = torch.randn_like(q)
+    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), back)
+
+
+_ATTENTION_FLOPS = (2 + 5) * 2 * 4 * 6 * 197**2 * 64  # its backward pass has five products for the forward pass's two
+
+
+def _copy(size: int, device: torch.device) -> Callable[[], object]:
+    """A copy of so many bytes."""
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / fastest(lambda: target.copy_(source), device, times)
+    return lambda: target.copy_(source)
 
 
-def _operation(device: torch.device, number: int = 2000) -> float:
-    """The host's seconds for one small operation."""
+def _operation(device: torch.device) -> Callable[[], object]:
+    """One small operation."""
     small = torch.zeros(8, device=device)
+    return lambda: small.add_(1.0)
 
-    def many() -> None:
-        for _ in range(number):
-            small.add_(1.0)
 
-    return fastest(many, device, 3) / number
+class _Block:
+    """A block of timm's, for what is no product of matrices in it: norms, GELU, sums, copies, and new memory for each.
+
+    Args:
+        dtype: of weights and tokens.
+        device: that computes.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        name, self.images = _BLOCK[device.type]
+        spec = ModelSpec(name, model_kwargs={"depth": 2})  # the last block computes less
+        model = create_model(spec)
+        compute = str(dtype).removeprefix("torch.")
+        layers = as_a_rank_has_them(
+            take_apart(model), tp=1, sequence_parallel=False, class_parallel=False, compute=compute, norms_fp32=False
+        )
+        work = work_of_layers(model, layers, dtype)[1]
+        self._passes = work.forward, work.backward
+        self.block = create_model(spec, device=str(device)).blocks[0].to(dtype)
+        self._tokens = torch.randn(self.images, 197, model.embed_dim, device=device, dtype=dtype, requires_grad=True)
+        self._back = torch.randn_like(self._tokens)
+
+    def step(self) -> object:
+        """Forward and back."""
+        return torch.autograd.grad(self.block(self._tokens), (self._tokens, *self.block.parameters()), self._back)
+
+    def rest(self, products: Accelerator, seconds: float) -> float:
+        """Bytes a second of what is no product.
+
+        Args:
+            products: whose products of matrices and attention have been measured.
+            seconds: of a step of the block.
+        """
+        of_type = self._tokens.element_size()
+        flops = [pair for one in self._passes for pair in one.products]
+        multiplying = self.images * sum(n / products.flops_per_second(of_type, width) for width, n in flops)
+        # Where another program came between the measurements, nothing or less would be left.
+        rest = max(seconds - multiplying, 0.02 * seconds)
+        return self.images * sum(one.bytes for one in self._passes) / rest
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds a byte, seconds of a message of nothing), by least squares of the relative error."""
+    of = torch.tensor(points, dtype=torch.float64)
+    sizes, times = of[:, 0], of[:, 1]
+    rows = torch.stack([sizes / times, 1 / times], dim=1)
+    slope, wait = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return max(slope, 1e-15), max(wait, 1e-9)

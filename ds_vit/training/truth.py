@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ds_vit.config.sizes import in_words
 from ds_vit.fault_tolerance.errors import first_line
-from ds_vit.planner.cost import Machine, step_time
-from ds_vit.planner.hardware import accelerator_of_device, link
+from ds_vit.planner.cost import Machine, StepTime, step_time
+from ds_vit.planner.hardware import Accelerator, Link, accelerator_of_device, link
 from ds_vit.planner.layers import cut_regions
 from ds_vit.planner.memory import RankMemory, on_device
 from ds_vit.planner.work import work_of_layers
@@ -74,7 +74,7 @@ class Truth:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         found = accelerator_of_device(name)
         if found is not None and self.plan.image_sizes is None:  # the mean over several sizes is no step's
-            self.step_seconds = _seconds(self.plan, found)
+            self.step_seconds = PlannedTime(self.plan).on(found).seconds
 
     def start_rows(self) -> list[tuple[str, str]]:
         """The row of the start table."""
@@ -140,25 +140,40 @@ class Truth:
         return rows
 
 
-def _seconds(plan: Plan, found: Any) -> float:
-    """Of a step."""
-    layers, layout, told = layers_of_rank(plan), plan.parallel.layout, plan.deepspeed
-    works = work_of_layers(plan.model.whole, layers, getattr(torch, told.precision.compute))
-    process = plan.parallel.process
-    per_node = process.local_world_size or found.gpus_per_node
-    machine = Machine(found, layout.world_size, per_node, link(found.inside), link("ib400"))
-    return step_time(
-        works,
-        cut_regions(layers),
-        [sum(p.numel() for p in layer.parameters()) for layer in layers],
-        [hasattr(layer, "block") for layer in layers],
-        plan.model.bounds,
-        machine,
-        layout=layout,
-        batch=plan.data.batch,
-        rules=rules_of_run(plan),
-        json=told.json,
-    ).seconds
+class PlannedTime:
+    """What a step of a run takes on accelerators; the model is looked at once.
+
+    Args:
+        plan: the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self._layers = plan, layers_of_rank(plan)
+        dtype = getattr(torch, plan.deepspeed.precision.compute)
+        self._works = work_of_layers(plan.model.whole, self._layers, dtype)
+
+    def on(self, found: Accelerator, inside: Link | None = None) -> StepTime:
+        """The time of a step.
+
+        Args:
+            found: that computes.
+            inside: the link inside a host; the accelerator's own where None.
+        """
+        layout, told = self.plan.parallel.layout, self.plan.deepspeed
+        per_node = self.plan.parallel.process.local_world_size or found.gpus_per_node
+        machine = Machine(found, layout.world_size, per_node, inside or link(found.inside), link("ib400"))
+        return step_time(
+            self._works,
+            cut_regions(self._layers),
+            [sum(p.numel() for p in layer.parameters()) for layer in self._layers],
+            [hasattr(layer, "block") for layer in self._layers],
+            self.plan.model.bounds,
+            machine,
+            layout=layout,
+            batch=self.plan.data.batch,
+            rules=rules_of_run(self.plan),
+            json=told.json,
+        )
 
 
 def _resident_peak(*, reset: bool = False, reset_after: bool = False) -> int:

@@ -78,8 +78,10 @@ def test_recomputing_sends_a_blocks_first_sum_again(selective):
 def test_the_slowest_stage_has_its_own_sums():
     # Catches: sums of layers that are not recomputed.
     layers = [LayerTime(1.0, 2.0, 4.0, first_sum=1.0)] * 2
-    [(_, once, again, tensor)] = _by_stage(layers, [True, False], (0, 2), Checkpointing(1))
-    assert (once, again, tensor) == (6.0, 1.0, 9.0)
+    [stage] = _by_stage(layers, [True, False], (0, 2), Checkpointing(1))
+    assert (stage.once, stage.again, stage.tensor) == (6.0, 1.0, 9.0)
+    assert stage.forward == 2.0 + 8.0 / 2
+    assert stage.whole == 16.0
 
 
 @pytest.mark.parametrize(("gpus", "pp", "tp", "inside"), [(24, 3, 2, False), (24, 2, 4, True), (6, 3, 2, True)])

@@ -9,7 +9,7 @@ import pytest
 
 from ds_vit.models import balance
 from ds_vit.planner import schedule
-from ds_vit.planner.schedule import StageCost, fastest_bounds, play
+from ds_vit.planner.schedule import StageCost, fastest_bounds, play, seconds_of_step
 
 PAIRS = [(1, 1), (2, 2), (2, 8), (3, 4), (4, 4), (4, 16), (6, 5), (8, 32)]
 
@@ -40,6 +40,15 @@ def test_the_slowest_stage_sets_the_pace():
     played = play([StageCost(1.0, 2.0), StageCost(2.0, 4.0), StageCost(1.0, 2.0)], 8)
     assert played.seconds == pytest.approx(8 * 6.0 + 1.0 + 2.0 + 1.0)
     assert played.bubble(1) == pytest.approx(4 / 52)
+
+
+@pytest.mark.parametrize(("p", "m"), [*PAIRS, (3, 1), (5, 40), (4, 9)])
+def test_the_quick_way_gives_the_same_seconds(p, m):
+    # Catches: a tick too early, a stage that waits for the wrong neighbour, a middle part at another pace.
+    rng = random.Random(p * 100 + m)
+    stages = [(rng.uniform(0.5, 2.0), rng.uniform(1.0, 4.0)) for _ in range(p)]
+    played = play([StageCost(*stage) for stage in stages], m).seconds
+    assert seconds_of_step(stages, m) == pytest.approx(played, rel=1e-9 if m <= 2 * p else 0.01)
 
 
 def test_a_transfer_keeps_both_ends():

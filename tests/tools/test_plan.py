@@ -8,6 +8,7 @@ import math
 import shlex
 
 import pytest
+import torch
 import yaml
 from project import ROOT
 
@@ -206,16 +207,44 @@ def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
     from ds_vit.tools.calibrate import calibrate
 
     path = tmp_path / "mine.yaml"
-    found = calibrate(path, widths=(32, 64), times=2)
+    found = calibrate(path, torch.device("cpu"), widths=(32, 64), turns=1)
     assert 0 < found["memory_bytes_per_second"] < 1e12
+    assert found["elementwise_efficiency"] > 0
     assert max(found["matmul_efficiency"].values()) == 1.0
     told = yaml.safe_load(path.read_text())
     assert told["gpus_per_node"]["value"] == 1
     measured = {key for key, one in told.items() if key != "name" and one["source"].startswith("measured")}
-    assert not measured & {"watts", "inside", "reserved_bytes"}
+    assert not measured & {"watts", "inside", "reserved_bytes", "hidden_share"}
     words = ["plan", "--model", "vit_tiny_patch16_224", "--gpus", "1", "--gpu", str(path), "--global-batch", "16"]
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"]
+
+
+def calibrate_here(path):
+    from ds_vit.tools.calibrate import calibrate
+
+    return calibrate(path, torch.device("cpu"), widths=(64,), turns=1)
+
+
+def test_ranks_calibrate_together_and_measure_what_joins_them(ranks, tmp_path, monkeypatch):
+    # Catches: figures of one rank taken for all, a link file that is not found from another folder.
+    path = tmp_path / "two.yaml"
+    one, other = ranks.run(2, calibrate_here, path)
+    assert one == other
+    monkeypatch.chdir("/")
+    found = hardware.accelerator(str(path))
+    assert found.gpus_per_node == 2
+    joined = hardware.link(found.inside)
+    assert 1e6 < joined.bytes_per_second < 1e12
+    assert 0 < joined.latency_seconds < 1
+
+
+def test_the_line_through_the_times_of_messages():
+    # Catches: a fit that the largest message decides alone.
+    from ds_vit.tools.calibrate import _line
+
+    slope, wait = _line([(size, 1e-4 + size * 2e-9) for size in (2**12, 2**18, 2**24)])
+    assert (slope, wait) == pytest.approx((2e-9, 1e-4))
 
 
 def test_pictures(capsys, tmp_path):
