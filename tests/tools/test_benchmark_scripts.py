@@ -54,6 +54,16 @@ def test_a_script_measures_on_ranks():
 
 
 @pytest.mark.slow
+def test_planned_times_are_held_against_measured_ones():
+    # Catches: a layout that cannot be planned, or trained beside the others.
+    words = ["--model", "test_vit", "--depth", "2", "--img-size", "32", "--turns", "1"]
+    done = run(FOLDER / "planned_time.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ZeRO-") == 12
+    assert "rank correlation" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_table_of_steps_is_made():
     # Catches: the one command for a GPU's table that fails there first; a side that does not fit and ends it all.
     words = ["--models", "vit_tiny_patch16_224", "--batch-sizes", "2", "4", "--peers", "timm", "megatron", "--img-size"]
