@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
@@ -20,9 +20,14 @@ from ds_vit.planner.memory import MemoryRules
 from ds_vit.planner.schedule import seconds_of_step
 from ds_vit.planner.work import LayerWork
 
-_ZERO3_SECONDS = 20e-6
-"""Assumed time of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient."""
-_UPDATE_BYTES = 30  # a parameter: gradient, master, two moments read, all but the first written, weight written
+_ZERO3_SECONDS = 40e-6
+"""Of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient.
+
+Measured: 42 µs, one rank on a core of an AMD EPYC, DeepSpeed 0.19.8, by ViTs that differ in depth alone.
+"""
+_UPDATE_BYTES = 42
+"""A parameter: gradient read for its norm, read and written to clip it; gradient, master, two moments read, all but the
+first written, weight written."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Machine:
         # A group's ranks in one host each have a way out, and use them together.
         ways = max(1, self.per_node // replica)
         reached = min(self.inside.reached, ways * self.outside.reached)
-        return Link(self.outside.name, reached, 1.0, self.outside.latency_seconds)
+        return replace(self.outside, bytes_per_second=reached, efficiency=1.0)
 
     def between_stages(self, layout: Layout) -> Link:
         """The link that the tokens cross from stage to stage, the slowest of them."""
@@ -190,10 +195,13 @@ def step_time(
     of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
     of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
     ring = machine.ring(layout)
-    data, overlapped = _traffic(of_rank, stage, n, m, ring, of_gradient, rules.of_type)
+    # DeepSpeed's default sums whole buckets on all ranks at ZeRO-2, too.
+    whole = bool((json.get("zero_optimization") or {}).get("use_multi_rank_bucket_allreduce", True))
+    data, overlapped = _traffic(of_rank, stage, n, m, ring, of_gradient, rules.of_type, whole=whole)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-        overlapped += 3 * m * len(layers) * (n - 1) * ring.latency_seconds  # a layer is gathered twice and summed
+        # Weight and bias of a module are gathered together, twice.
+        overlapped += m * sum(work.tensors for work in works) * (n - 1) * ring.latency_seconds
     behind = (
         machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
     )
@@ -250,26 +258,27 @@ def _copied(stage: int, m: int, of_gradient: int, of_type: int) -> float:
     """Bytes of a parameter that copies read and write in a step of m micro-batches.
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO takes five copies to bring a gradient to its owner:
-    into a bucket, out of it into a flat tensor, the mean, and back (`stage_1_and_2.py`, 0.19.8); ZeRO-1 with one
-    micro-batch takes none here (`engine/flat_gradients.py`). ZeRO-3 puts weights together forward and back.
+    into a bucket, out of it into a flat tensor, the mean, and back (`stage_1_and_2.py`, 0.19.8); torch's reducer, and
+    ZeRO-1 with one micro-batch (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together forward and back.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
-    brought = {0: 0, 1: 0 if m == 1 else 1, 2: m, 3: m}[stage] * 5 * 2 * of_gradient
+    brought = {0: 1, 1: 1 if m == 1 else 5, 2: 5 * m, 3: 5 * m}[stage] * 2 * of_gradient
     gathered = 2 * 2 * of_type * m if stage == 3 else 0
     return summed + brought + gathered
 
 
 def _traffic(
-    parameters: int, stage: int, n: int, m: int, ring: Link, of_gradient: int, of_type: int
+    parameters: int, stage: int, n: int, m: int, ring: Link, of_gradient: int, of_type: int, *, whole: bool
 ) -> tuple[float, float]:
     """Seconds of (what cannot be hidden, what can) between the replicas, in a step."""
     if n == 1:
         return 0.0, 0.0
     around = (n - 1) / n * parameters / ring.reached
+    gathered, scattered = around * of_type / ring.gather_share, around * of_gradient / ring.scatter_share
     wait = 2 * (n - 1) * ring.latency_seconds
     if stage == 0:
         return wait, 2 * around * of_gradient
     if stage == 3:  # weights forward and back, gradients back, of every micro-batch
-        return wait, m * around * (2 * of_type + of_gradient)
+        return wait, m * (2 * gathered + scattered)
     # Stage 1 sums whole gradients, stage 2 those of each micro-batch; both gather the weights after the update.
-    return wait + around * of_type, around * of_gradient * (2 if stage == 1 else m)
+    return wait + gathered, (2 * around * of_gradient if whole else scattered) * (1 if stage == 1 else m)

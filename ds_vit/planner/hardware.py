@@ -25,12 +25,16 @@ class Link:
         bytes_per_second: one way, of a GPU.
         efficiency: what collectives of large messages reach of it.
         latency_seconds: of a small message.
+        gather_share: what gathering reaches of the rate of a sum.
+        scatter_share: what a sum of which each rank keeps its share reaches of it.
     """
 
     name: str
     bytes_per_second: float
     efficiency: float
     latency_seconds: float
+    gather_share: float = 1.0
+    scatter_share: float = 1.0
 
     @property
     def reached(self) -> float:
@@ -163,12 +167,13 @@ def _load(kind: type[Kind], folder: str, name: str, flag: str) -> Kind:
 def _filled(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     """The figures of a file; each is `{value: …, source: …}` or the value alone."""
     wanted = [field.name for field in fields(kind)]
+    needed = [field.name for field in fields(kind) if field.default is dataclasses.MISSING]
     values = {
         key: entry["value"] if isinstance(entry, Mapping) and "value" in entry else entry
         for key, entry in table.items()
     }
-    if missing := [key for key in wanted if key not in values]:
-        raise UserError(f"{where} does not say {', '.join(missing)}; it needs all of {', '.join(wanted)}")
+    if missing := [key for key in needed if key not in values]:
+        raise UserError(f"{where} does not say {', '.join(missing)}; it needs all of {', '.join(needed)}")
     if extra := [key for key in values if key not in wanted]:
         near = difflib.get_close_matches(extra[0], wanted, n=1, cutoff=0.0)[0]
         raise UserError(f"{where}: there is no figure {extra[0]!r}; the nearest is {near!r}")

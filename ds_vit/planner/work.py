@@ -21,23 +21,42 @@ from ds_vit.models.alike import look_at_each
 from ds_vit.planner.hardware import Accelerator
 
 
+class Product(NamedTuple):
+    """Products of matrices of one shape, or attention and the patches' convolution.
+
+    Attributes:
+        width: the least dimension that the images have no part in; 0 for attention.
+        rows: the least other one, of an image; 0 where there is none.
+        flops: of all of them, for an image.
+    """
+
+    width: int
+    rows: int
+    flops: float
+
+    def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
+        """The device's time; the arguments are those of `Pass.seconds`."""
+        least = min(self.width, self.rows * micro_batch) if self.rows else self.width
+        return micro_batch * self.flops / accelerator.flops_per_second(of_type, least)
+
+
 class Pass(NamedTuple):
     """One pass through a layer, for an image.
 
     Attributes:
-        products: FLOPs by the least dimension of the product; 0 stands for attention and the patches' convolution.
+        products: of matrices, and attention.
         bytes: that other operations read and write.
         operations: how many there are; of any number of images.
     """
 
-    products: tuple[tuple[int, float], ...]
+    products: tuple[Product, ...]
     bytes: float
     operations: int
 
     @property
     def flops(self) -> float:
         """Of all products."""
-        return sum(flops for _, flops in self.products)
+        return sum(one.flops for one in self.products)
 
     @property
     def cheap(self) -> Pass:
@@ -52,9 +71,9 @@ class Pass(NamedTuple):
             of_type: bytes of an element of a product.
             micro_batch: images.
         """
-        computing = sum(flops / accelerator.flops_per_second(of_type, width) for width, flops in self.products)
-        moving = self.bytes / (accelerator.copied_per_second * accelerator.elementwise_efficiency)
-        return max(micro_batch * (computing + moving), self.operations * accelerator.seconds_per_operation)
+        computing = sum(one.seconds(accelerator, of_type, micro_batch) for one in self.products)
+        moving = micro_batch * self.bytes / (accelerator.copied_per_second * accelerator.elementwise_efficiency)
+        return max(computing + moving, self.operations * accelerator.seconds_per_operation)
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) 
     return [work for work, _ in look_at_each(model, layers, count, images=_IMAGES, dtype=dtype)]
 
 
-_IMAGES = 8  # of one alone what belongs to the weights would weigh too much
+_IMAGES = 31  # a prime that divides no usual width: which dimensions are the images' is seen by it
 
 
 class _Counter(TorchDispatchMode):
@@ -110,7 +129,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.products: dict[int, float] = {}
+        self.products: dict[tuple[int, int], float] = {}
         self.bytes = 0.0
         self.operations = 0
 
@@ -121,9 +140,9 @@ class _Counter(TorchDispatchMode):
         self.operations += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if (counting := flop_registry.get(func.overloadpacket)) is not None:
-            width = _least_width(tensors) if func.overloadpacket in _MATRICES else 0
+            shape = _least(tensors) if func.overloadpacket in _MATRICES else (0, 0)
             flops = counting(*args, **(kwargs or {}), out_val=out)
-            self.products[width] = self.products.get(width, 0.0) + flops
+            self.products[shape] = self.products.get(shape, 0.0) + flops
         else:
             made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in (*tensors, *made))
@@ -131,14 +150,16 @@ class _Counter(TorchDispatchMode):
 
     def counted(self) -> Pass:
         """What it came to."""
-        products = tuple((width, flops / _IMAGES) for width, flops in sorted(self.products.items()))
+        products = tuple(Product(*shape, flops / _IMAGES) for shape, flops in sorted(self.products.items()))
         return Pass(products, self.bytes / _IMAGES, self.operations)
 
 
-def _least_width(tensors: Sequence[torch.Tensor]) -> int:
-    """The least dimension of a product of matrices, its images aside: of them a run has more."""
+def _least(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """A product's least (dimension that the images have no part in, other one of an image)."""
     dimensions = {size for tensor in tensors if tensor.ndim > 1 for size in tensor.shape[-2:]}
-    return min(dimensions - {_IMAGES}, default=_IMAGES)
+    of_images = {size for size in dimensions if size % _IMAGES == 0}
+    rows = min(of_images, default=0) // _IMAGES
+    return min(dimensions - of_images, default=rows), rows
 
 
 _MATRICES = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}

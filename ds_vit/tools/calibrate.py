@@ -30,6 +30,7 @@ from ds_vit.planner.layers import as_a_rank_has_them
 from ds_vit.planner.work import work_of_layers
 
 _ROWS = {"cpu": 512, "cuda": 16384}
+_LEAST_WIDTH = {"cpu": 384, "cuda": 512}  # of a ViT worth planning: a lesser dimension is a few images' rows
 _WIDTHS = {"cpu": (64, 192, 384, 768), "cuda": (512, 1024, 2048, 4096, 8192)}
 _COPY = {"cpu": 2**26, "cuda": 2**32}
 _BLOCK = {"cpu": ("vit_small_patch16_224", 2), "cuda": ("vit_large_patch16_224", 64)}  # and images
@@ -74,7 +75,7 @@ class Calibration:
         self.own, other = (torch.bfloat16, torch.float32) if kind == "cuda" else (torch.float32, torch.bfloat16)
         self._block = _Block(self.own, device)
         self._calls: dict[str, Callable[[], object]] = {
-            **{f"product {width}": _products(_ROWS[kind], width, self.own, device) for width in self.widths},
+            **{f"product {least}": _products(*_shape(least, kind), self.own, device) for least in self.widths},
             "other": _products(_ROWS[kind], 512 if kind == "cuda" else 64, other, device),
             "attention": _attention(self.own, device),
             "copy": _copy(_COPY[kind], device),
@@ -91,9 +92,14 @@ class Calibration:
         found = {key: _seconds(call, self.device, seconds) for key, call in self._calls.items()}
         if self.ranks > 1:
             for size in _MESSAGES:
-                message = torch.zeros(size // 4, device=self.device)
-                call = partial(dist.all_reduce, message)
-                found[f"message {size}"] = _seconds_of_collective(call, self.device, seconds)
+                whole = torch.zeros(size // 4 // self.ranks * self.ranks, device=self.device)
+                share = torch.zeros(whole.numel() // self.ranks, device=self.device)
+                for kind, call in {
+                    "sum": partial(dist.all_reduce, whole),
+                    "gather": partial(dist.all_gather_into_tensor, whole, share),
+                    "scatter": partial(dist.reduce_scatter_tensor, share, whole),
+                }.items():
+                    found[f"{kind} {size}"] = _seconds_of_collective(call, self.device, seconds / 3)
         return found
 
     def accelerator(self, seconds: Mapping[str, float], inside: str = "") -> Accelerator:
@@ -104,7 +110,7 @@ class Calibration:
             inside: the link inside a host; the usual one where empty.
         """
         kind = self.device.type
-        rates = {width: _product_flops(_ROWS[kind], width) / seconds[f"product {width}"] for width in self.widths}
+        rates = {least: _product_flops(*_shape(least, kind)) / seconds[f"product {least}"] for least in self.widths}
         peaks = {self.own: max(rates.values())}
         other = torch.float32 if self.own == torch.bfloat16 else torch.bfloat16
         peaks[other] = _product_flops(_ROWS[kind], 512 if kind == "cuda" else 64) / seconds["other"]
@@ -134,13 +140,25 @@ class Calibration:
         return dataclasses.replace(found, elementwise_efficiency=self._block.rest(found, seconds["block"]) / copy)
 
     def link(self, seconds: Mapping[str, float]) -> Link:
-        """The link between the ranks: the line through the times of summing messages of several sizes.
+        """The link between the ranks: lines through the times of messages of several sizes.
 
-        A ring of n ranks sends 2 (n - 1) / n of a message over each link, in 2 (n - 1) waits (docs/planning.md).
+        A ring of n ranks sends 2 (n - 1) / n of a message over each link to sum it, in 2 (n - 1) waits, and half of
+        both to gather it, or to sum it for one rank a share (docs/planning.md).
         """
-        slope, wait = _line([(size, seconds[f"message {size}"]) for size in _MESSAGES])
         n = self.ranks
-        return Link(f"between {n} ranks on {self.name}", 2 * (n - 1) / n / slope, 1.0, wait / (2 * (n - 1)))
+        of = {
+            kind: _line([(size, seconds[f"{kind} {size}"]) for size in _MESSAGES])
+            for kind in ("sum", "gather", "scatter")
+        }
+        (by_sum, wait), (by_gather, _), (by_scatter, _) = of.values()
+        return Link(
+            name=f"between {n} ranks on {self.name}",
+            bytes_per_second=2 * (n - 1) / n / by_sum,
+            efficiency=1.0,
+            latency_seconds=wait / (2 * (n - 1)),
+            gather_share=by_sum / 2 / by_gather,
+            scatter_share=by_sum / 2 / by_scatter,
+        )
 
     @property
     def name(self) -> str:
@@ -232,17 +250,26 @@ def _mean(value: float, device: torch.device) -> float:
     return float(together) / dist.get_world_size()
 
 
+_LAYERS = 4  # one after the other: weights come from memory, as in a model
+
+
+def _shape(least: int, kind: str) -> tuple[int, int]:
+    """(rows, width) of the products whose least dimension is measured."""
+    width = max(least, _LEAST_WIDTH[kind])
+    return (_ROWS[kind] if least == width else least), width
+
+
 def _products(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """[rows, width] x [width, 4 width] and the two products of its backward pass."""
+    """[rows, width] x [width, 4 width] and the two products of its backward pass, in several layers."""
     a = torch.randn(rows, width, device=device, dtype=dtype)
-    b = torch.randn(width, 4 * width, device=device, dtype=dtype)
+    layers = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(_LAYERS)]
     back = torch.randn(rows, 4 * width, device=device, dtype=dtype)
-    return lambda: (a @ b, back @ b.t(), a.t() @ back)
+    return lambda: [(a @ b, back @ b.t(), a.t() @ back) for b in layers]
 
 
 def _product_flops(rows: int, width: int) -> int:
     """FLOPs of `_products`."""
-    return 3 * 2 * rows * width * 4 * width
+    return _LAYERS * 3 * 2 * rows * width * 4 * width
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -302,8 +329,9 @@ class _Block:
             seconds: of a step of the block.
         """
         of_type = self._tokens.element_size()
-        flops = [pair for one in self._passes for pair in one.products]
-        multiplying = self.images * sum(n / products.flops_per_second(of_type, width) for width, n in flops)
+        multiplying = sum(
+            product.seconds(products, of_type, self.images) for one in self._passes for product in one.products
+        )
         # Where another program came between the measurements, nothing or less would be left.
         rest = max(seconds - multiplying, 0.02 * seconds)
         return self.images * sum(one.bytes for one in self._passes) / rest

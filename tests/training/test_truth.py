@@ -66,10 +66,11 @@ def test_memory_is_of_the_fullest_rank_and_of_a_row(ranks):
 def test_the_time_of_a_known_accelerator_is_predicted(plan):
     # Catches: a cut, a type or a batch that the planner takes otherwise than the run has it.
     from ds_vit.planner.hardware import accelerator_of_device
-    from ds_vit.training.truth import _seconds
+    from ds_vit.training.truth import PlannedTime
 
-    fast, slow = (_seconds(plan, accelerator_of_device(name)) for name in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
-    assert 0 < fast <= slow < 1
+    of_run = PlannedTime(plan)
+    fast, slow = (of_run.on(accelerator_of_device(name)) for name in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
+    assert 0 < fast.seconds <= slow.seconds < 1
     assert accelerator_of_device("NVIDIA GeForce GTX 1080") is None
 
 
