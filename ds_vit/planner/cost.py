@@ -209,7 +209,7 @@ def step_time(
         computing=m * slowest.once,
         recomputing=m * slowest.again,
         tensor=m * slowest.tensor,
-        bubble=played - m * slowest.whole,
+        bubble=max(0.0, played - m * slowest.whole),
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),

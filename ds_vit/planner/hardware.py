@@ -33,8 +33,8 @@ class Link:
     bytes_per_second: float
     efficiency: float
     latency_seconds: float
-    gather_share: float = 1.0
-    scatter_share: float = 1.0
+    gather_share: float
+    scatter_share: float
 
     @property
     def reached(self) -> float:
@@ -56,7 +56,7 @@ class Accelerator:
         watts: under load.
         gpus_per_node: of the usual host.
         inside: link between the GPUs of a host: its name, or in a file of one's own the file of the link beside it.
-        matmul_efficiency: least width of a product of matrices → share of the peak that it reaches.
+        matmul_efficiency: least dimension of a product of matrices → share of the peak that it reaches.
         attention_efficiency: share of the peak that fused attention reaches, forward and back.
         elementwise_efficiency: share of a copy's rate that everything else reaches: norms, GELU, sums, new memory.
         hidden_share: of the last backward pass, behind which gradients can travel.
@@ -90,7 +90,7 @@ class Accelerator:
 
         Args:
             of_type: bytes of an element.
-            width: the least of its inner and outer width; 0 for attention.
+            width: its least dimension; 0 for attention.
         """
         peak = 1e12 * (self.bf16_tflops if of_type == 2 else self.fp32_tflops)
         return peak * (_between(self.matmul_efficiency, width) if width else self.attention_efficiency)
@@ -167,13 +167,12 @@ def _load(kind: type[Kind], folder: str, name: str, flag: str) -> Kind:
 def _filled(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     """The figures of a file; each is `{value: …, source: …}` or the value alone."""
     wanted = [field.name for field in fields(kind)]
-    needed = [field.name for field in fields(kind) if field.default is dataclasses.MISSING]
     values = {
         key: entry["value"] if isinstance(entry, Mapping) and "value" in entry else entry
         for key, entry in table.items()
     }
-    if missing := [key for key in needed if key not in values]:
-        raise UserError(f"{where} does not say {', '.join(missing)}; it needs all of {', '.join(needed)}")
+    if missing := [key for key in wanted if key not in values]:
+        raise UserError(f"{where} does not say {', '.join(missing)}; it needs all of {', '.join(wanted)}")
     if extra := [key for key in values if key not in wanted]:
         near = difflib.get_close_matches(extra[0], wanted, n=1, cutoff=0.0)[0]
         raise UserError(f"{where}: there is no figure {extra[0]!r}; the nearest is {near!r}")
