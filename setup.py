@@ -1,5 +1,10 @@
-"""The build's one step beyond pyproject.toml: a wheel has ds_configs/ and launch/ too, under ds_vit/shipped/."""
+"""The build's two steps beyond pyproject.toml.
 
+A wheel has ds_configs/ and launch/ too, under ds_vit/shipped/; and its description is README.md for a reader without the
+repository.
+"""
+
+import re
 import shutil
 from pathlib import Path
 
@@ -22,4 +27,15 @@ class BuildWithFiles(build_py):
                 shutil.copytree(Path(__file__).parent / name, to, ignore=OF_A_CLONE, dirs_exist_ok=True)
 
 
-setup(cmdclass={"build_py": BuildWithFiles})
+def description() -> str:
+    """README.md without pictures and what is said of them, and with the repository's files named instead of linked."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n.*?\n\n", "", text, flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithFiles},
+    long_description=description(),
+    long_description_content_type="text/markdown",
+)

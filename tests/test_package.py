@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -65,6 +66,11 @@ def test_a_wheel_trains_outside_the_clone(tmp_path):
     package = {str(path.relative_to(ROOT)) for path in files if path.relative_to(ROOT).parts[0] == "ds_vit"}
     assert package - packed == set()
     assert "ds_vit/shipped/launch/recipes/digits.yaml" in packed
+    [about] = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    described = zipfile.ZipFile(wheel).read(about).decode()
+    assert "\n# ds_vit\n" in described
+    assert "docs/planning.md" in described
+    assert re.findall(r"\]\((?!https?:)", described) == [], "a link into the repository, dead where there is none"
     [sdist] = (tmp_path / "dist").glob("*.tar.gz")
     listed = subprocess.run(["tar", "tf", str(sdist)], check=True, capture_output=True, text=True).stdout
     assert "/ds_configs/zero1_bf16.json\n" in listed
