@@ -1,7 +1,7 @@
 """The build's two steps beyond pyproject.toml.
 
-A wheel has ds_configs/ and launch/ too, under ds_vit/shipped/; and its description is README.md for a reader without the
-repository.
+A wheel has ds_configs/ and launch/ too, under ds_vit/shipped/; and its description is README.md for a reader without
+the repository.
 """
 
 import re

@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import line_counts
 import pytest
 from file_times import FileTimes
 from project import ROOT
@@ -38,6 +39,8 @@ def real_images() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FileTimes(config))
+    if line_counts.FOLDER in os.environ:
+        config.pluginmanager.register(line_counts.LineCounts(config))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
