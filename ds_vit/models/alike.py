@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.models.layers import BlockLayer, Layer
@@ -40,17 +41,40 @@ def look_at_each(
     value: Any = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
     found: list[tuple[Seen, Any]] = []
     known: tuple[Any, ...] | None = None
-    for layer in layers:
-        as_it_is = (looks(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
-        # A block hands on what it was given, in the same shapes.
-        if as_it_is is not None and as_it_is == known:
-            found.append((found[-1][0], value))
-            continue
-        given = value
-        seen, value = look(layer, given)
-        found.append((seen, given))
-        known = as_it_is
+    with _NormsByShape():
+        for layer in layers:
+            as_it_is = (looks(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
+            # A block hands on what it was given, in the same shapes.
+            if as_it_is is not None and as_it_is == known:
+                found.append((found[-1][0], value))
+                continue
+            given = value
+            seen, value = look(layer, given)
+            found.append((seen, given))
+            known = as_it_is
     return found
+
+
+_AS_KERNELS_DO = torch.contiguous_format
+
+
+class _NormsByShape(TorchDispatchMode):
+    """What layer norms give on the meta device, where torch takes each apart into operations in Python, slowly."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_layer_norm.default:
+            tokens, shape = args[0], args[1]
+            dtype = torch.promote_types(tokens.dtype, torch.float32)
+            mean = tokens.new_empty((*tokens.shape[: -len(shape)], *[1] * len(shape)), dtype=dtype)
+            return torch.empty_like(tokens, memory_format=_AS_KERNELS_DO), mean, torch.empty_like(mean)
+        if func is torch.ops.aten.native_layer_norm_backward.default:
+            _, tokens, _, _, _, weight, bias, wanted = args
+            of = zip((tokens, weight, bias), wanted, strict=True)
+            return tuple(
+                torch.empty_like(one, memory_format=_AS_KERNELS_DO) if one is not None and want else None
+                for one, want in of
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def looks(module: nn.Module) -> tuple[Any, ...]:
