@@ -4,6 +4,7 @@ python tests/recorded_curves.py        # record anew, after a change that is mea
 """
 
 import json
+import platform
 from importlib import metadata
 from pathlib import Path
 
@@ -32,7 +33,17 @@ RUNS = {
 def environment() -> dict[str, str]:
     """What decides how kernels round."""
     versions = {name: metadata.version(name) for name in ("torch", "torchvision", "timm", "deepspeed", "numpy")}
-    return {**versions, "processor": torch.backends.cpu.get_cpu_capability()}
+    return {**versions, "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"}
+
+
+def processor() -> str:
+    """Maker, family and model: MKL has kernels of its own for each."""
+    try:
+        told = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    of = dict(map(str.strip, line.split(":", 1)) for line in told.splitlines() if ":" in line)
+    return " ".join(of.get(key, "") for key in ("vendor_id", "cpu family", "model")).strip() or platform.processor()
 
 
 def curve(ranks, world, stage, micro, accumulation, words) -> list[dict]:
