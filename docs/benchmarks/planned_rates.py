@@ -7,6 +7,7 @@ Those of docs/planning.md, which says where the published figures are from. Noth
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -42,6 +43,7 @@ def row(*cells: object) -> None:
 
 def main() -> int:
     """Print both tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     row("", "published", "planned", "planned / published")
     row(*["---"] * 4)
     for what, model, gpu, published in (

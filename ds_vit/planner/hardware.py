@@ -62,6 +62,7 @@ class Accelerator:
         hidden_share: of the last backward pass, behind which gradients can travel.
         seconds_per_operation: of the host, for one operation.
         reserved_bytes: that no tensor can have.
+        images_per_worker: JPEG files of ImageNet's size that a process of the host makes ready in a second.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Accelerator:
     hidden_share: float
     seconds_per_operation: float
     reserved_bytes: float
+    images_per_worker: float
 
     @property
     def copied_per_second(self) -> float:

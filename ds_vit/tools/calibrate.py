@@ -11,16 +11,19 @@ from __future__ import annotations
 import dataclasses
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
+from PIL import Image
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -56,7 +59,7 @@ def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (),
     seconds = calibration.turn()
     for _ in range(turns - 1):
         seconds = {key: min(value, seconds[key]) for key, value in calibration.turn().items()}
-    return calibration.write(path, seconds)
+    return calibration.write(path, seconds, images_per_worker(device))
 
 
 class Calibration:
@@ -136,6 +139,7 @@ class Calibration:
             hidden_share=known.hidden_share if known else 0.8,
             seconds_per_operation=seconds["operation"],
             reserved_bytes=known.reserved_bytes if known else 0.0,
+            images_per_worker=(known or accelerator("cpu")).images_per_worker,
         )
         return dataclasses.replace(found, elementwise_efficiency=self._block.rest(found, seconds["block"]) / copy)
 
@@ -170,8 +174,13 @@ class Calibration:
         """What the planner knows of it."""
         return accelerator_of_device(self.name) if self.device.type == "cuda" else accelerator("cpu")
 
-    def write(self, path: Path, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """Write the file, or of several ranks both, and give the figures; the arguments are as above.
+    def write(self, path: Path, seconds: Mapping[str, float], images_per_worker: float) -> dict[str, Any]:
+        """Write the file, or of several ranks both, and give the figures.
+
+        Args:
+            path: of the file.
+            seconds: from `turn`.
+            images_per_worker: a figure of its own.
 
         Raises:
             UserError: a file cannot be written.
@@ -186,9 +195,45 @@ class Calibration:
             of_link = path.with_name(f"{path.stem}_link.yaml")
             inside, others["inside"] = of_link.name, "the file beside this one"
             _write(of_link, dataclasses.asdict(self.link(seconds)), source, {})
-        found = dataclasses.asdict(self.accelerator(seconds, inside))
+        found = {**dataclasses.asdict(self.accelerator(seconds, inside)), "images_per_worker": images_per_worker}
         _write(path, found, source, others)
         return found
+
+
+def images_per_worker(device: torch.device) -> float:
+    """Images that one process of a loader makes ready in a second while all ranks have one (a collective).
+
+    Of JPEG files of ImageNet's mean size, 500 x 375 pixels and about 110 kB, cropped to 224 and flipped.
+
+    Args:
+        device: that this rank computes on.
+    """
+    from ds_vit.config.shipped import or_shipped
+    from ds_vit.tools.bench_data import STAGES, bench_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "train", "pictures")
+        files.mkdir(parents=True)
+        for number in range(_PICTURES):
+            _picture(number).save(files / f"{number}.jpg", quality=90)
+        words = ["--deepspeed_config", or_shipped("ds_configs/cpu_zero0_fp32.json"), "--data-dir", folder]
+        words += ["--model", "vit_tiny_patch16_224", "-b", "8", "--val-split", "", "--workers", "0"]
+        seconds = bench_data([*words, "--color-jitter", "0"], _PICTURES).seconds
+    return 1 / _mean(sum(seconds[stage] for stage in STAGES[:-1]), device)
+
+
+_PICTURES = 32
+
+
+def _picture(seed: int) -> Image.Image:
+    """Shapes at several scales and grain, whose files are as long as photographs'."""
+    draws = np.random.default_rng(seed)
+    pixels = np.zeros((375, 500, 3))
+    for scale, weight in ((8, 60.0), (32, 30.0), (125, 12.0)):
+        small = Image.fromarray(draws.integers(0, 256, (scale, scale, 3), dtype=np.uint8)).resize((500, 375))
+        pixels += weight / 128 * (np.asarray(small) - 128.0)
+    pixels += draws.normal(128.0, 19.0, pixels.shape)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
 def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[str, str]) -> None:

@@ -260,11 +260,17 @@ def _row(found: Planned, one: Layouted, arguments: argparse.Namespace) -> dict[s
         "seconds": {**dataclasses.asdict(one.time), "step": one.time.seconds},
         "bubble": one.time.bubble / one.time.seconds,
         "images_per_second": one.images_per_second,
+        "workers": _workers(found, one),
         "mfu": found.mfu(one),
         "days": days,
         "megawatt_hours": gpu_hours * watts / 1e6,
         "cost": arguments.price and gpu_hours * arguments.price,
     }
+
+
+def _workers(found: Planned, one: Layouted) -> int:
+    """How many of a loader's processes a rank needs, for JPEG files of ImageNet's size."""
+    return math.ceil(one.images_per_second / one.layout.dp / found.wishes.machine.accelerator.images_per_worker)
 
 
 def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -323,6 +329,10 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
     parts = {name: getattr(fullest, name) for name in _KINDS}
     said = ", ".join(f"{_KINDS[name]} {in_words(size)}" for name, size in parts.items() if size)
     say(f"memory of the best: {said}; {in_words(best.room)} a rank can be had.")
+    say(
+        f"data of the best: each of {best.layout.dp} replicas takes {best.images_per_second / best.layout.dp:,.0f} "
+        f"images/s; of JPEG files of ImageNet's size that is --workers {_workers(found, best)}."
+    )
 
 
 _KINDS = {

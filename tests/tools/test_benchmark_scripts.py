@@ -54,6 +54,19 @@ def test_a_script_measures_on_ranks():
 
 
 @pytest.mark.slow
+def test_planned_rates_are_those_of_the_page():
+    # Catches: tables of docs/planning.md that are of an earlier planner.
+    done = run(FOLDER / "planned_rates.py")
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "planning.md").read_text().replace(" %", "%")
+    for line in done.stdout.splitlines():
+        if "published" not in line and line.count("/") > 6:  # planned / published of DDP, FSDP2 and ZeRO-3
+            assert line.split("|")[-2].strip() in page
+    [shares] = (line for line in done.stdout.splitlines() if line.startswith("| MFU"))
+    assert shares.replace("%", "").replace("| MFU", "| MFU,%") in page
+
+
+@pytest.mark.slow
 def test_planned_times_are_held_against_measured_ones():
     # Catches: a layout that cannot be planned, or trained beside the others.
     words = ["--model", "test_vit", "--depth", "2", "--img-size", "32", "--turns", "1"]

@@ -35,6 +35,9 @@ def test_layouts_are_ranked_and_legal(capsys):
     # Catches: a rank that no GPU has, a batch that is not the one asked for, a ranking the wrong way round.
     found = planned(capsys, "--global-batch", 2048, "--price", 2)
     rates = [one["images_per_second"] for one in found["layouts"]]
+    for one in found["layouts"]:  # enough workers for a replica, and not one too many
+        a_replica = one["images_per_second"] / one["layout"]["dp"] / hardware.accelerator("h200").images_per_worker
+        assert one["workers"] - 1 < a_replica <= one["workers"]
     assert rates == sorted(rates, reverse=True)
     for one in found["layouts"]:
         layout = one["layout"]
@@ -71,6 +74,7 @@ def test_the_table_says_why(capsys):
     assert main([*BASE[:3], "--gpus", "8", "--model", "vit_10b_patch14_224", "--gpu", "h100"]) == 0
     said = capsys.readouterr().out
     assert "next best: " in said
+    assert "--workers " in said
     assert "too large by the least: " in said
     assert "too much" in said
 
@@ -210,6 +214,7 @@ def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
     found = calibrate(path, torch.device("cpu"), widths=(32, 64), turns=1)
     assert 0 < found["memory_bytes_per_second"] < 1e12
     assert found["elementwise_efficiency"] > 0
+    assert 1 < found["images_per_worker"] < 1e5
     assert max(found["matmul_efficiency"].values()) == 1.0
     told = yaml.safe_load(path.read_text())
     assert told["gpus_per_node"]["value"] == 1
