@@ -16,7 +16,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import Checkpointing
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.hardware import Accelerator, Link
-from ds_vit.planner.memory import MemoryRules
+from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
 from ds_vit.planner.schedule import seconds_of_step
 from ds_vit.planner.work import LayerWork
 
@@ -213,7 +213,7 @@ def step_time(
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
-        copying=_copied(stage, m, of_gradient, rules.of_type) * of_rank / machine.accelerator.copied_per_second,
+        copying=_copied(rules, m, of_gradient) * of_rank / machine.accelerator.copied_per_second,
         update=_UPDATE_BYTES * of_rank / (n if stage else 1) / machine.accelerator.copied_per_second,
     )
 
@@ -245,25 +245,32 @@ def _by_stage(
 
 
 def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, Any]) -> bool:
-    """Whether gradients travel during the backward pass: ZeRO-1 reduces after it (DeepSpeed 0.19.8, engine.py)."""
+    """Whether gradients travel during the backward pass.
+
+    DeepSpeed's ZeRO-1 reduces after it (0.19.8, engine.py), ours where gradients are put in place, by buckets that are
+    full before its end.
+    """
     zero = json.get("zero_optimization") or {}
     stage, overlap = rules.stage, zero.get("overlap_comm")
     if stage == 0:
         bucket = zero.get("reduce_bucket_size", 0)
         return rules.sums_going_back and m == 1 and (bucket == "auto" or bucket < parameters)
+    if stage == 1:
+        return rules.put_in_place and m == 1 and zero.get("reduce_bucket_size", DEFAULT_BUCKET) < parameters
     return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
 
 
-def _copied(stage: int, m: int, of_gradient: int, of_type: int) -> float:
+def _copied(rules: MemoryRules, m: int, of_gradient: int) -> float:
     """Bytes of a parameter that copies read and write in a step of m micro-batches.
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO takes five copies to bring a gradient to its owner:
     into a bucket, out of it into a flat tensor, the mean, and back (`stage_1_and_2.py`, 0.19.8); torch's reducer, and
-    ZeRO-1 with one micro-batch (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together forward and back.
+    ZeRO-1 where it puts them in place (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together forward and
+    back.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
-    brought = {0: 1, 1: 1 if m == 1 else 5, 2: 5 * m, 3: 5 * m}[stage] * 2 * of_gradient
-    gathered = 2 * 2 * of_type * m if stage == 3 else 0
+    brought = {0: 1, 1: 1 if rules.put_in_place and m == 1 else 5, 2: 5 * m, 3: 5 * m}[rules.stage] * 2 * of_gradient
+    gathered = 2 * 2 * rules.of_type * m if rules.stage == 3 else 0
     return summed + brought + gathered
 
 

@@ -24,7 +24,7 @@ from ds_vit.models import GoingBack, Kept
 
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
 _AUTOCAST_OF_FP32 = 36 / 64
-_DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
+DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 _DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
 
 
@@ -168,7 +168,7 @@ class MemoryRules:
         overlaps = zero.get("overlap_comm")
         put_in_place = stage == pp == tp == 1 and not autocast and not (in_fp32 and of_type == 2)
         put_in_place = put_in_place and _put_in_place(json, compute)
-        bucket = int(zero.get("reduce_bucket_size", _DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
+        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if overlaps and stage < 3 else 1
         bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
@@ -302,7 +302,7 @@ def of_stage(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, *, t
     # is where they are.
     copies = 4 * trained // dp if rules.of_gradient < 4 or (stage in (1, 2) and not rules.put_in_place) else 0
     if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
-        copies = min(trained, _DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
+        copies = min(trained, DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
         copies += rules.of_type * trained if rules.sums_apart else 0
     if rules.whole_matrices:  # whole ones, their updates, and both once more on the way between ranks
         copies += 4 * (3 if dp > 1 else 2) * trained // dp

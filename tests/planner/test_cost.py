@@ -53,7 +53,9 @@ def step(told, stage, layout, checkpointing=None):
         (0, {}, True),  # torch does it
         (0, {"gradient_accumulation_steps": 2}, False),
         (0, {"communication_data_type": "bf16"}, False),
-        (1, {}, False),
+        (1, {}, False),  # a bucket as large as DeepSpeed's own is full at the end alone
+        (1, {"zero_optimization": {"reduce_bucket_size": 10**6}}, True),
+        (1, {"zero_optimization": {"reduce_bucket_size": 10**6, "contiguous_gradients": False}}, False),
         (1, {"zero_optimization": {"overlap_comm": True}}, False),
         (2, {}, True),  # a planned JSON asks for it
         (2, None, False),
