@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -19,7 +20,7 @@ import sysconfig
 import types
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +33,47 @@ FLOOR = 90
 """Percent of the lines, which all tests together have to run."""
 
 _seen: dict[str, bytearray] = {}  # file → 1 for each line that has run
+_MARKED = f".marked-{zlib.crc32(Path(__file__).read_bytes()):08x}.pyc"
 
 
 def install() -> None:
     """Have every Python process of this environment count where the variable is set."""
     there = f"sys.path.insert(0, {str(ROOT / 'tests')!r}); import line_counts; del sys.path[0]; line_counts.start()"
     path = Path(sysconfig.get_path("purelib"), "ds_vit_line_counts.pth")
-    path.write_text(f"import os, sys; {FOLDER!r} in os.environ and exec({there!r})\n")
+    wanted = f"{FOLDER!r} in os.environ and os.path.exists({str(Path(__file__).resolve())!r})"
+    path.write_text(f"import os, sys; {wanted} and exec({there!r})\n")
 
 
 def start() -> None:
     """Count from now on."""
+    folder, exit_now = Path(os.environ[FOLDER]), os._exit
     sys.meta_path.insert(0, _Finder())
-    exit_now = os._exit
 
     def written(code: int) -> None:
-        write()
+        write(folder)
         exit_now(code)
 
-    atexit.register(write)
+    atexit.register(write, folder)
     os._exit = written
 
 
-def write() -> None:
-    """Add what this process, and those that it was forked from, has run to the folder."""
-    if _seen:
-        path = Path(os.environ[FOLDER], f"{uuid.uuid4().hex}.seen")
-        path.write_bytes(zlib.compress(pickle.dumps(_seen), 1))
+def write(folder: Path) -> None:
+    """Add what this process, and those that it was forked from, has run; a process that ends is not kept from it."""
+    with contextlib.suppress(Exception):
+        path = folder / uuid.uuid4().hex
+        path.write_bytes(zlib.compress(pickle.dumps(dict(_seen)), 1))
+        path.rename(path.with_suffix(".seen"))  # one that is killed here leaves no half
+
+
+def marker(file: str, num_lines: int) -> Callable[[int], None]:
+    """What marks a line of a file as run."""
+    seen = _seen.setdefault(file, bytearray(1 + num_lines))
+
+    def mark(line: int) -> None:
+        seen[line] = 1
+
+    mark._dynamo_marked_constant = True  # torch.compiler.assume_constant_result: runs where torch.compile reads it
+    return mark
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -78,24 +93,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Loads a module with marks, and keeps its bytecode beside that without any."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimization: int = -1) -> types.CodeType:
-        return compile(_marked(ast.parse(data)), path, "exec", dont_inherit=True, optimize=_optimization)
+        return compile(marked(ast.parse(data), path), path, "exec", dont_inherit=True, optimize=_optimization)
 
     def get_data(self, path: str) -> bytes:
-        return super().get_data(path.replace(".pyc", ".marked.pyc"))
+        return super().get_data(_beside(path))
 
     def set_data(self, path: str, data: bytes, **mode: Any) -> None:
-        super().set_data(path.replace(".pyc", ".marked.pyc"), data, **mode)
+        super().set_data(_beside(path), data, **mode)
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        with open(self.path, "rb") as file:
-            seen = _seen[self.path] = bytearray(1 + sum(1 for _ in file))
 
-        def mark(line: int) -> None:
-            seen[line] = 1
-
-        mark._dynamo_marked_constant = True  # torch.compiler.assume_constant_result: runs where torch.compile reads it
-        module.__dict__["__mark__"] = mark
-        super().exec_module(module)
+def _beside(path: str) -> str:
+    return path.removesuffix(".pyc") + _MARKED if path.endswith(".pyc") else path
 
 
 def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -121,25 +129,35 @@ def _counts(statement: ast.stmt) -> bool:
     )
 
 
-def _marked(tree: ast.Module) -> ast.Module:
+def marked(tree: ast.Module, file: str) -> ast.Module:
     """The module with `__mark__(line)` before each statement."""
+    first = next((at for at, one in enumerate(tree.body) if _counts(one)), None)
     for body in _bodies(tree):
-        marked = []
+        found = []
         for statement in body:
             if _counts(statement):
-                [mark] = ast.parse(f"__mark__({statement.lineno})").body
-                for node in ast.walk(mark):
-                    ast.copy_location(node, statement)
-                marked.append(mark)
-            marked.append(statement)
-        body[:] = marked
+                found.append(_at(statement, f"__mark__({statement.lineno})"))
+            found.append(statement)
+        body[:] = found
+    if first is not None:
+        last = max(node.end_lineno for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        made = f"__mark__ = __import__('line_counts').marker({file!r}, {last})"
+        tree.body.insert(first, _at(tree.body[first], made))
     return tree
 
 
-def report() -> tuple[float, list[str]]:
+def _at(statement: ast.stmt, text: str) -> ast.stmt:
+    """A statement of its own where another one stands."""
+    [made] = ast.parse(text).body
+    for node in ast.walk(made):
+        ast.copy_location(node, statement)
+    return made
+
+
+def report(folder: Path) -> tuple[float, list[str]]:
     """(percent of lines that were run, a row a file of those that were not) of all that has been written."""
     together: dict[str, set[int]] = {}
-    for path in Path(os.environ[FOLDER]).glob("*.seen"):
+    for path in folder.glob("*.seen"):
         for file, seen in pickle.loads(zlib.decompress(path.read_bytes())).items():
             together.setdefault(file, set()).update(line for line, was in enumerate(seen) if was)
     rows, num_lines, num_missing = [], 0, 0
@@ -159,6 +177,7 @@ class LineCounts:
     """A plugin of pytest, of every process: writes at a worker's end, reports at the controller's."""
 
     def __init__(self, config: Any) -> None:
+        self._folder = Path(os.environ[FOLDER])
         self._is_worker = hasattr(config, "workerinput")
         of_all = config.args_source is config.ArgsSource.TESTPATHS
         self._floor = FLOOR if of_all and not (config.option.markexpr or config.option.keyword) else 0
@@ -166,10 +185,10 @@ class LineCounts:
 
     def pytest_sessionfinish(self, session: Any) -> None:
         """The workers have written when the controller comes here."""
-        write()
+        write(self._folder)
         if self._is_worker:
             return
-        percent, self._rows = report()
+        percent, self._rows = report(self._folder)
         told = f"{percent:.1f} % of the lines ran"
         if percent < self._floor:
             told += f": less than {self._floor} %"

@@ -1,8 +1,13 @@
 """The count of lines that run: what is marked, and that marks change nothing."""
 
 import ast
+import os
+import subprocess
+import sys
 
-from line_counts import _bodies, _counts, _marked
+import line_counts
+from line_counts import FOLDER, _bodies, _counts, marked, report
+from project import ROOT
 
 SOURCE = '''"""A module."""
 from __future__ import annotations
@@ -39,11 +44,28 @@ except ValueError as error:
 
 def test_lines_that_run_are_marked():
     # Catches: a line of a branch that was not taken, a statement in a handler or behind `else` without a mark.
-    ran, names = set(), {}
-    exec(compile(_marked(ast.parse(SOURCE)), "source", "exec"), {"__mark__": ran.add}, names)
+    names = {}
+    exec(compile(marked(ast.parse(SOURCE), "source"), "source", "exec"), names)
+    ran = {line for line, was in enumerate(line_counts._seen.pop("source")) if was}
     assert (names["found"], names["said"]) == (3, "-1")
     wanted = {one.lineno for body in _bodies(ast.parse(SOURCE)) for one in body if _counts(one)}
     never = SOURCE.splitlines().index("        return 1") + 1
     assert wanted - ran == {never}
     assert ran - wanted == set()
     assert names["Counter"].__doc__ == "Counts."
+
+
+def test_programs_are_counted(tmp_path):
+    # Catches: `python -m`, which loads a module in a way of its own; a process that writes nothing.
+    start = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import line_counts; line_counts.start()\n"
+    program = (
+        f"{start}import runpy; sys.argv = ['ds-vit', '--help']; runpy.run_module('ds_vit.cli', run_name='__main__')"
+    )
+    environ = {**os.environ, FOLDER: str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    percent, rows = report(tmp_path)
+    assert 0 < percent < 50
+    [told] = (row for row in rows if row.startswith("ds_vit/cli.py: "))
+    missing, of = (int(word) for word in told.split()[1:4:2] for word in [word.strip(":")])
+    assert 0 < missing < of
