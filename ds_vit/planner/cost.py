@@ -8,6 +8,7 @@ behind the last backward pass where DeepSpeed, or torch at ZeRO-0, overlaps the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -195,13 +196,10 @@ def step_time(
     of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
     of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
     ring = machine.ring(layout)
-    # DeepSpeed's default sums whole buckets on all ranks at ZeRO-2, too.
-    whole = bool((json.get("zero_optimization") or {}).get("use_multi_rank_bucket_allreduce", True))
-    data, overlapped = _traffic(of_rank, stage, n, m, ring, of_gradient, rules.of_type, whole=whole)
+    tensors = max(sum(work.tensors for work in works[start:stop]) for start, stop in itertools.pairwise(bounds))
+    data, overlapped = _traffic(of_rank, tensors, rules, n, m, ring, of_gradient, json)
     if stage == 3:
         data += m * sum(one.gathering for one in layers)
-        # Weight and bias of a module are gathered together, twice.
-        overlapped += m * sum(work.tensors for work in works) * (n - 1) * ring.latency_seconds
     behind = (
         machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
     )
@@ -213,7 +211,7 @@ def step_time(
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
-        copying=_copied(rules, m, of_gradient) * of_rank / machine.accelerator.copied_per_second,
+        copying=_copied(rules, m, of_gradient, of_rank) * of_rank / machine.accelerator.copied_per_second,
         update=_UPDATE_BYTES * of_rank / (n if stage else 1) / machine.accelerator.copied_per_second,
     )
 
@@ -260,32 +258,57 @@ def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, An
     return stage >= 2 and bool(stage == 3 if overlap is None else overlap)
 
 
-def _copied(rules: MemoryRules, m: int, of_gradient: int) -> float:
+def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> float:
     """Bytes of a parameter that copies read and write in a step of m micro-batches.
 
     Summing up reads two gradients and writes one. DeepSpeed's ZeRO takes five copies to bring a gradient to its owner:
-    into a bucket, out of it into a flat tensor, the mean, and back (`stage_1_and_2.py`, 0.19.8); torch's reducer, and
-    ZeRO-1 where it puts them in place (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together forward and
-    back.
+    into a bucket, out of it into a flat tensor, the mean, back, and into the owner's share (`stage_1_and_2.py`,
+    0.19.8; the last two on the owner alone); torch's reducer, and ZeRO-1 where it puts them in place
+    (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
-    brought = {0: 1, 1: 1 if rules.put_in_place and m == 1 else 5, 2: 5 * m, 3: 5 * m}[rules.stage] * 2 * of_gradient
-    gathered = 2 * 2 * rules.of_type * m if rules.stage == 3 else 0
-    return summed + brought + gathered
+    of_zero = 3 + 2 / rules.dp
+    brought = {0: 1.0, 1: 1.0 if rules.put_in_place and m == 1 else of_zero, 2: of_zero * m, 3: of_zero * m}
+    gathered = 2 * rules.of_type * m * _gathers(rules, parameters) if rules.stage == 3 else 0
+    return summed + brought[rules.stage] * 2 * of_gradient + gathered
+
+
+def _gathers(rules: MemoryRules, parameters: int) -> float:
+    """How often ZeRO-3 gathers a weight in a micro-batch: again for the backward pass where it had to let it go.
+
+    It keeps one that comes again within `stage3_max_reuse_distance`, and between a weight's two passes lie at most all
+    of them twice (`partitioned_param_coordinator.py`, 0.19.8). Counted on two ranks: once, where all may be kept.
+    """
+    return 1 + max(0.0, 1 - rules.live / (2 * parameters))
 
 
 def _traffic(
-    parameters: int, stage: int, n: int, m: int, ring: Link, of_gradient: int, of_type: int, *, whole: bool
+    parameters: int,
+    tensors: int,
+    rules: MemoryRules,
+    n: int,
+    m: int,
+    ring: Link,
+    of_gradient: int,
+    json: Mapping[str, Any],
 ) -> tuple[float, float]:
     """Seconds of (what cannot be hidden, what can) between the replicas, in a step."""
     if n == 1:
         return 0.0, 0.0
+    zero = json.get("zero_optimization") or {}
     around = (n - 1) / n * parameters / ring.reached
-    gathered, scattered = around * of_type / ring.gather_share, around * of_gradient / ring.scatter_share
-    wait = 2 * (n - 1) * ring.latency_seconds
-    if stage == 0:
-        return wait, 2 * around * of_gradient
-    if stage == 3:  # weights forward and back, gradients back, of every micro-batch
-        return wait, m * (2 * gathered + scattered)
-    # Stage 1 sums whole gradients, stage 2 those of each micro-batch; both gather the weights after the update.
-    return wait + gathered, (2 * around * of_gradient if whole else scattered) * (1 if stage == 1 else m)
+    gathered = around * rules.of_type / ring.gather_share
+    bucket = zero.get("reduce_bucket_size", DEFAULT_BUCKET)
+    pieces = math.ceil(parameters / bucket) if rules.stage and bucket != "auto" else 1
+    summed = 2 * (around * of_gradient + (n - 1) * ring.latency_seconds * pieces)
+    scattered = around * of_gradient / ring.scatter_share + (n - 1) * ring.scatter_latency_seconds * pieces
+    wait = (n - 1) * ring.gather_latency_seconds
+    if rules.stage == 0:
+        return 0.0, summed
+    if rules.stage == 3:  # weight and bias of a module together
+        together = gathered + wait * tensors / 2
+        return 0.0, m * (together * _gathers(rules, parameters) + scattered)
+    # Stage 1 sums whole gradients, stage 2 those of each micro-batch: by default both whole buckets on all ranks. Both
+    # gather the weights after the update.
+    whole = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
+    return wait + gathered, (summed if whole else scattered) * (1 if rules.stage == 1 else m)

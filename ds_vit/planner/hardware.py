@@ -24,9 +24,11 @@ class Link:
         name: for people.
         bytes_per_second: one way, of a GPU.
         efficiency: what collectives of large messages reach of it.
-        latency_seconds: of a small message.
+        latency_seconds: of a small message, from a rank to the next.
         gather_share: what gathering reaches of the rate of a sum.
         scatter_share: what a sum of which each rank keeps its share reaches of it.
+        gather_latency_seconds: of a small gathered message, from a rank to the next.
+        scatter_latency_seconds: the same of a small sum of which each rank keeps its share.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Link:
     latency_seconds: float
     gather_share: float
     scatter_share: float
+    gather_latency_seconds: float
+    scatter_latency_seconds: float
 
     @property
     def reached(self) -> float:
@@ -59,7 +63,7 @@ class Accelerator:
         matmul_efficiency: least dimension of a product of matrices → share of the peak that it reaches.
         attention_efficiency: share of the peak that fused attention reaches, forward and back.
         elementwise_efficiency: share of a copy's rate that everything else reaches: norms, GELU, sums, new memory.
-        hidden_share: of the last backward pass, behind which gradients can travel.
+        hidden_share: of the backward passes, behind which gradients can travel.
         seconds_per_operation: of the host, for one operation.
         reserved_bytes: that no tensor can have.
         images_per_worker: JPEG files of ImageNet's size that a process of the host makes ready in a second.

@@ -31,7 +31,7 @@ from ds_vit.data.decode import Box, Jpeg, open_image, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import discover
+from ds_vit.launching.process import Process, discover
 
 if TYPE_CHECKING:
     from ds_vit.training.plan import Plan
@@ -81,12 +81,13 @@ class DataBench:
         return json.dumps(dataclasses.asdict(self))
 
 
-def bench_data(words: Sequence[str], images: int) -> DataBench:
+def bench_data(words: Sequence[str], images: int, process: Process | None = None) -> DataBench:
     """Time the loader of a run with these flags on its own training images.
 
     Args:
         words: flags of a training run.
         images: how many to look at.
+        process: of whose run the loader is; of the launcher's where None.
 
     Raises:
         UserError: what training with these flags would raise.
@@ -97,7 +98,7 @@ def bench_data(words: Sequence[str], images: int) -> DataBench:
     from ds_vit.training.workers import deal_alone
 
     config, explicit = flags.parse(words)
-    process = discover()
+    process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
     plan = deal_alone(prepare(config, explicit, process, on_cpu=on_cpu))
     device = device_of(process.local_rank)

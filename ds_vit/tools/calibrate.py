@@ -27,16 +27,20 @@ from PIL import Image
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, create_model, take_apart
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
 from ds_vit.planner.layers import as_a_rank_has_them
 from ds_vit.planner.work import work_of_layers
 
-_ROWS = {"cpu": 512, "cuda": 16384}
+_ROWS = {"cpu": 1024, "cuda": 16384}
+_OTHER = {"cpu": 64, "cuda": 512}  # least dimension of the products of the type that runs here do not compute in
 _LEAST_WIDTH = {"cpu": 384, "cuda": 512}  # of a ViT worth planning: a lesser dimension is a few images' rows
 _WIDTHS = {"cpu": (64, 192, 384, 768), "cuda": (512, 1024, 2048, 4096, 8192)}
 _COPY = {"cpu": 2**26, "cuda": 2**32}
 _BLOCK = {"cpu": ("vit_small_patch16_224", 2), "cuda": ("vit_large_patch16_224", 64)}  # and images
+_ATTENTION = {"cpu": (4, 6), "cuda": (64, 16)}  # images and heads
+_OPERATIONS = 200  # for one wait of the host
 _MESSAGES = (2**12, 2**18, 2**21, 2**24)  # bytes
 
 
@@ -53,13 +57,14 @@ def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (),
         The figures, of the mean rank.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: the device is neither a CPU nor a CUDA GPU; a file cannot be written.
     """
+    of_worker = images_per_worker(device)
     calibration = Calibration(device, widths=widths)
     seconds = calibration.turn()
     for _ in range(turns - 1):
         seconds = {key: min(value, seconds[key]) for key, value in calibration.turn().items()}
-    return calibration.write(path, seconds, images_per_worker(device))
+    return calibration.write(path, seconds, of_worker)
 
 
 class Calibration:
@@ -68,10 +73,17 @@ class Calibration:
     Args:
         device: that this rank computes on.
         widths: of the products of matrices; those of the device's kind where empty.
+
+    Raises:
+        UserError: the device is neither a CPU nor a CUDA GPU.
     """
 
     def __init__(self, device: torch.device, *, widths: tuple[int, ...] = ()) -> None:
         self.device, kind = device, device.type
+        if kind not in _ROWS:
+            raise UserError(
+                f"--calibrate measures {' and '.join(_ROWS)}, and this device is {kind}; write its file by hand"
+            )
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.widths = widths or _WIDTHS[kind]
         # What a run here computes in; of the other type a peak is enough: a CPU without such products takes minutes.
@@ -79,8 +91,8 @@ class Calibration:
         self._block = _Block(self.own, device)
         self._calls: dict[str, Callable[[], object]] = {
             **{f"product {least}": _products(*_shape(least, kind), self.own, device) for least in self.widths},
-            "other": _products(_ROWS[kind], 512 if kind == "cuda" else 64, other, device),
-            "attention": _attention(self.own, device),
+            "other": _products(*_shape(_OTHER[kind], kind), other, device),
+            "attention": _attention(*_ATTENTION[kind], self.own, device),
             "copy": _copy(_COPY[kind], device),
             "operation": _operation(device),
             "block": self._block.step,
@@ -116,7 +128,9 @@ class Calibration:
         rates = {least: _product_flops(*_shape(least, kind)) / seconds[f"product {least}"] for least in self.widths}
         peaks = {self.own: max(rates.values())}
         other = torch.float32 if self.own == torch.bfloat16 else torch.bfloat16
-        peaks[other] = _product_flops(_ROWS[kind], 512 if kind == "cuda" else 64) / seconds["other"]
+        # As if it reached the same shares of its peak.
+        share = rates[_OTHER[kind]] / peaks[self.own] if _OTHER[kind] in rates else 1.0
+        peaks[other] = _product_flops(*_shape(_OTHER[kind], kind)) / seconds["other"] / share
         known = self.known
         if kind == "cuda":
             memory, hosts = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
@@ -134,10 +148,10 @@ class Calibration:
             gpus_per_node=hosts,
             inside=inside or (known.inside if known else "nvlink4"),
             matmul_efficiency={width: rate / peaks[self.own] for width, rate in rates.items()},
-            attention_efficiency=_ATTENTION_FLOPS / seconds["attention"] / peaks[self.own],
+            attention_efficiency=_attention_flops(*_ATTENTION[kind]) / seconds["attention"] / peaks[self.own],
             elementwise_efficiency=1.0,
             hidden_share=known.hidden_share if known else 0.8,
-            seconds_per_operation=seconds["operation"],
+            seconds_per_operation=seconds["operation"] / _OPERATIONS,
             reserved_bytes=known.reserved_bytes if known else 0.0,
             images_per_worker=(known or accelerator("cpu")).images_per_worker,
         )
@@ -154,7 +168,7 @@ class Calibration:
             kind: _line([(size, seconds[f"{kind} {size}"]) for size in _MESSAGES])
             for kind in ("sum", "gather", "scatter")
         }
-        (by_sum, wait), (by_gather, _), (by_scatter, _) = of.values()
+        (by_sum, wait), (by_gather, to_gather), (by_scatter, to_scatter) = of.values()
         return Link(
             name=f"between {n} ranks on {self.name}",
             bytes_per_second=2 * (n - 1) / n / by_sum,
@@ -162,6 +176,8 @@ class Calibration:
             latency_seconds=wait / (2 * (n - 1)),
             gather_share=by_sum / 2 / by_gather,
             scatter_share=by_sum / 2 / by_scatter,
+            gather_latency_seconds=to_gather / (n - 1),
+            scatter_latency_seconds=to_scatter / (n - 1),
         )
 
     @property
@@ -218,7 +234,9 @@ def images_per_worker(device: torch.device) -> float:
             _picture(number).save(files / f"{number}.jpg", quality=90)
         words = ["--deepspeed_config", or_shipped("ds_configs/cpu_zero0_fp32.json"), "--data-dir", folder]
         words += ["--model", "vit_tiny_patch16_224", "-b", "8", "--val-split", "", "--workers", "0"]
-        seconds = bench_data([*words, "--color-jitter", "0"], _PICTURES).seconds
+        seconds = bench_data(
+            [*words, "--color-jitter", "0"], _PICTURES, Process("none", 0, 1, device.index or 0, 1)
+        ).seconds
     return 1 / _mean(sum(seconds[stage] for stage in STAGES[:-1]), device)
 
 
@@ -245,7 +263,6 @@ def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[
     if dist.is_initialized() and dist.get_rank():
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(table, sort_keys=False))
     except OSError as error:
         raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
@@ -272,17 +289,16 @@ def _seconds(call: Callable[[], object], device: torch.device, seconds: float) -
 
 def _seconds_of_collective(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """The median of as many calls as fit in the time, the same number on every rank."""
-    call()
-    start = time.perf_counter()
-    call()
-    once = _mean(time.perf_counter() - start, device)
-    times = []
-    for _ in range(max(3, min(200, int(seconds / once)))):
+
+    def once() -> float:
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    once()
+    times = [once() for _ in range(max(3, min(200, int(seconds / _mean(once(), device)))))]
     return _mean(statistics.median(times), device)
 
 
@@ -295,7 +311,9 @@ def _mean(value: float, device: torch.device) -> float:
     return float(together) / dist.get_world_size()
 
 
-_LAYERS = 4  # one after the other: weights come from memory, as in a model
+def _layers(rows: int, width: int) -> int:
+    """Products one after the other: where rows are few the weights decide, and come from memory, as in a model."""
+    return 4 if rows < width else 1
 
 
 def _shape(least: int, kind: str) -> tuple[int, int]:
@@ -307,24 +325,26 @@ def _shape(least: int, kind: str) -> tuple[int, int]:
 def _products(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """[rows, width] x [width, 4 width] and the two products of its backward pass, in several layers."""
     a = torch.randn(rows, width, device=device, dtype=dtype)
-    layers = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(_LAYERS)]
+    layers = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(_layers(rows, width))]
     back = torch.randn(rows, 4 * width, device=device, dtype=dtype)
     return lambda: [(a @ b, back @ b.t(), a.t() @ back) for b in layers]
 
 
 def _product_flops(rows: int, width: int) -> int:
     """FLOPs of `_products`."""
-    return _LAYERS * 3 * 2 * rows * width * 4 * width
+    return _layers(rows, width) * 3 * 2 * rows * width * 4 * width
 
 
-def _attention(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """Fused attention with 4 images, 6 heads of 64 and 197 tokens, forward and back."""
-    q, k, v = (torch.randn(4, 6, 197, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+def _attention(images: int, heads: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Fused attention with heads of 64 and 197 tokens, forward and back."""
+    q, k, v = (torch.randn(images, heads, 197, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     back = torch.randn_like(q)
     return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), back)
 
 
-_ATTENTION_FLOPS = (2 + 5) * 2 * 4 * 6 * 197**2 * 64  # its backward pass has five products for the forward pass's two
+def _attention_flops(images: int, heads: int) -> int:
+    """FLOPs of `_attention`: its backward pass has five products for the forward pass's two."""
+    return (2 + 5) * 2 * images * heads * 197**2 * 64
 
 
 def _copy(size: int, device: torch.device) -> Callable[[], object]:
@@ -335,9 +355,9 @@ def _copy(size: int, device: torch.device) -> Callable[[], object]:
 
 
 def _operation(device: torch.device) -> Callable[[], object]:
-    """One small operation."""
+    """Small operations, one after the other."""
     small = torch.zeros(8, device=device)
-    return lambda: small.add_(1.0)
+    return lambda: [small.add_(1.0) for _ in range(_OPERATIONS)]
 
 
 class _Block:
@@ -377,8 +397,8 @@ class _Block:
         multiplying = sum(
             product.seconds(products, of_type, self.images) for one in self._passes for product in one.products
         )
-        # Where another program came between the measurements, nothing or less would be left.
-        rest = max(seconds - multiplying, 0.02 * seconds)
+        # Where another program came between the measurements, nothing or less would be left: a block's rest takes more.
+        rest = max(seconds - multiplying, 0.1 * seconds)
         return self.images * sum(one.bytes for one in self._passes) / rest
 
 

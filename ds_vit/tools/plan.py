@@ -153,9 +153,21 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from ds_vit.tools.calibrate import calibrate
     from ds_vit.tools.measure import ranks_met
 
-    process = discover()
+    path, process = Path(arguments.calibrate), discover()
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--calibrate {path}: a file for --gpu ends in .yaml; for example {path.stem}.yaml")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
+    if process.spans_hosts:
+        raise UserError(
+            f"--calibrate with {process.world_size} ranks, {process.local_world_size} of them here: measure one host's "
+            "ranks (LOCAL_WORLD_SIZE says how many a host has); the link between hosts is --link"
+        )
     with ranks_met(process) as device:
-        found = calibrate(Path(arguments.calibrate), device)
+        found = calibrate(path, device)
     if process.rank:
         return 0
     if arguments.json:

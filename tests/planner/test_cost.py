@@ -69,6 +69,28 @@ def test_what_hides_gradients(stage, told, overlaps):
     assert bool(step(told, stage, Layout(1, 8, 1)).hidden) == overlaps
 
 
+def test_zero3_gathers_again_what_it_had_to_let_go():
+    # Catches: weights that are kept for the backward pass and counted twice.
+    def gathers(distance):
+        limits = dict.fromkeys(("stage3_max_reuse_distance", "stage3_max_live_parameters"), distance)
+        return step({"zero_optimization": limits}, 3, Layout(1, 8, 1))
+
+    kept, let_go, half = gathers(10**9), gathers(1), gathers(10**8)
+    extra = (let_go.data + let_go.hidden) - (kept.data + kept.hidden)
+    assert extra > 0
+    assert (half.data + half.hidden) - (kept.data + kept.hidden) == pytest.approx(extra / 2, rel=1e-6)
+
+
+def test_sums_of_small_buckets_wait_more_often():
+    # Catches: a latency for a step where each bucket has its own.
+    def seconds(size):
+        time = step({"zero_optimization": {"reduce_bucket_size": size, "overlap_comm": False}}, 2, Layout(1, 8, 1))
+        return time.data + time.hidden
+
+    more = seconds(10**6) - seconds(10**8)
+    assert more == pytest.approx(99 * 2 * 7 * link("nvlink4").latency_seconds, rel=1e-6)
+
+
 @pytest.mark.parametrize("selective", [False, True])
 def test_recomputing_sends_a_blocks_first_sum_again(selective):
     # Catches: four sums of a block where five are sent.

@@ -244,6 +244,27 @@ def test_ranks_calibrate_together_and_measure_what_joins_them(ranks, tmp_path, m
     assert 0 < joined.latency_seconds < 1
 
 
+@pytest.mark.parametrize(
+    ("path", "environ", "told"),
+    [
+        ("mine.json", {}, "ends in .yaml"),
+        ("/proc/nowhere/mine.yaml", {}, "No such file"),
+        (
+            "mine.yaml",
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "4 ranks, 2 of them",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said_before(capsys, tmp_path, monkeypatch, path, environ, told):
+    # Catches: minutes of measuring whose figures nobody can use.
+    monkeypatch.chdir(tmp_path)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", "--calibrate", path]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_the_line_through_the_times_of_messages():
     # Catches: a fit that the largest message decides alone.
     from ds_vit.tools.calibrate import _line
