@@ -51,4 +51,5 @@ show .venv/bin/python "${command[@]}"
 "$python" "${command[@]}"
 command=(.venv/bin/ds-vit predict "$output" "$output"/held-out/*.png --top-k 3)
 show "${command[@]}"
-exec "$python" "${command[@]}"
+"$python" "${command[@]}"
+printf 'quickstart: what came of it, to look at in a browser: %s\n' "$output/report.html"

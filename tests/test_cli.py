@@ -116,6 +116,14 @@ def test_help_begins_with_what_matters(capsys):
         ("gradients runs/a --stp 3", "there is no flag --stp; the nearest is --step"),
         ("train --deepspeed_config x --sched cosin", "the nearest is cosine"),
         ("compare runs/a runs/b --otput x", "the nearest is --output"),
+        (
+            "train --deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits -b 5000 --model vit_tny",
+            "vit_tiny",
+        ),
+        (
+            "train --deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits -b 5000",
+            "product may be 1442 at most",
+        ),
     ],
 )
 def test_a_slip_of_the_pen_is_answered_with_what_was_meant(capsys, words, said):

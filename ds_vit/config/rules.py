@@ -44,7 +44,10 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
     """
 
     if not config.deepspeed_config:
-        raise UserError("--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision")
+        raise UserError(
+            "--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision: begin with "
+            "ds_configs/zero1_bf16.json on GPUs, with ds_configs/cpu_zero1_fp32.json on a CPU"
+        )
     check_values(config)
     _ = config.augment, config.mix  # which look at their values together
     _check_checkpoints(config)

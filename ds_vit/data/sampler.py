@@ -51,7 +51,8 @@ class SampleOrder:
         if self.num_samples < self.global_batch:
             raise UserError(
                 f"the global batch of {self.global_batch} is larger than the {self.num_samples} training images, so "
-                "that an epoch has no full batch; lower the batch size, the accumulation or the number of ranks"
+                "that an epoch has no full batch; lower --batch-size, the accumulation or the number of ranks, whose "
+                f"product may be {self.num_samples} at most"
             )
 
     @property

@@ -89,7 +89,15 @@ def _export(argv: Sequence[str]) -> int:
     if not found.within:
         print(f"ds-vit export: error: {found.failure}", file=sys.stderr)
         return 1
+    if to in _LOADED:
+        print(f"load it with {_LOADED[to].format(found.folder)}")
     return 0
+
+
+_LOADED = {
+    "timm": "timm.create_model('local-dir:{}', pretrained=True)",
+    "onnx": "onnxruntime.InferenceSession('{}/model.onnx')",
+}
 
 
 def _import(argv: Sequence[str]) -> int:

@@ -38,6 +38,7 @@ from ds_vit.models.zoo import (
     image_size,
     names_and_shapes,
     num_parameters,
+    require_supported_name,
     supported_names,
 )
 
@@ -95,6 +96,7 @@ __all__ = [
     "recompute_all",
     "recompute_from_host_memory",
     "recompute_selectively",
+    "require_supported_name",
     "run_layers",
     "saved_bytes",
     "set_image_size",

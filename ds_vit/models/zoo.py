@@ -65,7 +65,12 @@ def supported_names() -> list[str]:
     return sorted(name for name in names if "distilled" not in name)
 
 
-def _require_supported_name(name: str) -> None:
+def require_supported_name(name: str) -> None:
+    """Refuse what timm does not have, or what cannot be cut.
+
+    Raises:
+        UserError: names the nearest.
+    """
     architecture = name.split(".")[0]
     if timm.is_model(architecture) and timm.models.is_model_in_modules(architecture, _MODULES):
         return
@@ -190,7 +195,7 @@ def create_model(
         UserError: the name is unknown or of another class, an argument is unknown, reserved or refused by timm, or
             (for training) the model has BatchNorm, attention dropout, random RoPE or no classifier.
     """
-    _require_supported_name(spec.name)
+    require_supported_name(spec.name)
     arguments = _constructor_arguments(spec)
     try:
         with NothingToFill():

@@ -254,10 +254,14 @@ def _argument(word: str) -> tuple[str, Any]:
     return key, yaml.safe_load(value)
 
 
+def _epochs(arguments: argparse.Namespace) -> float:
+    """What days and costs are for."""
+    return arguments.epochs or 300
+
+
 def _row(found: Planned, one: Layouted, arguments: argparse.Namespace) -> dict[str, Any]:
     """What is said of a layout."""
-    epochs = arguments.epochs or 300
-    days = epochs * arguments.images / one.images_per_second / 86400
+    days = _epochs(arguments) * arguments.images / one.images_per_second / 86400
     gpu_hours = 24 * days * arguments.gpus
     watts = found.wishes.machine.accelerator.watts
     fullest = max(one.memory, key=lambda memory: memory.together)
@@ -332,6 +336,11 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
     def say(line: str) -> None:
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
+    say(
+        f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of "
+        f"{_epochs(arguments):g} epochs of {arguments.images:,} images (--epochs, --images). --top N shows more "
+        "layouts, --write DIR writes the files of the best."
+    )
     if len(found.fitting) > 1:
         say(f"next best: {why_slower(best, found.fitting[1])}")
     if found.too_large:

@@ -46,8 +46,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     records = read_records(arguments.runs)
     console, names = make_console(), [record.name for record in records]
-    print_columns(console, "what differs", [("setting", *names), *differences(records)])
+    differing = differences(records)
+    print_columns(console, "what differs", [("setting", *names), *differing])
     print_columns(console, "what came of it", [("figure", *names), *outcomes(records)])
+    if batches := [values for name, *values in differing if name == "JSON train_batch_size"]:
+        console.print(
+            f"  The global batches differ ({', '.join(batches[0])} images): a step is not the same step. --batch-size "
+            "is a rank's; `--recipe RUN/config.yaml` keeps the global batch on any number of ranks.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if arguments.output:
         write_report(records, arguments.output)
         print(arguments.output)

@@ -63,6 +63,9 @@ def start_rows(plan: Plan, flops: Flops, device: torch.device, folder: Path) -> 
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if told.checkpointing.cpu else "")
         layout += " but for matrix products and attention" if told.checkpointing.selective else ""
     images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
+    left = len(data.train_source) - data.order.steps_per_epoch * data.batch.global_batch
+    if plan.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):
+        images += f" ({left:,} of them fill no global batch, others in each epoch)"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
     in_training = "" if plan.optimizer is None else f", {flops.training / 1e9:.3f} G in training"

@@ -389,6 +389,10 @@ def test_folders_that_hold_no_classes(tmp_path):
     with pytest.raises(ValueError, match=r"files found: 1 .heic; read are .bmp .gif"):
         open_source("", str(tmp_path / "empty"), "train")
     _write(tmp_path / "flat" / "train", "1.png", "2.png")
+    with pytest.raises(ValueError, match=rf"flat.train has no train/ .*; give the folder above it, {tmp_path}/flat$"):
+        open_source("", str(tmp_path / "flat" / "train"), "train")
+    with pytest.raises(ValueError, match=r"; a split has a folder for each class: val/<class>/<image>$"):
+        open_source("", str(tmp_path / "flat"), "val")
     with pytest.raises(ValueError, match="holds 2 images but no class folders"):
         open_source("", str(tmp_path / "flat"), "train")
     _tar(tmp_path / "packed" / "train.tar", tmp_path / "flat" / "train")

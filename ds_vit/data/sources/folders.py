@@ -74,9 +74,12 @@ def find_split(data_dir: str, split: str) -> str:
         if os.path.isfile(tar := os.path.join(data_dir, f"{name}.tar")):
             return tar
     found = sorted(name for name in os.listdir(data_dir) if not name.startswith("."))
+    above, own = os.path.split(os.path.normpath(data_dir))
+    hint = f"give the folder above it, {above or '.'}" if own in (*TRAIN_NAMES, *VAL_NAMES) else ""
     raise NoSuchSplit(
         f"{data_dir} has no {split}/ and no {split}.tar (synonyms tried: {', '.join(names[1:]) or 'none'}); it holds "
         + (", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "nothing")
+        + f"; {hint or f'a split has a folder for each class: {split}/<class>/<image>'}"
     )
 
 

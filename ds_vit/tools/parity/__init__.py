@@ -105,6 +105,9 @@ def compare(ranks: Relauncher, request: Request, found: Survey) -> bool:
     console = make_console() if is_main else Console(quiet=True)
     for line in found.facts:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    legal = sum(illegal is None for *_, illegal in found.layouts)
+    told = f"training the reference and {legal} layouts, each in new processes that import torch first:"
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
     rows = []
     with tempfile.TemporaryDirectory(prefix="ds_vit-parity-") as folder:
         reference = ranks.run(train_one, request, found.reference, None, folder)

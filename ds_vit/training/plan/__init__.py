@@ -25,7 +25,7 @@ from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import names_and_shapes
+from ds_vit.models import names_and_shapes, require_supported_name
 from ds_vit.optim.build import rules_of
 from ds_vit.tasks import find_task, idle_flags
 from ds_vit.training.plan.compilation import check_compilation
@@ -202,6 +202,7 @@ def prepare(
         UserError: one message for people, with the numbers and the way out.
     """
     task_type = find_task(config, explicit)
+    require_supported_name(config.model)  # before the batch, which a misspelt name has no part in
     if config.stop_before_seconds is not None and stop_at is None:
         raise UserError(
             "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
