@@ -58,7 +58,8 @@ def write_run(path, *, offset=0.0, stage=1):
     starts = [{"step": step, "layout": layout, "device": "cpu", "versions": {"torch": "2"}} for step in (0, 20)]
     (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
     (path / "config.yaml").write_text(yaml.safe_dump({"model": "vit_tiny", "data_dir": EVIL[0], "seed": stage}))
-    (path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    told = {"zero_optimization": {"stage": stage}, "train_batch_size": 8 * stage}
+    (path / "deepspeed.json").write_text(json.dumps(told))
     (path / "classes.json").write_text(json.dumps(EVIL))
     summary = {"model": "vit_tiny", "layout": layout, "steps": 40, "best_top1": 80.0, "exit": "completed"}
     summary["memory"] = {"predicted_bytes": 2_500_000_000, "measured_bytes": 3_000_000_000}
@@ -231,6 +232,7 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     table = {row[0]: row[1:] for row in rows}
     assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
     assert "flag model" not in table
+    assert "The global batches differ (8, 24 images)" in said
     assert table["loss, furthest from the first run's"] == ["-", "10"]  # 0.5 beside 2 / 40
     assert "How far the loss lies from that of" in page
     averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
