@@ -12,9 +12,7 @@ cd -- "$root"
 bash launch/setup.sh test
 if [[ ${1-} == --coverage ]]; then
     shift
-    .venv/bin/python tests/line_counts.py
-    DS_VIT_LINE_COUNTS=$(mktemp -d)
-    export DS_VIT_LINE_COUNTS
-    trap 'rm -rf -- "$DS_VIT_LINE_COUNTS"' EXIT
+    export DS_VIT_LINE_COUNTS=$root/.venv/line_counts
+    .venv/bin/python tests/line_counts.py "$DS_VIT_LINE_COUNTS"
 fi
 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

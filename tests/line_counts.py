@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import pickle
+import shutil
 import sys
 import sysconfig
 import types
@@ -36,8 +37,10 @@ _seen: dict[str, bytearray] = {}  # file → 1 for each line that has run
 _MARKED = f".marked-{zlib.crc32(Path(__file__).read_bytes()):08x}.pyc"
 
 
-def install() -> None:
-    """Have every Python process of this environment count where the variable is set."""
+def install(folder: Path) -> None:
+    """Have every Python process of this environment count where the variable is set, to an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     there = f"sys.path.insert(0, {str(ROOT / 'tests')!r}); import line_counts; del sys.path[0]; line_counts.start()"
     path = Path(sysconfig.get_path("purelib"), "ds_vit_line_counts.pth")
     wanted = f"{FOLDER!r} in os.environ and os.path.exists({str(Path(__file__).resolve())!r})"
@@ -189,6 +192,7 @@ class LineCounts:
         if self._is_worker:
             return
         percent, self._rows = report(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)  # who ends later has nothing to tell any more
         told = f"{percent:.1f} % of the lines ran"
         if percent < self._floor:
             told += f": less than {self._floor} %"
@@ -203,4 +207,4 @@ class LineCounts:
 
 
 if __name__ == "__main__":
-    install()
+    install(Path(sys.argv[1]))

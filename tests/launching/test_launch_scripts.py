@@ -203,10 +203,11 @@ def test_quickstart_ends_with_a_prediction_where_there_are_classes(clone, word):
     leaves = {"FOLDER": "a/run", "NUM_GPUS": "0"}
     done = clone.run("my clone/launch/quickstart.sh", *word.split(), **leaves, LEAVES="classes.json model.safetensors")
     assert done.returncode == 0, done.stderr
-    *_, saved, shown, ran = done.stdout.splitlines()
+    *_, saved, shown, ran, last = done.stdout.splitlines()
     assert saved == "cpu: launch/held_out_digits.py a/run/held-out"
     command = ".venv/bin/ds-vit predict a/run a/run/held-out/1.png a/run/held-out/2.png --top-k 3"
     assert (shown, ran) == (f"quickstart: DS_ACCELERATOR=cpu {command} ", f"cpu: {command}")
+    assert last.endswith("in a browser: a/run/report.html")
     (clone.root / "a" / "run" / "classes.json").unlink()
     done = clone.run("my clone/launch/quickstart.sh", *word.split(), **leaves, LEAVES="model.safetensors")
     assert (done.returncode, "predict" in done.stdout) == (0, False)
