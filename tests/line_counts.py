@@ -45,6 +45,9 @@ def install(folder: Path) -> None:
     path = Path(sysconfig.get_path("purelib"), "ds_vit_line_counts.pth")
     wanted = f"{FOLDER!r} in os.environ and os.path.exists({str(Path(__file__).resolve())!r})"
     path.write_text(f"import os, sys; {wanted} and exec({there!r})\n")
+    sys.dont_write_bytecode = False
+    for source in (ROOT / PACKAGE).rglob("*.py"):  # now, and not by each rank
+        _Loader(source.stem, str(source)).get_code(source.stem)
 
 
 def start() -> None:

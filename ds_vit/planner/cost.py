@@ -21,10 +21,11 @@ from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
 from ds_vit.planner.schedule import seconds_of_step
 from ds_vit.planner.work import LayerWork
 
-_ZERO3_SECONDS = 40e-6
+_ZERO3_SECONDS = 120e-6
 """Of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient.
 
-Measured: 42 µs, one rank on a core of an AMD EPYC, DeepSpeed 0.19.8, by ViTs that differ in depth alone.
+By ViTs that differ in depth alone: 42 µs on one rank and 160 µs on two, cores of an AMD EPYC, DeepSpeed 0.19.8; what
+has been published of ViT-L/16 on two H200 comes to 118 µs.
 """
 _UPDATE_BYTES = 42
 """A parameter: gradient read for its norm, read and written to clip it; gradient, master, two moments read, all but the

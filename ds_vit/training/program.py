@@ -40,7 +40,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
             where = f" (rank {process.rank})" if process is not None and num_met > 1 else ""
             _say(f"{program}: error{where}: {error}")
         else:
-            time.sleep(2)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
+            time.sleep(5)  # a launcher ends all ranks with the first that exits: the one that speaks comes first
         return error.exit_code
     except Diverged as error:
         if is_local_main:
