@@ -136,8 +136,9 @@ def predict_each(
     Raises:
         UserError: input that cannot be.
     """
+    found = find_weights(source, weights, checkpoint)  # a missing run is said before a missing image
     files = find_images(images)
-    exported = load_source(find_weights(source, weights, checkpoint), settings, labels)
+    exported = load_source(found, settings, labels)
     num_classes = exported.model.num_classes
     if not num_classes:
         raise UserError(
@@ -167,8 +168,9 @@ def embed(
     Raises:
         UserError: input that cannot be, or no image that can be read.
     """
+    stored = find_weights(source, weights, checkpoint)
     files = find_images(images)
-    exported = load_source(find_weights(source, weights, checkpoint), settings, classifier=False)
+    exported = load_source(stored, settings, classifier=False)
     found = list(_outputs(exported, files, _features, batch_size, workers, device))
     unreadable = tuple(one for one in found if isinstance(one, Unreadable))
     read = [one for one in found if not isinstance(one, Unreadable)]

@@ -49,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     """
     command, *words = argv
     given = flags.read_words(build_parser(command), words)
-    if not Path(given["source"]).exists():  # said before anything about the images
-        raise UserError(f"{given['source']} does not exist; give a run's folder, a checkpoint or a file of weights")
     return _embed(**given) if command == "embed" else _predict(**given)
 
 
