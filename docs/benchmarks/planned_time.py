@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import spearmanr
 
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
@@ -48,11 +49,6 @@ LAYOUTS = {  # ZeRO stage, accumulated micro-batches, flags
     "pp 2, ZeRO-1, 2 x 4 images": (1, 2, "-b 4 --pp 2"),
     "pp 2, ZeRO-1, 8 x 1 images": (1, 8, "-b 1 --pp 2"),
 }
-
-
-def ranks(values: list[float]) -> torch.Tensor:
-    """The place of each value among them, from 0."""
-    return torch.tensor(values, dtype=torch.float64).argsort().argsort().double()
 
 
 def measured(plans: dict[str, Plan], calibration: Calibration, turns: int) -> list[dict[str, dict[str, float]]]:
@@ -129,8 +125,7 @@ def show(arguments: argparse.Namespace, planned: dict[str, list[StepTime]], meas
         table.add_row(name, f"{min(seconds):.3f}", f"{min(measured[name]):.3f}", spread, made_of)
         rates.append([statistics.median(1 / a for a in seconds), statistics.median(1 / b for b in measured[name])])
     console.print(table)
-    places = torch.stack([ranks(list(of)) for of in zip(*rates, strict=True)])
-    console.print(f"rank correlation {torch.corrcoef(places)[0, 1]:.2f}")
+    console.print(f"rank correlation {spearmanr(*zip(*rates, strict=True)).statistic:.2f}")
 
 
 if __name__ == "__main__":
