@@ -15,4 +15,4 @@ if [[ ${1-} == --coverage ]]; then
     export DS_VIT_LINE_COUNTS=$root/.venv/line_counts
     .venv/bin/python tests/line_counts.py "$DS_VIT_LINE_COUNTS"
 fi
-.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,7 +2,7 @@
 
 As in docs/planning.md: a pipeline is played by stage and micro-batch; tensor parallelism sums the tokens over its group
 after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient around a ring, hidden
-behind the last backward pass where DeepSpeed, or torch at ZeRO-0, overlaps the two.
+behind the backward passes where DeepSpeed, or torch at ZeRO-0, overlaps the two.
 """
 
 from __future__ import annotations

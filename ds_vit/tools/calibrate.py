@@ -1,9 +1,9 @@
 """`ds-vit plan --calibrate FILE`: what this machine's accelerator reaches, measured, as a file for `--gpu FILE`.
 
-Products of matrices by their width in fp32 and bf16, fused attention, a copy, everything else of a block of timm's,
-and the host's time for one small operation. Started with several ranks (`torchrun -m ds_vit.cli plan --calibrate …`)
-all of them measure at the same time, as they compute at the same time in a run and share memory and caches; and the
-link between them is measured too. A busy machine makes all figures worse.
+Products of matrices by their least dimension, fused attention, a copy, everything else of a block of timm's, the host's
+time for one small operation, and what a worker of the loader gives. Started with several ranks (`torchrun -m ds_vit.cli
+plan --calibrate …`) all of them measure at the same time, as they compute at the same time in a run and share memory
+and caches; and the link between them is measured too. A busy machine makes all figures worse.
 """
 
 from __future__ import annotations
