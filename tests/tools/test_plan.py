@@ -19,6 +19,7 @@ from ds_vit.models import ModelSpec, activations, count_flops, create_model, flo
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.planner import hardware, work
 from ds_vit.tools import plan as plan_tool
+from ds_vit.tools import plan_files
 from ds_vit.training.memory import estimate
 from ds_vit.training.plan import prepare
 
@@ -201,8 +202,8 @@ def test_a_recipe_is_read_as_training_reads_it(tmp_path, monkeypatch):
     assert arguments.img_size == 32
     found = plan_tool.Search(plan_tool.wishes_of(arguments)).run()
     best = next(one for one in found.fitting if not one.recomputing)
-    plan_tool.write(found, best, tmp_path / "plan", arguments)
-    config, _ = parse([*plan_tool.training_words(best, tmp_path / "plan", arguments), "--dataset", "digits"])
+    plan_files.write(found, best, tmp_path / "plan", arguments)
+    config, _ = parse([*plan_files.training_words(best, tmp_path / "plan", arguments), "--dataset", "digits"])
     assert (config.pp, config.tp, config.grad_checkpointing) == (1, 1, "")
 
 
