@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ds_vit.config.run_folder import RunFolder
@@ -14,7 +15,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `ds-vit report`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output folders; several are compared")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="the page (default: RUN/report.html, of several comparison.html)"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: RUN/report.html, of several comparison.html in the current folder)",
     )
     parser.set_defaults(run=_report)
 
@@ -33,6 +37,10 @@ def _report(arguments: argparse.Namespace) -> int:
     alone = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
     path = arguments.output or alone
     write_report(records, path)
+    if len(records) > 1 and not arguments.output:
+        # On stderr: the last line of stdout is the path alone, for a script.
+        told = f"{len(records)} runs side by side, in the current folder (--output FILE puts the page elsewhere):"
+        print(told, file=sys.stderr, flush=True)
     print(path)
     return exit_codes.OK
 
@@ -49,7 +57,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     differing = differences(records)
     print_columns(console, "what differs", [("setting", *names), *differing])
     print_columns(console, "what came of it", [("figure", *names), *outcomes(records)])
-    if batches := [values for name, *values in differing if name == "JSON train_batch_size"]:
+    if batches := [values for name, *values in differing if name.startswith("JSON train_batch_size")]:
         console.print(
             f"  The global batches differ ({', '.join(batches[0])} images): a step is not the same step. --batch-size "
             "is a rank's; `--recipe RUN/config.yaml` keeps the global batch on any number of ranks.",

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_vit.data import ImageConfig
 from ds_vit.models import SequentialViT
-from ds_vit.monitoring.report.charts import viridis
+from ds_vit.monitoring.report.heat_map import viridis
 from ds_vit.tasks import Batch
 from ds_vit.training.plan import Plan
 

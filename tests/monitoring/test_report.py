@@ -11,98 +11,30 @@ import shutil
 import subprocess
 import tracemalloc
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from project import ROOT
+from run_folders import EVIL, Tags, page_of, write_run
 from runs import DIGITS, run_quietly
 
 from ds_vit import cli
 from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import Source
 from ds_vit.monitoring import report
-from ds_vit.monitoring.report.charts import MOST_POINTS, log_ticks, number, thinned, ticks
 from ds_vit.monitoring.report.classes import Confusion, class_panels
 from ds_vit.monitoring.report.record import Record
-from ds_vit.monitoring.sheets import save_sheet, write_predictions
+from ds_vit.monitoring.sheets import write_predictions
 
-EVIL = ('<img src="http://evil.invalid/x" onerror="fail()">', "\"';$(rm -rf ~)|&", "</script><script>fail()</script>")
 FIGURES = ("precision", "recall", "F1")
-
-
-def layers(step):
-    """A row's figures by layer."""
-    one = {"norm": 1.0 / step, "update_to_weight": 1e-3, "below_2^-24": 0.01}
-    return {"embed": one, "blocks.0": {**one, "norm": None}, "head": one}
-
-
-def write_run(path, *, offset=0.0, stage=1):
-    """A run's folder as training leaves it, of 40 steps, gone on with at step 20."""
-    path.mkdir(parents=True)
-    rows, more = [], {"data_wait_fraction": 0.1, "memory_bytes": 3_000_000_000}
-    for step in (*range(1, 31), None, *range(21, 41)):
-        if step is None:
-            rows.append({"kind": "rollback", "step": 30, "to_step": 20, "reason": "nonfinite"})
-            continue
-        figures = {"loss": 2.0 / step + offset, "lr": 1e-3, "grad_norm": 1.0 + step % 3, "loss_scale": 1.0}
-        rows.append({"kind": "train", "step": step, **figures, "images_per_second": 100.0, **more})
-    rows += [{"kind": "gradients", "step": step, "layers": layers(step)} for step in (1, 20, 40)]
-    rows += [{"kind": "eval_ema", "step": step, "loss": 0.5, "images": 4} for step in (20, 40)]
-    rows += [{"kind": "eval", "step": step, "top1": 2.0 * step, "loss": 1.0, "images": 4} for step in (20, 40)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
-    layout = {"pp": 2, "dp": 2, "tp": 1, "zero_stage": stage}
-    starts = [{"step": step, "layout": layout, "device": "cpu", "versions": {"torch": "2"}} for step in (0, 20)]
-    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
-    (path / "config.yaml").write_text(yaml.safe_dump({"model": "vit_tiny", "data_dir": EVIL[0], "seed": stage}))
-    told = {"zero_optimization": {"stage": stage}, "train_batch_size": 8 * stage}
-    (path / "deepspeed.json").write_text(json.dumps(told))
-    (path / "classes.json").write_text(json.dumps(EVIL))
-    summary = {"model": "vit_tiny", "layout": layout, "steps": 40, "best_top1": 80.0, "exit": "completed"}
-    summary["memory"] = {"predicted_bytes": 2_500_000_000, "measured_bytes": 3_000_000_000}
-    summary["step_seconds"] = {"predicted": None, "measured": 0.5}
-    (path / "summary.json").write_text(json.dumps({**summary, "num_parameters": 5_000_000}))
-    taken_for = [(0, 0), (0, 1), (1, 1), (2, 1)]
-    with (path / "predictions.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
-        table.writerows((f"{EVIL[0]}.jpg", EVIL[a], EVIL[b], "0.9", a, b) for a, b in taken_for)
-    save_sheet([Image.new("RGB", (8, 8), "red")] * 3, EVIL, path / "mistakes.png")
-    return path
 
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory):
     """Such a run, in a folder of such a name."""
     return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
-
-
-class Tags(HTMLParser):
-    """Every element of a page, and its text outside script and style."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.elements, self.text, self.inside = [], "", ""
-        self.feed(page)
-
-    def handle_starttag(self, name, attributes):
-        self.elements.append((name, dict(attributes)))
-        self.inside = name
-
-    def handle_data(self, data):
-        self.text += data if self.inside not in ("script", "style") else ""
-
-
-def page_of(capsys, *words):
-    """The page that a command writes, and what it said."""
-    assert cli.main([str(word) for word in words]) == 0
-    said = capsys.readouterr().out
-    path = said.splitlines()[-1]
-    with open(path, encoding="utf-8") as file:
-        return file.read(), said
 
 
 def test_names_are_text_and_nothing_is_fetched(evil, capsys):
@@ -135,7 +67,8 @@ def test_what_a_run_tells(evil, capsys):
         "Learning rate",
         "Gradient norm by layer",
         "Confusion matrix",
-        "Surest mistakes",
+        "The 2 mistakes in 4 images, the surest first",
+        "The run went on: 2 launches",
         "Memory of the fullest rank, GB",
         "pp 2 x dp 2",
         "Predicted and measured",
@@ -224,23 +157,6 @@ class Stub(Source):
         return Image.new("RGB", (8, 8))
 
 
-def test_compare_says_what_differs(evil, tmp_path, capsys):
-    """A difference that is passed over, a deviation that is not one."""
-    other = write_run(tmp_path / "other", offset=0.5, stage=3)
-    page, said = page_of(capsys, "compare", evil, other, "--output", tmp_path / "both.html")
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
-    table = {row[0]: row[1:] for row in rows}
-    assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
-    assert "flag model" not in table
-    assert "The global batches differ (8, 24 images)" in said
-    assert table["loss, furthest from the first run's"] == ["-", "10"]  # 0.5 beside 2 / 40
-    assert "How far the loss lies from that of" in page
-    averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
-    assert any(len(chart["series"]) == 4 for chart in averages)
-    assert page.count('class="curve c0 dashed"') == page.count('class="curve c1 dashed"') == 1
-    assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
-
-
 def test_what_cannot_be_reported(evil, tmp_path, capsys):
     """A traceback."""
     for words, wrong in (
@@ -251,24 +167,6 @@ def test_what_cannot_be_reported(evil, tmp_path, capsys):
     ):
         assert cli.main([str(word) for word in words]) == 2
         assert wrong in capsys.readouterr().err
-
-
-def test_axes():
-    """A tick between the lines, a spike that thinning loses."""
-    assert ticks(0, 880, 6) == [0, 200, 400, 600, 800]
-    assert ticks(0.5, 2.4, 5) == [0.5, 1.0, 1.5, 2.0]
-    for low, high, powers in (
-        (1e-9, 0.02, [1e-9, 1e-7, 1e-5, 1e-3]),
-        (5e-4, 0.03, [5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02]),
-    ):
-        assert 10.0 ** np.array(log_ticks(np.log10(low), np.log10(high))) == pytest.approx(powers)
-    assert len(log_ticks(0.1, 0.2)) >= 2
-    assert [number(value) for value in (0, 3e-5, 0.25, 12_000, 2.5e6)] == ["0", "3e-5", "0.25", "12k", "2.5M"]
-    points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)] + [(10_000, float("nan"))]
-    thin = thinned(points)
-    assert len(thin) <= MOST_POINTS
-    assert (7777, 100.0) in thin
-    assert thin[-1][0] == 9999
 
 
 HOVER = """<script>

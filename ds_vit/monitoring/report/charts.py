@@ -1,4 +1,4 @@
-"""Charts as inline SVG: curves over steps, and heat maps. The page's script shows the values under the pointer."""
+"""Charts as inline SVG: curves over steps. The page's script shows the values under the pointer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +19,8 @@ WIDTH, HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 384, 10, 194
 MOST_POINTS = 400
 NUM_COLOURS = 8
-# Viridis, which grows evenly in lightness for every kind of colour vision (van der Walt and Smith, matplotlib, CC0).
-_VIRIDIS = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
+THIN, _WIDEST = 1.6, 7.0
+_LARGEST_DOTS, _ROOM_OF_A_VALUE = 25, 14
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class Series:
         points: (step, value), steps growing; values finite.
         colour: its number among the page's colours.
         dashed: it has its colour in common with another one.
+        width: of the line; a curve that another may cover is wider than that one.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int = 0
     dashed: bool = False
+    width: float = THIN
 
     @property
     def look(self) -> str:
@@ -60,6 +62,13 @@ class Mark:
     kind: str
 
 
+def widths(number: int) -> list[float]:
+    """Of so many curves that may cover each other, in the order in which they are drawn: the last is the thinnest."""
+    if number < 2:
+        return [THIN] * number
+    return [THIN + min(3.0, (_WIDEST - THIN) / (number - 1)) * (number - 1 - at) for at in range(number)]
+
+
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -68,6 +77,9 @@ def line_chart(
     log: bool = False,
     note: str = "",
     span: tuple[float, float] | None = None,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+    aside: Collection[float] = (),
+    named: bool = False,
 ) -> Html:
     """Curves over steps; empty where none has a point.
 
@@ -78,18 +90,23 @@ def line_chart(
         log: a logarithmic axis, whose values must be above 0.
         note: a line below the title.
         span: the steps from left to right; None for those of the curves.
+        bounds: beyond which the quantity cannot lie, and so the axis does not go.
+        aside: steps whose values set the scale only where there are no others; what lies beyond is drawn at its edge.
+        named: a legend for a single curve too.
     """
     series = [replace(one, points=thinned(one.points)) for one in series if one.points]
     if not series:
         return Html("")
     steps = [step for one in series for step, _ in one.points]
-    values = [value for one in series for _, value in one.points]
+    every = [(step, value) for one in series for step, value in one.points]
+    values = [value for step, value in every if step not in aside] or [value for _, value in every]
     x = _Axis(*_apart(*(span or (min(steps), max(steps)))), _LEFT + 4, _RIGHT)
     low, high = (math.log10(min(values)), math.log10(max(values))) if log else (min(values), max(values))
-    y = _Axis(*_apart(low, high), _BOTTOM - 6, _TOP + 4)
+    y = _Axis(*_apart(low, high, bounds), _BOTTOM - 6, _TOP + 4)
 
     def place(value: float) -> float:
-        return y.place(math.log10(value) if log else value)
+        inside = min(max(math.log10(value) if log else value, y.low), y.high)
+        return y.place(inside)
 
     pieces = [*_grid(x, y, log=log)]
     for mark in marks:
@@ -97,21 +114,14 @@ def line_chart(
         line = tag("line", x1=at, x2=at, y1=_TOP, y2=_BOTTOM, class_=f"mark {mark.kind}")
         pieces.append(tag("g", tag("title", mark.text), line))
     for one in series:
-        spots = [(x.place(step), place(value)) for step, value in one.points]
-        if len(spots) > 1:
-            path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
-            pieces.append(tag("path", d=path, class_=f"curve {one.look}"))
-        if len(spots) <= 25:
-            pieces += [
-                tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=2, class_=f"dot c{one.colour % NUM_COLOURS}")
-                for a, d in spots
-            ]
+        pieces += _curve(one, [(x.place(step), place(value)) for step, value in one.points])
+    pieces += _lone_values(series, x, place)
     data = {
         "x": [x.low, x.high, x.start, x.end],
         "top": _TOP,
         "bottom": _BOTTOM,
         "marks": [[mark.step, mark.text] for mark in marks],
-        "series": [[one.name, one.colour % NUM_COLOURS, [[s, _short(v)] for s, v in one.points]] for one in series],
+        "series": [[one.name, one.colour % NUM_COLOURS, [[s, short(v)] for s, v in one.points]] for one in series],
     }
     pieces.append(tag("line", class_="cursor", y1=_TOP, y2=_BOTTOM, x1=-9, x2=-9))
     picture = tag(
@@ -123,12 +133,49 @@ def line_chart(
         aria_label=f"{title}, over steps",
         data_chart=json.dumps(data, separators=(",", ":")),
     )
-    return _card(title, picture, note, legend(series) if len(series) > 1 else Html(""))
+    return card(title, picture, note, legend(series) if named or len(series) > 1 else Html(""))
+
+
+def _curve(one: Series, spots: Sequence[tuple[float, float]]) -> list[Html]:
+    """A line through places, and dots where there are few of them."""
+    pieces = []
+    if len(spots) > 1:
+        path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
+        style = f"stroke-width:{one.width:g};opacity:.5" if one.width != THIN else None
+        pieces.append(tag("path", d=path, class_=f"curve {one.look}", style=style))
+    if len(spots) <= _LARGEST_DOTS:
+        radius = f"{(2 if len(spots) > 1 else 3.5) + (one.width - THIN) / 2:g}"
+        look = {"class_": f"dot c{one.colour % NUM_COLOURS}", "opacity": None if one.width == THIN else 0.5}
+        pieces += [tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=radius, **look) for a, d in spots]
+    return pieces
+
+
+def _lone_values(series: Sequence[Series], x: _Axis, place: Callable[[float], float]) -> list[Html]:
+    """The value beside the point of each curve that has one alone: no line leads to it, and the axis says little."""
+    pieces: list[Html] = []
+    taken: list[float] = []
+    for one in series:
+        if len(one.points) > 1:
+            continue
+        (step, value), *_ = one.points
+        across, down = x.place(step), place(value)
+        if any(abs(down - other) < _ROOM_OF_A_VALUE for other in taken):
+            continue
+        taken.append(down)
+        right = across > (x.start + x.end) / 2
+        at = across - 10 if right else across + 10
+        look = f"value {'before' if right else 'behind'}"
+        pieces.append(tag("text", f"{value:.5g}", x=f"{at:.1f}", y=f"{down:.1f}", class_=look))
+    return pieces
 
 
 def legend(series: Sequence[Series]) -> Html:
     """The names of curves beside their colours."""
-    items = (tag("span", tag("i", class_=f"swatch {one.look}"), one.name, class_="key") for one in series)
+    heights = (f"height:{2 * one.width:g}px;opacity:.5" if one.width != THIN else None for one in series)
+    items = (
+        tag("span", tag("i", class_=f"swatch {one.look}", style=height), one.name, class_="key")
+        for one, height in zip(series, heights, strict=True)
+    )
     return tag("div", *items, class_="legend")
 
 
@@ -143,65 +190,6 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         stretch = range(first, end)
         kept |= {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
     return [points[at] for at in sorted(kept)]
-
-
-def heat_map(
-    title: str,
-    rows: Sequence[str],
-    columns: Sequence[object],
-    values: np.ndarray,
-    *,
-    of_columns: str,
-    note: str = "",
-    log: bool = False,
-) -> Html:
-    """A colour a value, a row a name: layers over steps, or classes over classes.
-
-    Args:
-        title: with the unit.
-        rows: names from top to bottom.
-        columns: what the columns are.
-        values: [rows, columns]; one that is not finite (or, on a logarithmic scale, not above 0) stays blank.
-        of_columns: what the columns are called.
-        note: a line below the title.
-        log: colours follow the logarithm.
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.log10(values) if log else np.asarray(values, dtype=float)
-    known = np.isfinite(scaled)
-    if not known.any():
-        return Html("")
-    low, high = scaled[known].min(), scaled[known].max()
-    colours = viridis(np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0))
-    pixels = np.dstack((colours, np.where(known, 255, 0))).astype(np.uint8)
-    data = {
-        "rows": list(rows),
-        "columns": [str(column) for column in columns],
-        "of": of_columns,
-        "values": [
-            [_short(float(v)) if ok else None for v, ok in zip(*pair, strict=True)]
-            for pair in zip(values, known, strict=True)
-        ],
-    }
-    named = len(rows) <= 40
-    labels = [tag("span", name) for name in rows] if named else [tag("span", rows[0]), tag("span", rows[-1])]
-    picture = tag("div", class_="cells", data_cells=json.dumps(data, separators=(",", ":")))
-    image = f'<img alt="" src="{png_uri(Image.fromarray(pixels, "RGBA"))}">'
-    picture = Html(picture.replace("></div>", f">{image}</div>"))
-    ends = (number(10**low), number(10**high)) if log else (number(low), number(high))
-    scale = tag("div", ends[0], tag("i", class_="scale"), ends[1], class_="legend")
-    under = tag("div", tag("span", f"{of_columns} {columns[0]}"), tag("span", str(columns[-1])), class_="under")
-    style = f"--rows:{len(rows)}"
-    body = tag("div", tag("div", *labels, class_="labels"), picture, tag("i"), under, class_="heat", style=style)
-    return _card(title, body, note, scale)
-
-
-def viridis(shares: np.ndarray) -> np.ndarray:
-    """Numbers from 0 to 1, of any shape, as colours: uint8 [..., 3]."""
-    spots = shares * (len(_VIRIDIS) - 1)
-    at = np.minimum(spots.astype(int), len(_VIRIDIS) - 2)
-    colours = _VIRIDIS[at] + (spots - at)[..., None] * (_VIRIDIS[at + 1] - _VIRIDIS[at])
-    return colours.round().astype(np.uint8)
 
 
 def png_uri(image: Image.Image, kind: str = "png", **options: object) -> str:
@@ -225,9 +213,10 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _card(title: str, picture: Html, note: str, key: Html) -> Html:
+def card(title: str, picture: Html, note: str, key: Html, *, wide: bool = False) -> Html:
+    """A picture below its title, a note and what its colours mean; `wide`: over all columns of the page."""
     said = tag("p", note, class_="note") if note else Html("")
-    return tag("figure", tag("figcaption", title), said, key, picture, class_="card")
+    return tag("figure", tag("figcaption", title), said, key, picture, class_=f"card{' wide' * wide}")
 
 
 @dataclass(frozen=True)
@@ -243,12 +232,12 @@ class _Axis:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def _apart(low: float, high: float) -> tuple[float, float]:
-    """Two bounds that are not one."""
+def _apart(low: float, high: float, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
+    """Two ends of an axis that are not one, and that lie within what can be."""
     if high > low:
         return low, high
     room = abs(low) * 0.1 or 1.0
-    return low - room, high + room
+    return max(low - room, min(low, bounds[0])), min(high + room, max(high, bounds[1]))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -285,5 +274,6 @@ def _grid(x: _Axis, y: _Axis, *, log: bool) -> list[Html]:
     return [join(pieces)]
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """A value as the page's script shows it: six digits."""
     return float(f"{value:.6g}")

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_vit.monitoring.report.charts import heat_map
+from ds_vit.monitoring.report.heat_map import heat_map
 from ds_vit.monitoring.report.html import Html
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.report.tables import table
 
 MOST_IN_MATRIX = 200
 MOST_PAIRS = 10
+MOST_MISTAKES = 20
 MOST_CLASSES = 1000
 
 
@@ -79,6 +80,7 @@ def class_panels(record: Record) -> list[Html]:
                 100 * shares,
                 of_columns="taken for",
                 note="rows: what an image shows; columns: what it was taken for",
+                numbers=True,
             )
         )
     pairs, counts = found.pairs[found.wrong], found.counts[found.wrong]
@@ -106,7 +108,14 @@ def _sure_mistakes(record: Record) -> list[Html]:
     if not wrong:
         return []
     lines = [
-        (row["image"], row["class"], row["predicted"], f"{100 * float(row['probability']):.1f} %") for row in wrong[:20]
+        (row["image"], row["class"], row["predicted"], f"{100 * float(row['probability']):.1f} %")
+        for row in wrong[:MOST_MISTAKES]
     ]
-    title = f"Surest mistakes, of {len(wrong)} among {len(record.predictions)} images"
+    images, mistakes = f"{len(record.predictions):,} images", f"{len(wrong):,} mistakes"
+    if len(wrong) == 1:
+        title = f"The one mistake in {images}"
+    elif len(wrong) <= len(lines):
+        title = f"The {mistakes} in {images}, the surest first"
+    else:
+        title = f"The {len(lines)} surest of {mistakes} in {images}"
     return [table(title, ("image", "shows", "taken for", "probability"), lines)]

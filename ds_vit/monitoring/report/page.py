@@ -14,8 +14,9 @@ from ds_vit.monitoring.report.charts import png_uri
 from ds_vit.monitoring.report.classes import class_panels
 from ds_vit.monitoring.report.comparison import deviation_chart, differences, outcomes
 from ds_vit.monitoring.report.html import Html, join, tag
+from ds_vit.monitoring.report.launches import launches
 from ds_vit.monitoring.report.layout_picture import layout_picture
-from ds_vit.monitoring.report.panels import curves, gradients
+from ds_vit.monitoring.report.panels import curves, gradients, in_words
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.report.tables import table
 from ds_vit.parallel.layout import Layout
@@ -55,11 +56,24 @@ def _one(record: Record) -> list[Html]:
         *_section("Gradients", gradients(record)),
         *_section("Classes", class_panels(record)),
         *_section("Images", _pictures(record)),
-        *_section("Layout", [card for card in (picture, _predicted(record)) if card]),
+        *_section("Layout", [card for card in (_launches(record), picture, _predicted(record)) if card]),
         tag("h2", "Run it again"),
         tag("pre", record.command),
         _settings(record),
     ]
+
+
+def _launches(record: Record) -> Html:
+    """A line a launch, of a run that went on."""
+    found = launches(record)
+    if len(found) < 2:
+        return Html("")
+    lines = [
+        (str(at), one.steps, one.layout, str(one.ranks or "-"), one.device, _duration_or_dash(one.seconds))
+        for at, one in enumerate(found, 1)
+    ]
+    title = f"The run went on: {len(found)} launches; the picture below is of the last"
+    return table(title, ("launch", "steps", "layout", "ranks", "device", "wall time"), lines, wide=True)
 
 
 def _predicted(record: Record) -> Html:
@@ -84,7 +98,8 @@ def _several(records: Sequence[Record]) -> list[Html]:
     names = [record.name for record in records]
     lines = differences(records)
     nothing = [("nothing but the place", *("" for _ in records))]
-    charts = [deviation_chart(records), *curves(records)]
+    loss, *others = curves(records)
+    charts = [loss, deviation_chart(records), *others]
     return [
         tag("h1", f"{len(records)} runs"),
         tag("p", ", ".join(str(record.folder.path) for record in records), class_="sub"),
@@ -122,8 +137,8 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
     found = []
     for key, value in summary.items():
         if key.startswith("best_") and value is not None:
-            unit = " %" if "top" in key else ""
-            found.append((f"best {key.removeprefix('best_').replace('_', ' ')}", f"{value:.4g}{unit}"))
+            label, unit = in_words(key)
+            found.append((label, f"{value:.4g}{' %' * (unit == '%')}"))
     if not any("top" in label for label, _ in found):
         found += [
             (f"last {name}", f"{points[-1][1]:.5g}")
@@ -138,7 +153,8 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
         found.append(("images a second", f"{summary['images_per_second']:,.0f}"))
     seconds = summary.get("wall_seconds") or (rows[-1].get("wall_seconds") if rows else None)
     if seconds:
-        found.append(("wall time", _duration(seconds)))
+        number = len(record.starts)
+        found.append((f"wall time of {number} launches" if number > 1 else "wall time", _duration(seconds)))
     if summary.get("num_parameters"):
         found.append(("parameters", f"{summary['num_parameters'] / 1e6:.4g} M"))
     if summary.get("precision"):
@@ -150,6 +166,10 @@ def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _duration_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else _duration(seconds)
 
 
 def _pictures(record: Record) -> list[Html]:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ds_vit.monitoring.report.charts import Series, heat_map, line_chart
+from ds_vit.monitoring.report.charts import Series, line_chart, widths
+from ds_vit.monitoring.report.heat_map import heat_map
 from ds_vit.monitoring.report.html import Html
+from ds_vit.monitoring.report.launches import first_rows
 from ds_vit.monitoring.report.record import Record
 
 _SHARES = {"top1": "top-1", "top5": "top-5", "knn_top1": "k-NN top-1", "linear_top1": "linear probe top-1"}
+ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
+
+
+def in_words(name: str) -> tuple[str, str]:
+    """A figure of summary.json and its unit: `best_top1_ema` is ("best top-1 of the average", "%")."""
+    which, _, figure = name.partition("_")
+    average = " of the average" if figure.endswith("_ema") else ""
+    figure = figure.removesuffix("_ema")
+    unit = "%" if figure in _SHARES else ""
+    return f"{which} {_SHARES.get(figure, figure.replace('_', ' '))}{average}", unit
 
 
 def curves(records: Sequence[Record]) -> list[Html]:
@@ -19,7 +32,16 @@ def curves(records: Sequence[Record]) -> list[Html]:
     marks = records[0].marks if len(records) == 1 else ()
     span = (0, max((row["step"] for record in records for rows in record.rows.values() for row in rows), default=1))
 
-    def chart(title: str, *parts: tuple[str, str, str, float], log: bool = False, note: str = "") -> Html:
+    thickness = widths(len(records))
+
+    def chart(
+        title: str,
+        *parts: tuple[str, str, str, float],
+        log: bool = False,
+        note: str = "",
+        bounds: tuple[float, float] = ANY,
+        aside: Collection[int] = (),
+    ) -> Html:
         """Parts: (kind, key, what it is called, factor)."""
         series = []
         for part, (kind, key, label, factor) in enumerate(parts):
@@ -30,8 +52,11 @@ def curves(records: Sequence[Record]) -> list[Html]:
                 name = label if len(records) == 1 else f"{record.name}{f': {label}' if len(parts) > 1 else ''}"
                 if points:
                     colour, dashed = (at, part > 0) if len(records) > 1 else (len(series), False)
-                    series.append(Series(name, points, colour, dashed))
-        return line_chart(title, series, marks=marks, log=log, note=note, span=span)
+                    series.append(Series(name, points, colour, dashed, thickness[at]))
+        named = len(records) > 1
+        return line_chart(
+            title, series, marks=marks, log=log, note=note, span=span, bounds=bounds, aside=aside, named=named
+        )
 
     def varies(key: str) -> bool:
         return len({value for record in records for _, value in record.points("train", key)}) > 1
@@ -48,7 +73,7 @@ def curves(records: Sequence[Record]) -> list[Html]:
         parts = [("eval", name, "the weights", 1.0)]
         if any(record.points("eval_ema", name) for record in records):
             parts.append(("eval_ema", name, "their moving average", 1.0))
-        charts.append(chart(title, *parts))
+        charts.append(chart(title, *parts, bounds=PERCENT if label else ANY))
     norms = [value for record in records for _, value in record.points("train", "grad_norm")]
     wide = bool(norms) and min(norms) > 0 and max(norms) > 30 * min(norms)
     charts += [
@@ -56,9 +81,9 @@ def curves(records: Sequence[Record]) -> list[Html]:
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
         chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True) if varies("loss_scale") else Html(""),
         chart("Images a second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
-        chart("Time spent waiting for data, %", ("train", "data_wait_fraction", "share", 100.0)),
+        _waiting(records, chart),
         chart("TFLOP/s an accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
-        chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0)),
+        chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0), bounds=PERCENT),
         chart(
             "Memory of the fullest rank, GB",
             ("train", "memory_bytes", "at most since the row before", 1e-9),
@@ -71,6 +96,24 @@ def curves(records: Sequence[Record]) -> list[Html]:
         ),
     ]
     return [one for one in charts if one]
+
+
+def _waiting(records: Sequence[Record], chart: Callable[..., Html]) -> Html:
+    """The share of the time that the loader took, on the scale of what it takes once it has started."""
+    started, others = [], []
+    for record in records:
+        first = first_rows(record)
+        for step, share in record.points("train", "data_wait_fraction", 100.0):
+            (started if step in first else others).append((share, step))
+    usual = max(others, default=(math.inf, 0))[0]
+    beyond = [(share, step) for share, step in started if share > usual]
+    note = ""
+    if beyond:
+        share, step = max(beyond)
+        note = f"without the start of the loader ({share:.0f} % at step {step}), which does not set the scale"
+    aside = {step for _, step in beyond}
+    part = ("train", "data_wait_fraction", "share", 100.0)
+    return chart("Time spent waiting for data, %", part, bounds=PERCENT, aside=aside, note=note)
 
 
 def _of_memory(records: Sequence[Record]) -> str:

@@ -1,0 +1,108 @@
+"""`ds-vit compare`, and `ds-vit report` of several runs: what differs, what came of each, in which launches."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import yaml
+from run_folders import Tags, page_of, write_run
+
+from ds_vit import cli
+from ds_vit.monitoring.report.charts import widths
+from ds_vit.monitoring.report.comparison import differences, outcomes
+from ds_vit.monitoring.report.launches import first_rows, launches
+from ds_vit.monitoring.report.panels import curves
+from ds_vit.monitoring.report.record import Record
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory):
+    """A run in a folder of a name that would like to be a command."""
+    return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
+
+
+def test_compare_says_what_differs(evil, tmp_path, capsys):
+    """A difference that is passed over, a deviation that is not one."""
+    other = write_run(tmp_path / "other", offset=0.5, stage=3)
+    page, said = page_of(capsys, "compare", evil, other, "--output", tmp_path / "both.html")
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
+    assert "flag model" not in table
+    assert "The global batches differ (8, 24 images)" in said
+    furthest = next(values for name, values in table.items() if name.startswith("loss, furthest"))
+    assert furthest == ["-", "10"]  # 0.5 beside 2 / 40
+    assert "How far the loss lies from that of" in page
+    averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
+    assert any(len(chart["series"]) == 4 for chart in averages)
+    assert page.count('class="curve c0 dashed"') == page.count('class="curve c1 dashed"') == 1
+    assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
+
+
+def test_launches_of_a_run_that_went_on(evil, tmp_path):
+    """A total that passes for one process's; steps that were done twice, counted twice."""
+    path = shutil.copytree(evil, tmp_path / "run")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
+    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
+    # The second launch was killed at step 30, and the third went on from step 20.
+    starts = [{"step": step, "layout": layout, "device": "cpu"} for step, layout in ((0, two), (10, one), (20, two))]
+    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**summary, "wall_seconds": 85.0}))
+    record = Record.read(path)
+    found = [(one.steps, one.ranks, one.seconds) for one in launches(record)]
+    assert found == [("1 to 10", 2, 20.0), ("11 to 20", 1, 20.0), ("21 to 40", 2, 45.0)]
+    assert sum(one.seconds for one in launches(record)) == 85.0
+    table = {name: values for name, *values in outcomes([record, Record.read(evil)])}
+    assert table["launches (wall time is of all)"] == ["3", "2"]
+    assert table["launch 2"][0] == "steps 11 to 20 in 20 s: pp 1 x dp 1 x tp 1, 1 rank, cpu"
+    assert table["launch 3"][1] == "-"
+    layouts = [values for name, *values in differences([record, Record.read(evil)]) if name == "layout"]
+    many, few = "pp 1 x dp 2 x tp 1 (2 ranks)", "pp 1 x dp 1 x tp 1 (1 rank)"
+    assert layouts == [[f"{many}, then {few}, then {many}", "pp 2 x dp 2 x tp 1 (4 ranks)"]]
+    assert first_rows(record) == [1, 11, 21]
+
+
+def test_nothing_stands_twice_in_a_comparison(tmp_path):
+    """The stage in the JSON and in the layout, the ranks as a flag and in the layout; numbers without a unit."""
+    paths = [write_run(tmp_path / str(stage), stage=stage) for stage in (1, 3)]
+    for path, tp in zip(paths, (1, 2), strict=True):
+        config = {"model": "vit_tiny", "pp": 2, "tp": tp, "lr": 0.1 * tp, "log_interval": tp}
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        told = json.loads((path / "deepspeed.json").read_text())
+        (path / "deepspeed.json").write_text(json.dumps({**told, "optimizer": {"params": {"lr": 0.1 * tp}}}))
+        start = {"step": 0, "layout": {"pp": 2, "dp": 2, "tp": tp, "zero_stage": 2 * tp - 1}, "device": "cpu"}
+        (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    names = [name for name, *_ in differences([Record.read(path) for path in paths])]
+    assert sorted(names) == [
+        *("JSON optimizer.params.lr", "JSON train_batch_size (images)", "JSON zero_optimization.stage"),
+        *("flag log_interval (steps)", "layout"),
+    ]
+
+
+def test_where_a_comparison_is_written(evil, tmp_path, capsys, monkeypatch):
+    """A page in the current folder that nobody is told of; a last line that is no path."""
+    monkeypatch.chdir(tmp_path)
+    other = write_run(tmp_path / "other")
+    assert cli.main(["report", str(evil), str(other)]) == 0
+    said = capsys.readouterr()
+    assert said.out == "comparison.html\n"
+    assert "in the current folder (--output FILE puts the page elsewhere)" in said.err
+
+
+def test_curves_that_agree_are_all_seen(evil, tmp_path):
+    """The second run drawn over the first, in the same width."""
+    records = [Record.read(evil), Record.read(shutil.copytree(evil, tmp_path / "again"))]
+    loss = curves(records)[0]
+    assert re.findall(r'class="curve c(\d)"( style="stroke-width:[\d.]+;opacity:.5")?', loss) == [
+        ("0", ' style="stroke-width:4.6;opacity:.5"'),
+        ("1", ""),
+    ]
+    assert widths(1) == [widths(3)[-1]]
+    assert sorted(widths(8), reverse=True) == widths(8)
+    assert max(widths(50)) <= 7
