@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_vit.engine.gloo import exchange_in_place
 from ds_vit.launching.process import port_in_words
 
 
@@ -77,6 +78,7 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
     mine = not dist.is_initialized()
     with port_in_words(), without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
+    exchange_in_place(deepspeed.comm.comm.cdb)
     return mine
 
 

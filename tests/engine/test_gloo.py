@@ -1,0 +1,82 @@
+"""ZeRO's collectives on a CPU: the bits of torch's own, without the memory that those take."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from curves import train_main
+from project import ROOT
+
+from ds_vit.engine.gloo import exchange_in_place
+
+
+class Backend:
+    """What DeepSpeed's backend has of the two."""
+
+    def get_all_gather_function(self):
+        return dist.all_gather_into_tensor
+
+    def get_reduce_scatter_function(self):
+        return dist.reduce_scatter_tensor
+
+
+def values(rank, dtype, count):
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(count, generator=generator) * 100).to(dtype)
+
+
+def exchange_both_ways(dtype):
+    """On a rank: ours beside torch's, in the world and in a group whose ranks have other numbers in it."""
+    ours, rank = Backend(), dist.get_rank()
+    exchange_in_place(ours)
+    for ranks in ([0, 1, 2], [2, 1]):
+        group = dist.new_group(ranks, sort_ranks=False) if len(ranks) < 3 else None
+        if rank not in ranks:
+            continue
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        part, count = values(rank, dtype, 7), 7 * size
+        theirs = part.new_empty(count)
+        dist.all_gather_into_tensor(theirs, part, group=group)
+        for in_place in (False, True):
+            whole = torch.full((count,), 3, dtype=dtype)
+            given = whole[7 * place : 7 * (place + 1)].copy_(part) if in_place else part
+            work = ours.all_gather_function(output_tensor=whole, input_tensor=given, group=group, async_op=in_place)
+            assert (work is not None) == in_place
+            if work is not None:
+                work.wait()
+            assert torch.equal(whole, theirs)
+
+        whole, theirs = values(rank, dtype, count), part.new_empty(7)
+        dist.reduce_scatter_tensor(theirs, whole, group=group)
+        assert torch.equal(whole, values(rank, dtype, count))
+        elsewhere = part.new_empty(7)
+        ours.reduce_scatter_function(elsewhere, whole, group=group)
+        assert torch.equal(elsewhere, theirs)
+        assert torch.equal(whole, values(rank, dtype, count)), "only what is asked for in place is summed in place"
+        ours.reduce_scatter_function(whole[7 * place : 7 * (place + 1)], whole, group=group)
+        assert torch.equal(whole[7 * place : 7 * (place + 1)], theirs)
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_are_torchs(ranks, dtype):
+    # Catches: a rank's number in the world taken for that in its group; a share that is not copied to its place;
+    # a tensor that is still needed and was summed in place.
+    assert ranks.run(3, exchange_both_ways, dtype) == [True] * 3
+
+
+def train_without_torchs(argv):
+    """On a rank: train where torch's own collectives cannot be called."""
+    refused = mock.Mock(side_effect=AssertionError("torch's own collective"))
+    with mock.patch.multiple(dist, all_gather_into_tensor=refused, reduce_scatter_tensor=refused):
+        return train_main(argv)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_exchanges_in_place(ranks, tmp_path, stage):
+    """A collective of DeepSpeed's that goes another way, or a share that is asked for elsewhere."""
+    argv = ["--dataset", "digits", "--model", "test_vit", "--img-size", "16", "--workers", "0", "--batch-size", "4"]
+    argv += ["--max-steps", "2", "--val-split", "", "--checkpoint-interval", "0", "--no-aug"]
+    argv += ["--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json", "--output", tmp_path / "run"]
+    assert ranks.run(2, train_without_torchs, [str(word) for word in argv]) == [0, 0]
