@@ -283,3 +283,12 @@ def _seconds_a_step(step: Callable[[], object], steps: int, device: torch.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / steps
+
+
+def mean_over_ranks(value: float, device: torch.device) -> float:
+    """Of all ranks; the value itself where they have not met (a collective)."""
+    if not dist.is_initialized():
+        return value
+    together = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(together)
+    return float(together) / dist.get_world_size()

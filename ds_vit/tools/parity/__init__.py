@@ -5,7 +5,7 @@ deepspeed launch/parity.py --deepspeed_config FILE [flags of train.py] [--layout
 Every layout takes all ranks of the launch (dp follows from pp and tp), the same global batch (accumulation follows
 from dp) and the same initial values. Each is trained in new processes (relaunch.py says why) by the trainer's own
 `prepare`, `build_engine` and `InputPipeline`. Rank 0 prints a row a layout: the largest relative deviations from the
-reference.
+reference; while it works, stderr says what is under way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,7 @@ from rich.table import Table
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.metrics import make_console
+from ds_vit.tools.parity.progress import Progress
 from ds_vit.tools.parity.relaunch import Failure, Relauncher
 from ds_vit.tools.parity.request import Cut, Request, parse
 from ds_vit.tools.parity.runs import Curve, Survey, survey, train_one
@@ -80,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = parse(argv)
         ranks = Relauncher(process, verbose=bool(request.values.get("verbose")))
         try:
-            code = int(compare(ranks, request, ranks.run(survey, request)))
+            with Progress.of_rank(process.rank).doing("preparing the layouts; new processes import torch"):
+                found = ranks.run(survey, request)
+            code = int(compare(ranks, request, found))
         except Failure as error:
             if process.rank == 0:
                 print(f"parity.py: error: {error}", file=sys.stderr, flush=True)
@@ -108,15 +112,21 @@ def compare(ranks: Relauncher, request: Request, found: Survey) -> bool:
     legal = sum(illegal is None for *_, illegal in found.layouts)
     told = f"training the reference and {legal} layouts, each in new processes that import torch first:"
     console.print(told, markup=False, highlight=False, soft_wrap=True)
+    progress, number = Progress.of_rank(ranks.process.rank), 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="ds_vit-parity-") as folder:
-        reference = ranks.run(train_one, request, found.reference, None, folder)
+        told = f"training the reference, {found.reference.text}"
+        with progress.doing(told, Path(folder), request.steps) as look:
+            reference = ranks.run(train_one, request, found.reference, None, folder, meanwhile=look)
         for cut, text, illegal in found.layouts:
             if illegal is not None:
                 rows.append(Row(cut.text, problem=illegal))
                 continue
             started = time.perf_counter()
-            rows.append(_compare_one(ranks, request, found, cut, reference, folder))
+            number += 1
+            told = f"training {cut.text}, layout {number} of {legal}"
+            with progress.doing(told, Path(folder), request.steps) as look:
+                rows.append(_compare_one(ranks, request, found, cut, reference, folder, look))
             seconds = time.perf_counter() - started
             line = f"{cut.text} ({text}): {rows[-1].verdict}, {seconds:.0f} s"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -131,9 +141,17 @@ def compare(ranks: Relauncher, request: Request, found: Survey) -> bool:
     return ranks.agree("verdict", any(row.failed for row in rows))
 
 
-def _compare_one(ranks: Relauncher, request: Request, found: Survey, cut: Cut, reference: Curve, folder: str) -> Row:
+def _compare_one(
+    ranks: Relauncher,
+    request: Request,
+    found: Survey,
+    cut: Cut,
+    reference: Curve,
+    folder: str,
+    meanwhile: Callable[[], None],
+) -> Row:
     try:
-        curve = ranks.run(train_one, request, cut, found.batch, folder)
+        curve = ranks.run(train_one, request, cut, found.batch, folder, meanwhile=meanwhile)
     except Failure as error:
         return Row(cut.text, problem=str(error), failed=True)
     loss = deviation([a for a, _ in reference.rows], [a for a, _ in curve.rows])

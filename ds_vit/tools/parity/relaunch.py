@@ -88,7 +88,7 @@ class Relauncher:
         accelerated = torch.accelerator.is_available()
         self._context.set_forkserver_preload(_PRELOAD if accelerated else [*_PRELOAD, "deepspeed"])
 
-    def run(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+    def run(self, fn: Callable[..., Any], /, *args: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Run `fn(*args)` in a new process of every rank (all ranks call this, with the same function).
 
         In `fn` the launch's environment variables stand as a launcher would set them, with a free MASTER_PORT; no
@@ -97,6 +97,7 @@ class Relauncher:
         Args:
             fn: a function at the top level of a module.
             args: what it is given on this rank; must be picklable, as its result.
+            meanwhile: is called here, ten times a second, while it runs.
 
         Returns:
             What `fn` returned on this rank.
@@ -116,7 +117,7 @@ class Relauncher:
         }
         if self.process.local_world_size is not None:
             environ["LOCAL_WORLD_SIZE"] = self.process.local_world_size
-        ended = self._supervise(job, {name: str(value) for name, value in environ.items()}, fn, args)
+        ended = self._supervise(job, {name: str(value) for name, value in environ.items()}, fn, args, meanwhile)
         if ended.failure is not None:
             # The first to write is the first to have failed; the others fail because it is gone.
             self._store.compare_set(f"{job}/failed", "", f"{int(ended.refused)}{ended.failure}")
@@ -160,7 +161,9 @@ class Relauncher:
         while self._store.add(key, 0) < self.process.world_size:
             time.sleep(_POLL_SECONDS)
 
-    def _supervise(self, job: str, environ: Mapping[str, str], fn: Callable[..., Any], args: tuple) -> _Ended:
+    def _supervise(
+        self, job: str, environ: Mapping[str, str], fn: Callable[..., Any], args: tuple, meanwhile: Callable[[], None]
+    ) -> _Ended:
         """Start this rank's process and wait for its end, or for the failure of another rank's."""
         with tempfile.TemporaryDirectory(prefix="ds_vit-") as folder:
             output = Path(folder) / "output" if self.silent else None
@@ -171,6 +174,7 @@ class Relauncher:
             deadline: float | None = None
             try:
                 while not receiver.poll(_POLL_SECONDS):
+                    meanwhile()
                     if deadline is None and self._store.check([f"{job}/failed"]):
                         deadline = time.monotonic() + GRACE_SECONDS
                     if deadline is not None and time.monotonic() > deadline:

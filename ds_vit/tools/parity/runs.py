@@ -17,6 +17,7 @@ from ds_vit.config.deepspeed_set import overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import discover, rendezvous
 from ds_vit.parallel.layout import Layout
+from ds_vit.tools.parity.progress import note_step
 from ds_vit.tools.parity.request import Cut, Request, default_layouts, parse_cut
 
 if TYPE_CHECKING:
@@ -212,8 +213,14 @@ def _describe(plan: Plan) -> str:
     return f"{plan.in_words}, {plan.data.batch.micro_batch} x {plan.data.batch.accumulation} a replica"
 
 
-def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[str, torch.Tensor] | None]:
+def run_steps(
+    plan: Plan, folder: Path | None = None
+) -> tuple[tuple[tuple[float, float | None], ...], dict[str, torch.Tensor] | None]:
     """Train a plan's steps (a collective of all ranks, which have met).
+
+    Args:
+        plan: what to train.
+        folder: where each step that is done is noted; None for nowhere.
 
     Returns:
         (loss, gradient norm before clipping) of each step, on every rank; and the whole model by timm's names on
@@ -238,6 +245,8 @@ def run_steps(plan: Plan) -> tuple[tuple[tuple[float, float | None], ...], dict[
         result = engine.train_step(inputs)
         norm = float(result.grad_norm) if result.applied and result.grad_norm is not None else None
         rows.append((float(engine.mean(result.loss)), norm))
+        if folder is not None:
+            note_step(folder)
     holding = Holding(engine.zero_map, None, names_and_shapes(plan.model.whole))
     return tuple(rows), collect_weights(holding, groups.files)
 
@@ -249,7 +258,7 @@ def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder:
         request: what was asked for.
         cut: the layout.
         batch: as in `resolve`; None for the reference, whose weights are written.
-        folder: where rank 0 keeps the reference's weights.
+        folder: this rank's, where rank 0 keeps the reference's weights; the steps that are done are noted there.
     """
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -264,7 +273,7 @@ def train_one(request: Request, cut: Cut, batch: tuple[int, int] | None, folder:
     if get_accelerator().device_name() == "cpu":
         share_cores(plan.parallel.process.local_world_size)
     init_distributed(rendezvous(plan.parallel.process))
-    rows, weights = run_steps(plan)
+    rows, weights = run_steps(plan, Path(folder))
     worst = None
     if weights is not None:
         file = Path(folder) / "reference.safetensors"
