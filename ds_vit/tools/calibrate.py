@@ -96,13 +96,15 @@ class Calibration:
         """
         found = {key: _seconds(call, self.device, seconds) for key, call in self._calls.items()}
         if self.ranks > 1:
+            import deepspeed.comm as of_zero
+
             for size in _MESSAGES:
                 whole = torch.zeros(size // 4 // self.ranks * self.ranks, device=self.device)
-                share = torch.zeros(whole.numel() // self.ranks, device=self.device)
+                share = whole.chunk(self.ranks)[dist.get_rank()]  # in its place, as ZeRO has it
                 for kind, call in {
                     "sum": partial(dist.all_reduce, whole),
-                    "gather": partial(dist.all_gather_into_tensor, whole, share),
-                    "scatter": partial(dist.reduce_scatter_tensor, share, whole),
+                    "gather": partial(of_zero.all_gather_into_tensor, whole, share),
+                    "scatter": partial(of_zero.reduce_scatter_fn, share, whole),
                 }.items():
                     found[f"{kind} {size}"] = _seconds_of_collective(call, self.device, seconds / 3)
         return found
