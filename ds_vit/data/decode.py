@@ -3,7 +3,8 @@
 `exact` is Pillow's result bit for bit, as timm decodes: converted to RGB, EXIF orientation not applied. Where
 simplejpeg is installed and found to be bit-equal on this machine, JPEG files go through it. `fast` lets a large JPEG
 file be decoded at a half, a quarter or an eighth of its size where the crop is that much larger than the model's input
-(the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling.
+(the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling. What follows may then differ by a grey
+level or two as well: the resize and the colour jitter (augment/).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ DECODERS = ("exact", "fast")
 Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels."""
 
-_ROWS_OF_AN_MCU = 32  # at most: of a component sampled at a quarter of the height
 _SCALES = (8, 4, 2)
 _FAR_INTO_A_HEADER = 2**18  # bytes: EXIF stands in one of the first parts, none of which is longer than 2**16
 _ORIENTATION = 0x0112  # EXIF's tag
@@ -133,8 +133,8 @@ class Jpeg:
             at_least: (height, width) that the part is to be resized to.
 
         Returns:
-            uint8 [H, W, 4], a view of memory that the next call writes into, of the part and what its edges cut of a
-            pixel; and by what it was scaled down: 1, 2, 4 or 8. The fourth channel holds nothing.
+            uint8 [H, W, 3], a view of memory that the next call writes into, of the part and what its edges cut of a
+            pixel; and by what it was scaled down: 1, 2, 4 or 8.
 
         Raises:
             ImageDecodeError: the file is damaged.
@@ -143,11 +143,13 @@ class Jpeg:
         scale = next((s for s in _SCALES if height >= s * at_least[0] and width >= s * at_least[1]), 1)
         data, rows = self._rows_above(top + height)
         size = (-(-rows // scale), -(-self.width // scale))
-        smaller = {"min_height": size[0], "min_width": size[1]} if scale > 1 else {}
+        options: dict[str, object] = {"colorspace": "RGB", "fastdct": True, "fastupsample": True}
+        if scale > 1:
+            options.update(min_height=size[0], min_width=size[1])
         try:
-            pixels = _decode(data, size, strict=rows == self.height, fastdct=True, fastupsample=True, **smaller)
+            pixels = _decode(data, size, strict=rows == self.height, **options)
         except ValueError:
-            pixels, scale = np.asarray(decode(self._data, self._name).convert("RGBX")), 1
+            pixels, scale = np.asarray(decode(self._data, self._name)), 1
         return pixels[top // scale : -(-(top + height) // scale), left // scale : -(-(left + width) // scale)], scale
 
     def for_another_decoder(self) -> tuple[bytes, str] | None:
@@ -236,7 +238,11 @@ def has_exact_jpeg() -> bool:
 
 
 def _decode(data: bytes, size: tuple[int, int], **options: object) -> np.ndarray:
-    """simplejpeg's pixels, uint8 [H, W, 4] in memory that the next call writes into; `size` is what is expected."""
+    """simplejpeg's pixels, uint8 [H, W, 4], or [H, W, 3] for RGB, in memory that the next call writes into.
+
+    Args:
+        size: (height, width) that are expected.
+    """
     import simplejpeg
 
     # Four channels are Pillow's own layout in memory; new memory for each image would cost a tenth of the decoding.
@@ -252,9 +258,10 @@ def _decode(data: bytes, size: tuple[int, int], **options: object) -> np.ndarray
 def _without_rows_below(data: bytes, bottom: int, height: int) -> tuple[bytes, int]:
     """A baseline JPEG file that says it is no higher than what is needed for the rows above `bottom`; that height.
 
-    Its decoder stops there. Two more rows than needed keep the upsampling of colours as it is.
+    Its decoder stops there. Two more rows than needed keep the upsampling of colours as it is: a row's takes a row of
+    the halved colours beside its own.
     """
-    rows = -(-(bottom + 2) // _ROWS_OF_AN_MCU) * _ROWS_OF_AN_MCU
+    rows = bottom + 2
     place = _height_of_baseline(data) if rows < height else None
     if place is None:
         return data, height

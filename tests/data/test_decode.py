@@ -20,7 +20,7 @@ from ds_vit.data.augment import colours
 from ds_vit.data.augment.transforms import train_transform
 from ds_vit.data.decode import Jpeg, decode, open_image
 
-pytest.importorskip("simplejpeg")
+simplejpeg = pytest.importorskip("simplejpeg")
 
 
 def _jpeg(seed: int = 0, size: tuple[int, int] = (150, 131), mode: str = "RGB", **options: object) -> bytes:
@@ -40,6 +40,11 @@ KINDS = {
         ("CMYK", "", False),
     )
 }
+
+for _sampling in ("440", "411"):  # which Pillow does not write: upsampled in height alone, and by four
+    KINDS[f"RGB {_sampling} baseline"] = simplejpeg.encode_jpeg(
+        np.asarray(decode(KINDS["RGB 4:4:4 baseline"], "")), colorsubsampling=_sampling
+    )
 
 
 def _equal(image: Image.Image, other: Image.Image) -> bool:
@@ -65,7 +70,6 @@ def test_every_part_of_a_jpeg_file_is_pillows(kind):
 
 def test_the_comparison_with_pillow_can_fail(monkeypatch):
     """With one row fewer than the upsampling of colours looks at, a crop's last row is another."""
-    monkeypatch.setattr(decoding, "_ROWS_OF_AN_MCU", 1)
     whole = decode(KINDS["RGB 4:2:0 baseline"], "")
     monkeypatch.setattr(Jpeg, "_rows_above", lambda self, b: decoding._without_rows_below(self._data, b - 2, 131))
     image = open_image(KINDS["RGB 4:2:0 baseline"], "")
@@ -142,10 +146,44 @@ def test_colours_are_pillows(name):
         factor = [0.0, 1.0, 2.0][number // 2] if number < 6 else float(rng.uniform(0, 2))
         expected = getattr(F, f"adjust_{name}")(Image.fromarray(pixels), factor)
         assert torch.equal(colours.pixels_of(expected), F.pil_to_tensor(expected))
-        planes = colours.Planes(size)
-        planes.load(Image.fromarray(pixels))
-        colours.ADJUST[kind](planes, factor)
-        assert np.array_equal(planes.pixels().permute(1, 2, 0).numpy(), np.asarray(expected)), factor
+        found = colours.Planes(size).adjusted(F.pil_to_tensor(Image.fromarray(pixels)), [(kind, factor)])
+        assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(expected)), factor
+
+
+def test_colours_of_fast_are_nearly_pillows():
+    """Would catch a part that is left out, clipped late or in another order, and a shift of all values.
+
+    Each of up to three parts may cut off a fraction and round a mean or a grey, and contrast and saturation enlarge
+    what was cut off before them.
+    """
+    rng = np.random.default_rng(5)
+    signed = []
+    for number in range(80):
+        size = [(13, 17), (70, 65)][number % 2]
+        low, high = sorted(rng.integers(0, 257, 2))  # narrow ranges clip wholly or not at all
+        pixels = rng.integers(low, high + 1, (*size, 3)).clip(0, 255).astype(np.uint8)
+        kinds = rng.permutation(3)[: rng.integers(1, 4)].tolist()
+        parameters = [(kind, float(rng.uniform(0.6, 1.4))) for kind in kinds]
+        exact, nearly = (
+            colour(F.pil_to_tensor(Image.fromarray(pixels)), parameters).float()
+            for colour in (colours.Planes(size).adjusted, colours.Planes(size).nearly_adjusted)
+        )
+        assert (exact - nearly).abs().max() <= 3.0, parameters
+        assert (exact - nearly).abs().mean() <= 1.25, parameters
+        signed.append((exact - nearly).mean().item())
+    assert abs(np.mean(signed)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "augment", [AugmentConfig(vflip=0.5), AugmentConfig(aa="rand-m9-mstd0.5"), AugmentConfig(color_jitter_prob=0.5)]
+)
+def test_fast_does_what_exact_does(augment):
+    """Would catch a flip that is lost, a step that is left out, and channels that change places, whatever follows."""
+    transform = train_transform(ImageConfig((40, 48)), augment)
+    for number in range(20):
+        key, data = randomness.mix(number), KINDS["RGB 4:4:4 baseline"]
+        exact, fast = (transform(open_image(data, "", how), key).float() for how in ("exact", "fast"))
+        assert (exact - fast).abs().mean() < 2.0, number
 
 
 def test_fast_is_within_two_grey_levels(real_images, tmp_path):

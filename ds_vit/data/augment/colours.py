@@ -1,102 +1,137 @@
-"""Brightness, contrast and saturation as Pillow's ImageEnhance makes them, bit for bit, on planes of float32.
+"""Brightness, contrast and saturation as Pillow's ImageEnhance makes them, bit for bit or nearly, on planes of float32.
 
 Pillow's Image.blend computes `a + factor * (b - a)` in float32, clips to [0, 255] and cuts the fraction off; its grey
-is an integer. All of these are whole numbers below 2^24, which float32 holds exactly, so that the order of the sums
-does not matter.
+is an integer. All sums behind a grey are whole multiples of 2^-16 below 2^8, which float32 holds exactly, so that
+their order does not matter, nor whether products are rounded.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from PIL import Image
 
-_GREY = np.array([19595.0, 38470.0, 7471.0], dtype=np.float32)  # over 2^16: Pillow's conversion to "L" (ITU-R 601-2)
-_HALF, _ONE = np.float32(32768.0), np.float32(1.0 / 65536.0)
+BRIGHTNESS, CONTRAST, SATURATION = range(3)
+"""ImageEnhance's Brightness, Contrast and Color, by torchvision's numbers for the parts of its ColorJitter."""
+
+_GREY = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # Pillow's conversion to "L" (ITU-R 601-2)
 _MANY_PIXELS = 64 * 64  # from here on Pillow's way of taking an image apart is the faster one
-
-
-def _take_apart(image: Image.Image, planes: np.ndarray) -> None:
-    """Write the channels of an RGB image, of any type [3, H * W]."""
-    if planes.shape[1] < _MANY_PIXELS:
-        np.copyto(planes, np.asarray(image).reshape(-1, 3).T)
-        return
-    for plane, name in zip(planes, "RGB", strict=True):
-        np.copyto(plane, np.frombuffer(image.tobytes("raw", name), dtype=np.uint8))
 
 
 def pixels_of(image: Image.Image) -> torch.Tensor:
     """An RGB image's pixels, uint8 [3, H, W], without gaps as torchvision's pil_to_tensor leaves them."""
     planes = np.empty((3, image.height * image.width), dtype=np.uint8)
-    _take_apart(image, planes)
+    if planes.shape[1] < _MANY_PIXELS:
+        np.copyto(planes, np.asarray(image).reshape(-1, 3).T)
+    else:
+        for plane, name in zip(planes, "RGB", strict=True):
+            plane[:] = np.frombuffer(image.tobytes("raw", name), dtype=np.uint8)
     return torch.from_numpy(planes).view(3, image.height, image.width)
 
 
+def image_of(pixels: torch.Tensor) -> Image.Image:
+    """The RGB image of pixels, uint8 [3, H, W] without gaps."""
+    size = (pixels.shape[2], pixels.shape[1])
+    return Image.merge("RGB", [Image.frombuffer("L", size, plane, "raw", "L", 0, 1) for plane in pixels.numpy()])
+
+
 class Planes:
-    """The pixels of one image after another, whole numbers in float32, in memory that is taken once.
+    """The pixels of one image after another in float32, in memory that is taken once.
 
     New memory for each image would take as long as the arithmetic. Of NumPy and torch each does what takes it less
-    time: NumPy begins an operation in a third of torch's time and converts types faster, torch limits values faster.
+    time: NumPy begins an operation in a third of torch's time, torch limits and cuts off values faster.
 
     Attributes:
         size: (height, width).
-        values: float32 [3, H * W].
     """
 
     def __init__(self, size: tuple[int, int]) -> None:
         self.size = size
-        self.values = np.empty((3, size[0] * size[1]), dtype=np.float32)
-        self._tensor = torch.from_numpy(self.values)
-        self._grey = np.empty(size[0] * size[1], dtype=np.float32)
-        self._part = np.empty_like(self._grey)
+        self._values = torch.empty((3, size[0] * size[1]), dtype=torch.float32)
+        self._array = self._values.numpy()
+        self._grey = torch.empty(size[0] * size[1], dtype=torch.float32)
 
-    def load(self, image: Image.Image) -> None:
-        """Take up an RGB image of this size."""
-        _take_apart(image, self.values)
+    def adjusted(self, pixels: torch.Tensor, parameters: Sequence[tuple[int, float]]) -> torch.Tensor:
+        """What ImageEnhance makes of an image, the same bits.
 
-    def pixels(self) -> torch.Tensor:
-        """uint8 [3, H, W], in memory of its own."""
-        return torch.from_numpy(self.values.astype(np.uint8)).view(3, *self.size)
+        Args:
+            pixels: uint8 [3, H, W] of this size.
+            parameters: (BRIGHTNESS, CONTRAST or SATURATION; factor) in the order to apply them.
 
-    def grey(self) -> np.ndarray:
-        """Pillow's grey, float32 [H * W], in memory that the next call writes into."""
-        grey, part = self._grey, self._part
-        np.multiply(self.values[0], _GREY[0], out=grey)
-        for plane, weight in zip(self.values[1:], _GREY[1:], strict=True):
-            np.add(grey, np.multiply(plane, weight, out=part), out=grey)
-        np.add(grey, _HALF, out=grey)
-        np.multiply(grey, _ONE, out=grey)
-        return np.floor(grey, out=grey)
+        Returns:
+            uint8 [3, H, W], in memory of its own.
+        """
+        self._load(pixels)
+        for number, (kind, factor) in enumerate(parameters):
+            if number:
+                self._values.floor_()  # of the last one uint8 takes care
+            if kind == BRIGHTNESS:
+                np.multiply(self._array, np.float32(factor), out=self._array)
+            else:
+                self._weigh(1.0, 0.5).floor_()
+                self._blend(self._mean() if kind == CONTRAST else self._grey.numpy(), factor)
+            if factor > 1.0:  # else the blend lies between the two
+                self._values.clamp_(0.0, 255.0)
+        return self._pixels()
 
-    def blend(self, other: np.ndarray | np.float32, factor: float) -> None:
-        """Image.blend(other, image, factor)."""
-        np.subtract(self.values, other, out=self.values)
-        np.multiply(self.values, np.float32(factor), out=self.values)
-        np.add(self.values, other, out=self.values)
-        self._cut(factor)
+    def nearly_adjusted(self, pixels: torch.Tensor, parameters: Sequence[tuple[int, float]]) -> torch.Tensor:
+        """`adjusted` up to a grey level or two, in half the time: fractions are not cut off in between.
 
-    def scale(self, factor: float) -> None:
-        """Image.blend(black, image, factor)."""
-        np.multiply(self.values, np.float32(factor), out=self.values)
-        self._cut(factor)
+        Each part is linear where it does not clip, and only a factor above 1 can. What does not is put off: `scale`
+        times the values, plus `grey` times their grey, plus `offset`.
+        """
+        self._load(pixels)
+        last = len(parameters) - 1
+        scale, grey, offset = 1.0, 0.0, 0.0
+        for number, (kind, factor) in enumerate(parameters):
+            rest = 1.0 - factor
+            if kind == CONTRAST:
+                sums = self._values.sum(dim=1).tolist()
+                mean = sum(w * s for w, s in zip(_GREY, sums, strict=True)) / self._grey.numel()
+                other = (scale + grey) * mean + offset
+            else:
+                other = offset if kind == SATURATION else 0.0
+            grey = factor * grey + (rest * (scale + grey) if kind == SATURATION else 0.0)
+            offset = factor * offset + rest * other
+            scale *= factor
+            if number < last:
+                offset -= 0.5  # what cutting off takes on average
+            if factor > 1.0 or number == last:
+                self._transform(scale, grey, offset)
+                scale, grey, offset = 1.0, 0.0, 0.0
+        return self._pixels()
 
-    def _cut(self, factor: float) -> None:
-        if factor > 1.0:  # else the blend lies between the two
-            self._tensor.clamp_(0.0, 255.0)
-        np.floor(self.values, out=self.values)
+    def _load(self, pixels: torch.Tensor) -> None:
+        self._values.copy_(pixels.view(3, -1))
 
+    def _pixels(self) -> torch.Tensor:
+        return torch.from_numpy(self._array.astype(np.uint8)).view(3, *self.size)
 
-def _contrast(planes: Planes, factor: float) -> None:
-    grey = planes.grey()
-    # float32 holds sums below 2**24 exactly, in any order.
-    exact = torch.float32 if 255 * len(grey) < 2**24 else torch.float64
-    total = torch.from_numpy(grey).sum(dtype=exact).item()
-    planes.blend(np.float32(int(total / len(grey) + 0.5)), factor)
+    def _weigh(self, factor: float, offset: float) -> torch.Tensor:
+        """The grey times a factor, plus an offset, float32 [H * W] in memory that the next call writes into."""
+        red, green, blue = (factor * weight for weight in _GREY)
+        torch.mul(self._values[0], red, out=self._grey)
+        return self._grey.add_(self._values[1], alpha=green).add_(self._values[2], alpha=blue).add_(offset)
 
+    def _mean(self) -> np.float32:
+        """Pillow's mean of the grey."""
+        count = self._grey.numel()
+        # float32 holds sums below 2**24 exactly, in any order.
+        total = self._grey.sum(dtype=torch.float32 if 255 * count < 2**24 else torch.float64).item()
+        return np.float32(int(total / count + 0.5))
 
-ADJUST = {
-    0: Planes.scale,
-    1: _contrast,
-    2: lambda planes, factor: planes.blend(planes.grey(), factor),
-}
-"""ImageEnhance's Brightness, Contrast and Color, by torchvision's numbers for the parts of its ColorJitter."""
+    def _blend(self, other: np.ndarray | np.float32, factor: float) -> None:
+        """Image.blend(other, image, factor), before it clips."""
+        np.subtract(self._array, other, out=self._array)
+        np.multiply(self._array, np.float32(factor), out=self._array)
+        np.add(self._array, other, out=self._array)
+
+    def _transform(self, scale: float, grey: float, offset: float) -> None:
+        if grey:
+            torch.add(self._weigh(grey, offset), self._values, alpha=scale, out=self._values)
+        else:
+            np.multiply(self._array, np.float32(scale), out=self._array)
+            np.add(self._array, np.float32(offset), out=self._array)
+        self._values.clamp_(0.0, 255.0)

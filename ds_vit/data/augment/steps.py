@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -27,9 +27,9 @@ from torchvision import transforms
 from torchvision.transforms import functional as F
 from torchvision.transforms.functional import pil_modes_mapping
 
-from ds_vit.data.augment.colours import ADJUST, Planes, pixels_of
+from ds_vit.data.augment.colours import Planes, pixels_of
 from ds_vit.data.augment.draws import seeded, uniform
-from ds_vit.data.decode import Box, Jpeg
+from ds_vit.data.decode import Jpeg
 
 Size = tuple[int, int]
 
@@ -42,6 +42,22 @@ class Step(Protocol):
 
     def apply(self, image: Image.Image, parameters: Any) -> Image.Image:
         """The image after the step; `parameters` are not None."""
+
+
+class PlaneStep(Step, Protocol):
+    """A step that can do without Pillow."""
+
+    @property
+    def takes_planes(self) -> bool:
+        """Whether it can, with its settings."""
+
+    def planes(self, pixels: torch.Tensor, parameters: Any, exact: bool) -> torch.Tensor:
+        """`apply` of uint8 [3, H, W]; the same bits if `exact`."""
+
+
+def on_planes(step: Step) -> TypeGuard[PlaneStep]:
+    """Whether a step can do without Pillow."""
+    return isinstance(step, Maybe | ColorJitter) and step.takes_planes
 
 
 def _stand_in(size: Size) -> torch.Tensor:
@@ -65,32 +81,30 @@ class RandomResizedCrop:
     def apply(
         self, image: Image.Image | Jpeg, parameters: tuple[tuple[int, int, int, int], transforms.InterpolationMode]
     ) -> Image.Image:
-        """Of a JPEG file only the box becomes a Pillow image, or what --decode fast makes of it."""
+        """Of a JPEG file only the box becomes a Pillow image."""
         box, interpolation = parameters
         size = self._transform.size
-        if not isinstance(image, Jpeg):
-            return F.resized_crop(image, *box, size, interpolation)
-        if not image.fast:
+        if isinstance(image, Jpeg):
             return image.crop(box).resize(size[::-1], pil_modes_mapping[interpolation])
-        return _resized(*image.scaled(box, size), box, size, interpolation)
+        return F.resized_crop(image, *box, size, interpolation)
 
-
-def _resized(
-    pixels: np.ndarray, scale: int, box: Box, size: Size, interpolation: transforms.InterpolationMode
-) -> Image.Image:
-    """What `Jpeg.scaled` gave, resized to a size."""
-    if scale == 1 and interpolation.value in ("bilinear", "bicubic"):
-        # Without gaps between its rows: torch has vector code for such images alone.
-        part = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
-        planes = interpolate(part, size, mode=interpolation.value, antialias=True)[0, :3].contiguous().numpy()
-        return Image.merge("RGB", [Image.frombuffer("L", size[::-1], plane, "raw", "L", 0, 1) for plane in planes])
-    top, left, height, width = box
-    # The box's edges may lie inside of a pixel of the smaller image.
-    y, x = top / scale - top // scale, left / scale - left // scale
-    part = Image.frombuffer("RGBX", pixels.shape[1::-1], np.ascontiguousarray(pixels), "raw", "RGBX", 0, 1)
-    pil_filter = pil_modes_mapping[interpolation]
-    inside = (x, y, min(x + width / scale, part.width), min(y + height / scale, part.height))
-    return part.resize(size[::-1], pil_filter, inside).convert("RGB")
+    def nearly(
+        self, image: Jpeg, parameters: tuple[tuple[int, int, int, int], transforms.InterpolationMode]
+    ) -> torch.Tensor:
+        """`apply` as --decode fast allows it: uint8 [3, H, W]."""
+        box, interpolation = parameters
+        size = self._transform.size
+        pixels, scale = image.scaled(box, size)
+        if scale == 1 and interpolation.value in ("bilinear", "bicubic"):
+            # Without gaps between its rows: torch has vector code for such images alone.
+            part = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+            return interpolate(part, size, mode=interpolation.value, antialias=True)[0].contiguous()
+        top, left, height, width = box
+        # The box's edges may lie inside of a pixel of the smaller image.
+        y, x = top / scale - top // scale, left / scale - left // scale
+        part = Image.fromarray(pixels)
+        inside = (x, y, min(x + width / scale, part.width), min(y + height / scale, part.height))
+        return pixels_of(part.resize(size[::-1], pil_modes_mapping[interpolation], inside))
 
 
 class ResizeAndCrop:
@@ -142,7 +156,7 @@ def _choose(
 class Maybe:
     """A function of the image without parameters, done with a probability."""
 
-    def __init__(self, name: str, probability: float, function: Callable[[Image.Image], Image.Image]) -> None:
+    def __init__(self, name: str, probability: float, function: Callable[[Any], Any]) -> None:
         self.name = name
         self._probability = probability
         self._function = function
@@ -153,6 +167,15 @@ class Maybe:
 
     def apply(self, image: Image.Image, parameters: bool) -> Image.Image:
         return self._function(image)
+
+    @property
+    def takes_planes(self) -> bool:
+        """Flips do."""
+        return self._function in (F.hflip, F.vflip)
+
+    def planes(self, pixels: torch.Tensor, parameters: bool, exact: bool) -> torch.Tensor:
+        """`apply`, the same bits."""
+        return self._function(pixels)
 
 
 def maybe_step(transform: torch.nn.Module) -> Maybe:
@@ -204,17 +227,17 @@ class ColorJitter:
             image = self._ADJUST[kind](image, factor)
         return image
 
-    def pixels(self, image: Image.Image, parameters: list[tuple[int, float]]) -> torch.Tensor:
-        """`apply` with its result as uint8 [3, H, W]: the same bits, in less than half the time."""
-        if any(kind not in ADJUST for kind, _ in parameters):  # hue
-            return pixels_of(self.apply(image, parameters))
-        size = (image.height, image.width)
+    @property
+    def takes_planes(self) -> bool:
+        """Not with hue."""
+        return self._transform.hue is None
+
+    def planes(self, pixels: torch.Tensor, parameters: list[tuple[int, float]], exact: bool) -> torch.Tensor:
+        """`apply` in less than half of Pillow's time; nearly so if not `exact`."""
+        size = (pixels.shape[1], pixels.shape[2])
         if self._planes is None or self._planes.size != size:
             self._planes = Planes(size)
-        self._planes.load(image)
-        for kind, factor in parameters:
-            ADJUST[kind](self._planes, factor)
-        return self._planes.pixels()
+        return (self._planes.adjusted if exact else self._planes.nearly_adjusted)(pixels, parameters)
 
 
 class GaussianBlur:

@@ -23,7 +23,7 @@ from timm.data.transforms import (
 from torchvision import transforms
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.augment.colours import pixels_of
+from ds_vit.data.augment.colours import image_of, pixels_of
 from ds_vit.data.augment.policies import AugMix, Policy
 from ds_vit.data.augment.steps import (
     ColorJitter,
@@ -34,6 +34,7 @@ from ds_vit.data.augment.steps import (
     Size,
     Step,
     maybe_step,
+    on_planes,
 )
 from ds_vit.data.decode import Jpeg
 from ds_vit.data.settings import ImageConfig
@@ -49,6 +50,8 @@ class TrainTransform:
     def __init__(self, steps: Sequence[Step], img_size: Size) -> None:
         self.steps = tuple(steps)
         self._img_size = img_size
+        by_pillow = [number for number, step in enumerate(self.steps) if number == 0 or not on_planes(step)]
+        self._to_the_end = by_pillow[-1] + 1  # from this step on none needs a Pillow image
 
     def draw(self, key: int, size: Size) -> list[Any]:
         """The parameters of every step, for the sample `key` and a decoded image of `size` (height, width)."""
@@ -58,16 +61,29 @@ class TrainTransform:
         """Run the steps with their parameters."""
         if isinstance(image, Jpeg) and not isinstance(self.steps[0], RandomResizedCrop):
             image = image.image()
-        acting = [(step, drawn) for step, drawn in zip(self.steps, parameters, strict=True) if drawn is not None]
-        for number, (step, drawn) in enumerate(acting):
-            if number == len(acting) - 1 and isinstance(step, ColorJitter):
-                return step.pixels(image, drawn)
-            image = step.apply(image, drawn)
-        return pixels_of(image)
+        first, *others = self.steps
+        found: Image.Image | torch.Tensor
+        exact = not isinstance(image, Jpeg) or not image.fast
+        if isinstance(first, RandomResizedCrop):
+            found = first.apply(image, parameters[0]) if exact else first.nearly(image, parameters[0])
+        else:
+            found = first.apply(image, parameters[0])
+        for number, (step, drawn) in enumerate(zip(others, parameters[1:], strict=True), 1):
+            if drawn is None:
+                continue
+            if on_planes(step) and (number >= self._to_the_end or isinstance(found, torch.Tensor)):
+                found = step.planes(_pixels(found), drawn, exact)
+            else:
+                found = step.apply(image_of(found) if isinstance(found, torch.Tensor) else found, drawn)
+        return _pixels(found)
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The augmented pixels of an RGB image, uint8 [3, H, W]: a pure function of the image and the sample's key."""
         return self.apply(image, self.draw(key, (image.height, image.width)))
+
+
+def _pixels(image: Image.Image | torch.Tensor) -> torch.Tensor:
+    return image if isinstance(image, torch.Tensor) else pixels_of(image)
 
 
 class FixedTransform:
