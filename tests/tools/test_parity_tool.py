@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from project import ROOT
+from rich.console import Console
 from safetensors.torch import save_file
 
 from ds_vit.launching.ports import free_port
 from ds_vit.tools.parity import Row, deviation, matrix
+from ds_vit.tools.parity.progress import Progress, note_step
 from ds_vit.tools.parity.request import default_layouts, parse, parse_cut, parse_layouts
 from ds_vit.tools.parity.runs import worst_weight
 
@@ -37,10 +41,10 @@ cut.sum_over_group = lambda x, tp: x
 run_steps = runs.run_steps
 
 
-def dies(plan):
+def dies(plan, *more):
     if plan.deepspeed.zero_stage == 3 and plan.parallel.process.rank == 1:
         os._exit(3)
-    return run_steps(plan)
+    return run_steps(plan, *more)
 
 
 runs.run_steps = dies
@@ -67,6 +71,32 @@ def verdicts(output: str) -> dict[str, str]:
     return {row[0]: row[-1] for row in cells if row[0]}
 
 
+def test_the_line_follows_the_steps_on_a_terminal(tmp_path):
+    # Catches: silence while a layout trains; the steps of the layout before it, counted again; a word on stdout.
+    screen = io.StringIO()
+    progress = Progress(Console(file=screen, force_terminal=True, width=100))
+    for name in ("zero1", "zero3"):
+        with progress.doing(f"training {name}", tmp_path, 3) as look:
+            look()
+            for _ in range(2):
+                note_step(tmp_path)
+            look()
+            time.sleep(0.3)  # rich draws ten times a second
+    shown = screen.getvalue()
+    for name in ("zero1", "zero3"):
+        part = shown[shown.index(f"training {name}") :].partition("training zero3" if name == "zero1" else "\0")[0]
+        assert "0/3" in part
+        assert "2/3" in part
+        assert "4/3" not in part
+
+
+def test_a_rank_beside_the_first_says_nothing(capsys):
+    # Catches: a line a rank.
+    with Progress.of_rank(1).doing("training") as look:
+        look()
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.slow
 def test_four_ranks_agree(tmp_path):
     # Catches: a tool that cannot start a second layout, that changes the batch with dp, or that more ranks than one
@@ -78,6 +108,9 @@ def test_four_ranks_agree(tmp_path):
     names = ["pp2 tp2 --pp-partition 0,2,5", "tp2 --sequence-parallel -b 4", "zero3"]
     assert verdicts(done.stdout) == dict.fromkeys(names, "same"), done.stdout
     assert done.stdout.count("global batch 32, 3 steps") == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("parity.py: training")]
+    assert said[0].startswith("parity.py: training the reference, "), "once, not by each rank"
+    assert said[1:] == [f"parity.py: training {name}, layout {at} of 3" for at, name in enumerate(names, 1)]
     assert "pp 2 x dp 1 x tp 2, ZeRO-1, fp32, 8 x 4 a replica" in done.stdout
     assert not list(tmp_path.iterdir()), "the tool leaves nothing behind"
 
