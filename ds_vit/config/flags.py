@@ -231,7 +231,9 @@ class RunConfig(MixConfig, AugmentConfig):
     profile_steps: str = flag(
         "", _R, "profile the steps from A up to, and without, B into profile/ in the output folder", metavar="A:B"
     )
-    log_interval: int = flag(50, _R, "optimizer steps between lines of metrics.jsonl", rule=AT_LEAST_1)
+    log_interval: int = flag(
+        50, _R, "optimizer steps between lines of metrics.jsonl; 1 for a short run", rule=AT_LEAST_1
+    )
     eval_interval: int = flag(1, _R, "epochs between evaluations (0: at the end alone)", neutral=(0,), rule=AT_LEAST_0)
     validation_batch_size: int | None = flag(None, _R, "images a rank in evaluation", short=("-vb",), rule=AT_LEAST_1)
     eval_only: bool = flag(False, _R, "evaluate the initial weights and stop")

@@ -18,6 +18,21 @@ from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.truth import Truth
 
+_FEW_ROWS = 12  # of which a curve is hardly one
+
+
+def few_rows(total_steps: int, interval: int) -> list[tuple[str, str]]:
+    """A row for the start's table where the curves of a run will have few points; none elsewhere.
+
+    Args:
+        total_steps: of the run.
+        interval: optimizer steps between two rows of metrics.jsonl, which the first step and the last have too.
+    """
+    number = len({1, total_steps, *range(interval, total_steps + 1, interval)})
+    if number >= min(_FEW_ROWS, total_steps):
+        return []
+    return [("metrics", f"{number} rows, one every {interval} steps; --log-interval 1 writes each step down")]
+
 
 class StepLog:
     """Writes down steps whose verdict is known; all ranks call it, for the figures are means over them.

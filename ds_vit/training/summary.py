@@ -35,6 +35,7 @@ from ds_vit.parallel.placement import Placement
 from ds_vit.tasks import Figure
 from ds_vit.training.plan import OptimizerPlan, Plan, resolved_flags
 from ds_vit.training.plan.deepspeed import DeepSpeedPlan
+from ds_vit.training.step_log import few_rows
 
 Rows = Sequence[tuple[str, str]]
 Quality = dict[str, float | None]
@@ -124,7 +125,8 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan, device: torch.device) -> 
     """How many steps, and what each does."""
     schedule, warmup = "the JSON's scheduler", ""
     if optimizer.schedule is not None:
-        schedule, warmup = optimizer.schedule.name, f", {optimizer.schedule.warmup_steps:,} of warm-up"
+        steps = optimizer.schedule.warmup_steps
+        schedule, warmup = optimizer.schedule.name, f", {steps:,} of warm-up" if steps else ", no warm-up"
     course = f"{plan.data.order.steps_per_epoch:,} an epoch, schedule over {optimizer.horizon:,}{warmup}"
     of = {flag: plan.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}
     decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
@@ -133,6 +135,7 @@ def _update_rows(plan: Plan, optimizer: OptimizerPlan, device: torch.device) -> 
     clip = optimizer.clip
     return [
         ("steps", f"{optimizer.total_steps:,} ({course})"),
+        *few_rows(optimizer.total_steps, plan.config.log_interval),
         ("checkpoints", _checkpoints(plan)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
         *_image_sizes(plan),

@@ -120,11 +120,10 @@ class Truth:
         rows, memory = [], figures["memory"]
         if memory["measured_bytes"] and memory["predicted_bytes"]:
             measured, predicted = memory["measured_bytes"], memory["predicted_bytes"]
-            said = f"{in_words(predicted)} predicted, {in_words(measured)} "
+            said = f"predicted {in_words(predicted)}, measured {in_words(measured)}"
             if self.device.type != "cuda":
-                said += "more in the process, with what torch, the loader and a checkpoint take"
+                said += ", by which the whole process grew: torch's own, the loader and a checkpoint are in it"
             else:
-                said += "measured"
                 if abs(measured / predicted - 1) > _LARGE_DEVIATION:
                     largest = max(_NAMES, key=lambda name: getattr(self.memory, name))
                     part = in_words(getattr(self.memory, largest))
@@ -134,7 +133,7 @@ class Truth:
             rows.append(("memory a rank", said))
         times = figures["step_seconds"]
         if times["predicted"] and times["measured"]:
-            said = f"{times['predicted']:.3f} s predicted, {times['measured']:.3f} s measured"
+            said = f"predicted {times['predicted']:.3f} s, measured {times['measured']:.3f} s"
             deviation = times["measured"] / times["predicted"] - 1
             rows.append(("step", said + (f": {deviation:+.0%}" if abs(deviation) > _LARGE_DEVIATION else "")))
         return rows

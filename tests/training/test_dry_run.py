@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch.distributed as dist
 from project import ROOT
@@ -43,6 +45,17 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
         assert name in said
     assert main([*words, "--set", "train_batch_size=6"]) == 2
     assert "train_batch_size 6 is not micro-batch 4" in capsys.readouterr().err
+
+
+def test_a_short_run_says_what_its_defaults_make_of_it(capsys, tmp_path):
+    """A table with "0 of warm-up", a note that warms up for 0, curves of two points: and no word of the flags."""
+    words = [*RUN[:-2], "--deepspeed_config", config_of(1), "--max-steps", "10"]
+    assert main([*words, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
+    said = " ".join(re.sub(r"[^ -~]", " ", capsys.readouterr().out).split())
+    told = "does not fit into 10 steps: fewer than 20 steps begin at the full rate, without any (--warmup-steps or"
+    assert told in said
+    assert "schedule over 10, no warm-up)" in said
+    assert "2 rows, one every 50 steps; --log-interval 1 writes each step down" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from project import ROOT
@@ -39,7 +41,10 @@ def test_a_large_deviation_is_said(plan, share, said):
     # A CPU's growth holds more than the step's memory.
     on_cpu = Truth(plan, torch.device("cpu"))
     on_cpu.memory = truth.memory
-    assert "%" not in on_cpu.end_rows(figures)[0][1]
+    said = on_cpu.end_rows(figures)[0][1]
+    assert "%" not in said
+    # One after the other, so that a person need not find out which number is which.
+    assert re.match(r"predicted [\d.]+ .B, measured [\d.]+ .B, by which the whole process grew", said)
 
 
 def fill_memory(megabytes):

@@ -132,8 +132,9 @@ def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: 
     warmup = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
     if warmup >= horizon:
         warmup = horizon // 20
+        instead = f"warming up for {warmup}" if warmup else "fewer than 20 steps begin at the full rate, without any"
         notes.append(
-            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: "
-            f"warming up for {warmup} (--warmup-steps or --warmup-epochs decides)"
+            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: {instead} "
+            "(--warmup-steps or --warmup-epochs decides)"
         )
     return warmup
