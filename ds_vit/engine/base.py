@@ -42,6 +42,7 @@ from ds_vit.engine.workarounds import (
     leave_gradients_of_one_rank,
     partition_at_once,
     settle_the_scale_after_the_step,
+    sum_flat_gradients_where_they_are,
 )
 from ds_vit.models import blocks_of, set_image_size, timm_names
 from ds_vit.optim.build import rules_of
@@ -147,6 +148,8 @@ class Engine(ABC):
 
             self.engine._take_model_step = clip_and_take_step
         if optimizer is not None:
+            if sums_are_plain(own):
+                sum_flat_gradients_where_they_are(self.engine)
             if groups.layout.pp > 1:
                 count_groups_of_other_stages(self.engine.optimizer, self.device)
             if groups.grid is not None:

@@ -1,5 +1,6 @@
 """ZeRO-1 and ZeRO-2 step on the gradients where they were put, without lining them up once more."""
 
+import contextlib
 import json
 from unittest import mock
 
@@ -146,4 +147,49 @@ def test_where_gradients_wait_deepspeed_goes_on(ranks, tmp_path, more):
 def test_a_sum_elsewhere_is_seen(ranks, tmp_path, breaks):
     """The comparison must fail where the sums are left out, or reach a rank that does not step on them."""
     ranks.run(2, train_both_ways, SMALL, config_of(tmp_path, **TO_ITS_RANK), tmp_path, breaks)
+    assert curve(tmp_path / "ours") != curve(tmp_path / "deepspeeds")
+
+
+def train_bf16_both_ways(argv, folder, breaks=False):
+    """On a rank: train with BF16_Optimizer's gradients summed where they lie, and in DeepSpeed's copy.
+
+    Returns:
+        How often DeepSpeed's own way of summing a bucket was gone in the first run.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from ds_vit.engine import base, workarounds
+
+    own, seen = DeepSpeedEngine.allreduce_bucket, []
+
+    def watched(engine, *args, **kwargs):
+        seen.append(args)
+        return own(engine, *args, **kwargs)
+
+    with mock.patch.object(DeepSpeedEngine, "allreduce_bucket", watched):
+        with mock.patch.object(workarounds.torch, "_foreach_mul_") if breaks else contextlib.nullcontext():
+            assert train_main([*argv, str(folder / "ours")]) == 0
+        in_copies = len(seen)
+        with mock.patch.object(base, "sum_flat_gradients_where_they_are"):
+            assert train_main([*argv, str(folder / "deepspeeds")]) == 0
+    assert len(seen) > in_copies
+    return in_copies
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(1, []), (2, ["--grad-accum-steps", "2"]), (2, ["--tp", "2"]), (4, ["--pp", "2"])],
+)
+def test_bf16_sums_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more):
+    """A sum that is not divided by the ranks, or divided on one rank; a group whose gradients are left out."""
+    argv = [*SMALL, *more, "--deepspeed_config", ROOT / "ds_configs" / "zero1_bf16.json", "--output"]
+    found = ranks.run(world, train_bf16_both_ways, [str(word) for word in argv], tmp_path)
+    assert found == [0] * world
+    assert curve(tmp_path / "ours") == curve(tmp_path / "deepspeeds")
+
+
+def test_a_bf16_sum_that_is_no_mean_is_seen(ranks, tmp_path):
+    """The comparison must fail where nothing is divided."""
+    argv = [*SMALL, "--deepspeed_config", ROOT / "ds_configs" / "zero1_bf16.json", "--output"]
+    ranks.run(2, train_bf16_both_ways, [str(word) for word in argv], tmp_path, True)
     assert curve(tmp_path / "ours") != curve(tmp_path / "deepspeeds")
