@@ -42,15 +42,61 @@ make_venv() {
     trap - EXIT
 }
 
+# What goes on while an installer says nothing: on a terminal one line that moves, elsewhere a line after 10 s, 30 s, ...
+watch() {
+    local log=$1 seconds=0 due=10 said
+    # Not the script's own outputs: whoever reads them would wait for the last sleep.
+    while sleep 1 >/dev/null 2>&1; do
+        seconds=$((seconds + 1))
+        said=$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Preparing|Installing)' "$log" 2>/dev/null) || said=
+        said=${said##*$'\n'}
+        said=${said#"${said%%[! ]*}"}
+        if [[ -t 2 ]]; then
+            printf '\r\033[Ksetup: %d s  %.60s' "$seconds" "$said" >&2
+        elif ((seconds >= due)); then
+            [[ -n $said ]] || said="still installing"
+            say "$seconds s: ${said:0:100}"
+            due=$((3 * due))
+        fi
+    done
+}
+
+# An installer that says nothing or writes into the log, watched; its exit status.
+watched() {
+    local log=$1 watcher code=0
+    shift
+    : >"$log"
+    watch "$log" &
+    watcher=$!
+    trap 'kill "$watcher" 2>/dev/null' EXIT
+    "$@" || code=$?
+    kill "$watcher" 2>/dev/null || true
+    wait "$watcher" 2>/dev/null || true
+    trap - EXIT
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+    return "$code"
+}
+
+with_pip() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --editable "$1" >"$2" 2>&1
+}
+
 install_packages() {
-    local what="$root${extras:+[$extras]}"
+    local what="$root${extras:+[$extras]}" log=$venv/installing.log
     if command -v uv >/dev/null; then
-        uv pip install --quiet --python "$venv/bin/python" --editable "$what"
+        if [[ -t 2 ]]; then # it shows what it does
+            uv pip install --python "$venv/bin/python" --editable "$what"
+        else
+            watched "$log" uv pip install --quiet --python "$venv/bin/python" --editable "$what"
+        fi
         return
     fi
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null 2>&1 ||
         die ".venv has no pip (was it made by uv?) and ensurepip is missing: remove .venv, and run this again"
-    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --editable "$what"
+    if ! watched "$log" with_pip "$what" "$log"; then
+        grep -vE '^ *(Requirement already|Collecting|Obtaining|Downloading|Using cached)' "$log" >&2 || true
+        return 1
+    fi
 }
 
 # pip goes on without an extra that it does not know.

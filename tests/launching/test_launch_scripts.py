@@ -131,6 +131,53 @@ def test_a_failed_installation_is_not_taken_for_done(uv_clone):
     assert [line.split()[1] for line in clone.calls()] == ["pip"]
 
 
+# A python whose pip says what it collects, takes its time, and fails where it is told to.
+SLOW_PIP = """#!/bin/sh
+case "$*" in
+*"pip install"*)
+    echo "Collecting torch"
+    echo "  Downloading torch-9.9.9.whl (999.0 MB)"
+    touch "$WORKS"
+    while [ -e "$WORKS" ]; do :; done
+    [ -z "$PIP_FAILS" ] || echo "ERROR: No space left on device" >&2
+    exit ${PIP_FAILS:-0} ;;
+esac
+"""
+
+
+def slow_pip(clone: Clone, due: int) -> None:
+    """A clone without uv whose .venv has that python, and whose seconds pass at once; `due` of them, then pip ends."""
+    (clone.root / ".venv" / "bin").mkdir(parents=True)
+    python = clone.root / ".venv" / "bin" / "python"
+    python.write_text(SLOW_PIP)
+    python.chmod(0o755)
+    count = f'read -r at <"$LOG"; at=$((at + 1)); echo "$at" >"$LOG"; [ "$at" -lt {due} ] || rm -f "$WORKS"'
+    began = 'while [ ! -e "$WORKS" ] && [ ! -e "$WORKS.seen" ]; do :; done; touch "$WORKS.seen"'
+    clone.tool("sleep", f"#!/bin/sh\n{began}\n{count}\n")
+    clone.log.write_text("0\n")
+
+
+def test_setup_says_what_it_waits_for(clone, tmp_path):
+    # Catches: minutes of silence while pip gets torch; a line a second in a log.
+    slow_pip(clone, 40)
+    done = clone.setup(WORKS=str(tmp_path / "works"))
+    assert done.returncode == 0, done.stderr
+    _, *told = done.stderr.splitlines()
+    assert told == [f"setup: {at} s: Downloading torch-9.9.9.whl (999.0 MB)" for at in (10, 30)]
+    assert not (tmp_path / "works").exists()
+
+
+def test_setup_shows_pips_own_reason(clone, tmp_path):
+    # Catches: "the reason is above" with nothing above it, or below a hundred lines of what went well.
+    slow_pip(clone, 2)
+    done = clone.setup(WORKS=str(tmp_path / "works"), PIP_FAILS="1")
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "installing ds-vit" not in line] == [
+        "ERROR: No space left on device",
+        "setup: the installation failed; the reason is above",
+    ]
+
+
 def test_setup_without_a_supported_python_says_so(clone):
     # Catches: a Python 3.9 that fails deep inside pip.
     clone.tool("python3", '#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" = --version ]\n')
