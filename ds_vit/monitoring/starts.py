@@ -1,4 +1,4 @@
-"""starts.jsonl: which processes worked on a run, and on what; the report's marks and its table of versions."""
+"""starts.jsonl: which launches worked on a run, and on what; the report's marks, launches and table of versions."""
 
 from __future__ import annotations
 
@@ -37,3 +37,10 @@ def note_start(
     }
     with contextlib.suppress(OSError), folder.starts.open("a") as file:
         file.write(to_json(row) + "\n")
+
+
+def num_starts(folder: RunFolder) -> int:
+    """How many launches have worked on a run, this one among them; 1 where no file tells."""
+    with contextlib.suppress(OSError):
+        return max(1, folder.starts.read_text().count("\n"))
+    return 1

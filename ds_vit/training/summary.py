@@ -28,6 +28,7 @@ from ds_vit.models import Flops, count_kept, no_weight_decay_names, num_paramete
 from ds_vit.monitoring.gradients import layers_of
 from ds_vit.monitoring.metrics import print_table
 from ds_vit.monitoring.report import read_records, write_report
+from ds_vit.monitoring.starts import num_starts
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.layer_decay import layer_scales
@@ -279,9 +280,10 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
         rows.append(("skipped images", said))
     apart = plan.model.task.weight_files()
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
+    launches = num_starts(RunFolder(folder))
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
-        ("wall time", f"{summary['wall_seconds']:.0f} s"),
+        ("wall time", f"{summary['wall_seconds']:.0f} s" + (f" in {launches} launches" if launches > 1 else "")),
         *_saved_rows(RunFolder(folder)),
         ("files", f"{folder}/ ({weights}report.html, metrics.jsonl, summary.json, tensorboard/)"),
     ]

@@ -28,6 +28,11 @@ from ds_vit.monitoring.report.classes import Confusion, class_panels
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
 
+SHORT = [
+    {"image": "1.png", "class": "a", "predicted": name, "probability": "0.5", "class_number": "0"}
+    | {"predicted_number": str(at)}
+    for at, name in enumerate("ab")
+]
 FIGURES = ("precision", "recall", "F1")
 
 
@@ -90,6 +95,19 @@ def test_figures_of_classes(evil):
     assert found.matrix().tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
     expected = [[100.0, 50.0, 200 / 3], [100 / 3, 100.0, 50.0], [np.nan, 0.0, 0.0]]
     np.testing.assert_allclose(found.figures(), expected)
+
+
+def test_long_names_of_mistakes_have_room(evil):
+    """A syllable of a file's name a line, and the probability behind a scrollbar."""
+    record = Record.read(evil)
+    short = replace(record, classes=["a", "b", "c"], predictions=[{**row, "image": "1.png"} for row in SHORT])
+    for rows, wide in (
+        (SHORT, False),
+        ([{**row, "image": "val/ox/ILSVRC2012_val_00000001.JPEG"} for row in SHORT], True),
+    ):
+        *_, mistakes = class_panels(replace(short, predictions=rows))
+        assert mistakes.startswith('<figure class="card wide">') == wide
+    assert "The one mistake in 2 images" in mistakes
 
 
 def test_21843_classes(evil):

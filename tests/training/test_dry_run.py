@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 from project import ROOT
 from runs import DIGITS
 
 from ds_vit.config import parse
+from ds_vit.config.run_folder import RunFolder
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
+from ds_vit.monitoring.starts import note_start
 from ds_vit.train import main
 from ds_vit.training.memory import by_stage, estimate
 from ds_vit.training.plan import prepare
+from ds_vit.training.summary import end_rows
 
 RUN = [
     *(*DIGITS, "--val-split", ""),
@@ -56,6 +60,17 @@ def test_a_short_run_says_what_its_defaults_make_of_it(capsys, tmp_path):
     assert told in said
     assert "schedule over 10, no warm-up)" in said
     assert "2 rows, one every 50 steps; --log-interval 1 writes each step down" in said
+
+
+def test_the_end_says_in_how_many_launches(tmp_path):
+    """A wall time of two launches that passes for the last one's."""
+    plan, folder = plan_of(1, 1), RunFolder(tmp_path)
+    told = {"model": "m", "eval_images": 0, "images_per_second": None, "skipped_images": 0, "wall_seconds": 28.2}
+    said = []
+    for step in (0, 4):
+        note_start(folder, step, plan.parallel.layout, 1, torch.device("cpu"), [])
+        said.append(dict(end_rows(plan, told, tmp_path))["wall time"])
+    assert said == ["28 s", "28 s in 2 launches"]
 
 
 @pytest.mark.parametrize(

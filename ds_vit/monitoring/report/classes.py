@@ -14,6 +14,7 @@ from ds_vit.monitoring.report.tables import table
 MOST_IN_MATRIX = 200
 MOST_PAIRS = 10
 MOST_MISTAKES = 20
+_LONGEST_IN_A_COLUMN = 24  # letters of a file, beside two classes and a share
 MOST_CLASSES = 1000
 
 
@@ -118,4 +119,5 @@ def _sure_mistakes(record: Record) -> list[Html]:
         title = f"The {mistakes} in {images}, the surest first"
     else:
         title = f"The {len(lines)} surest of {mistakes} in {images}"
-    return [table(title, ("image", "shows", "taken for", "probability"), lines)]
+    wide = max(len(cell) for line in lines for cell in line) > _LONGEST_IN_A_COLUMN
+    return [table(title, ("image", "shows", "taken for", "probability"), lines, wide=wide)]
