@@ -38,7 +38,7 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     assert "How far the loss lies from that of" in page
     averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
     assert any(len(chart["series"]) == 4 for chart in averages)
-    assert page.count('class="curve c0 dashed"') == page.count('class="curve c1 dashed"') == 1
+    assert page.count('class="curve c0 dashed band"') == page.count('class="curve c1 dashed"') == 1
     assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
 
 
@@ -99,9 +99,9 @@ def test_curves_that_agree_are_all_seen(evil, tmp_path):
     """The second run drawn over the first, in the same width."""
     records = [Record.read(evil), Record.read(shutil.copytree(evil, tmp_path / "again"))]
     loss = curves(records)[0]
-    assert re.findall(r'class="curve c(\d)"( style="stroke-width:[\d.]+;opacity:.5")?', loss) == [
-        ("0", ' style="stroke-width:4.6;opacity:.5"'),
-        ("1", ""),
+    assert re.findall(r'class="curve (c\d[ \w]*)"(?: style="stroke-width:([\d.]+)")?', loss) == [
+        ("c0 band", "4.6"),
+        ("c1", ""),
     ]
     assert widths(1) == [widths(3)[-1]]
     assert sorted(widths(8), reverse=True) == widths(8)

@@ -44,7 +44,12 @@ class Series:
     @property
     def look(self) -> str:
         """Its classes in the page's CSS."""
-        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}"
+        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}{' band' * self.is_band}"
+
+    @property
+    def is_band(self) -> bool:
+        """Whether it lies broad and pale below others."""
+        return self.width > THIN
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,12 @@ def _curve(one: Series, spots: Sequence[tuple[float, float]]) -> list[Html]:
     pieces = []
     if len(spots) > 1:
         path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
-        style = f"stroke-width:{one.width:g};opacity:.5" if one.width != THIN else None
+        style = f"stroke-width:{one.width:g}" if one.is_band else None
         pieces.append(tag("path", d=path, class_=f"curve {one.look}", style=style))
     if len(spots) <= _LARGEST_DOTS:
-        radius = f"{(2 if len(spots) > 1 else 3.5) + (one.width - THIN) / 2:g}"
-        look = {"class_": f"dot c{one.colour % NUM_COLOURS}", "opacity": None if one.width == THIN else 0.5}
-        pieces += [tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=radius, **look) for a, d in spots]
+        radius = f"{(2 if len(spots) > 1 else 3.5) + 0.5 * (one.width - THIN):.3g}"
+        look = f"dot c{one.colour % NUM_COLOURS}{' band' * one.is_band}"
+        pieces += [tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=radius, class_=look) for a, d in spots]
     return pieces
 
 
@@ -171,7 +176,7 @@ def _lone_values(series: Sequence[Series], x: _Axis, place: Callable[[float], fl
 
 def legend(series: Sequence[Series]) -> Html:
     """The names of curves beside their colours."""
-    heights = (f"height:{2 * one.width:g}px;opacity:.5" if one.width != THIN else None for one in series)
+    heights = (f"height:{2 * one.width:g}px" if one.is_band else None for one in series)
     items = (
         tag("span", tag("i", class_=f"swatch {one.look}", style=height), one.name, class_="key")
         for one, height in zip(series, heights, strict=True)
