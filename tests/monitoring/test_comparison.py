@@ -68,6 +68,18 @@ def test_launches_of_a_run_that_went_on(evil, tmp_path):
     assert first_rows(record) == [1, 11, 21]
 
 
+def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil, tmp_path):
+    """Dashes in place of what the rows of a killed run, or of one still under way, tell."""
+    path = shutil.copytree(evil, tmp_path / "killed")
+    (path / "summary.json").unlink()
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
+    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {name: values for name, *values in outcomes([Record.read(path), Record.read(evil)])}
+    assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "no end yet"]
+    assert table["end"][1] == "completed"
+
+
 def test_nothing_stands_twice_in_a_comparison(tmp_path):
     """The stage in the JSON and in the layout, the ranks as a flag and in the layout; numbers without a unit."""
     paths = [write_run(tmp_path / str(stage), stage=stage) for stage in (1, 3)]

@@ -39,7 +39,7 @@ def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """What came of each run: (name and unit, its value in each run); where it had several launches, of these too."""
-    summaries = [record.summary for record in records]
+    summaries = [_summed_up(record) for record in records]
     names = list(dict.fromkeys(key for each in summaries for key in each))
     figures = [name for name in names if name.startswith(("best_", "last_"))]
     lines = []
@@ -60,6 +60,13 @@ def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
     ):
         lines.append((label, *(_shown(each.get(name), digits) for each in summaries)))
     return [*lines, *_launches(records)]
+
+
+def _summed_up(record: Record) -> Mapping[str, Any]:
+    """summary.json; of a run that has come to no end what its last row tells."""
+    last = (record.rows.get("train") or [{}])[-1]
+    so_far = {"steps": last.get("step"), "wall_seconds": last.get("wall_seconds"), "exit": "no end yet"}
+    return {**so_far, **record.summary}
 
 
 def _launches(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
