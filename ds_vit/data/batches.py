@@ -26,6 +26,7 @@ from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
 from ds_vit.data.decode import ImageDecodeError, open_image
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.slots import Slots
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -86,12 +87,18 @@ class Reader:
         self._load_targets = load_targets
         self._skip = on_bad_image == "skip"
         self._transform = transform
+        self.slots: Slots | None = None  # shared: where workers put images
         self.reading: torch.Tensor | None = None  # shared: which sample each worker is at
         self._how = how  # one of decode.DECODERS
 
     def resize(self, img_size: tuple[int, int], transform: TrainTransform | FixedTransform | CuttingTransform) -> None:
         """Read at another size from now on, with a transform of that size."""
         self.img_size, self._transform = img_size, transform
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether images are read, all of one size."""
+        return self.load_images and not isinstance(self._transform, CuttingTransform)
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
@@ -108,7 +115,7 @@ class Reader:
         # Of training alone, where every row is valid.
         cuts: list[Cut] | None = [] if isinstance(self._transform, CuttingTransform) else None
         black = self.load_images and cuts is None
-        images = _black((len(indices), 3, *self.img_size)) if black else None
+        images = self._black((len(indices), 3, *self.img_size)) if black else None
         targets = self._no_targets(len(indices)) if self._load_targets else None
         bad: dict[int, str] = {}
         for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
@@ -132,6 +139,10 @@ class Reader:
         if self.load_images and cuts is not None:
             return packed(cuts, self.img_size, _black((sum(cut.num_bytes for cut in cuts),))), targets, bad
         return images, targets, bad
+
+    def _black(self, shape: tuple[int, ...]) -> torch.Tensor:
+        worker = get_worker_info()
+        return _black(shape) if worker is None or self.slots is None else self.slots.zeros(worker.id, shape)
 
     def _no_targets(self, num_rows: int) -> torch.Tensor:
         if self.source.multi_label:
@@ -204,6 +215,22 @@ class Batches(Dataset):
     def load(self, number: int) -> MicroBatch:
         raise NotImplementedError
 
+    def slots(self, num_workers: int) -> Slots | None:
+        """Places for the images of this many workers; None where they differ in size, or there are none."""
+        if not self.reader.fills_rows:
+            return None
+        return Slots(num_workers, self.most_rows * 3 * self.most_pixels)
+
+    @property
+    def most_rows(self) -> int:
+        """Of a batch."""
+        raise NotImplementedError
+
+    @property
+    def most_pixels(self) -> int:
+        """Of an image."""
+        return math.prod(self.reader.img_size)
+
 
 class TrainBatches(Batches):
     """By the number of a micro-step t = step * accumulation + index; of a size that may follow from the step's."""
@@ -227,6 +254,14 @@ class TrainBatches(Batches):
         self._pairs = PairDraws(mix)
         erases = augment.reprob > 0.0 and not augment.no_aug and reader.load_images
         self._boxes = ErasingBoxes(augment) if erases else None
+
+    @property
+    def most_rows(self) -> int:
+        return self._share.micro_batch + 2  # partners that other micro-batches own
+
+    @property
+    def most_pixels(self) -> int:
+        return max((side**2 for side in self._transforms), default=super().most_pixels)
 
     def load(self, number: int) -> MicroBatch:
         step, micro_index = divmod(number, self._share.accumulation)
@@ -281,6 +316,10 @@ class EvalBatches(Batches):
         self._batch = batch
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+
+    @property
+    def most_rows(self) -> int:
+        return self._batch
 
     def load(self, number: int) -> MicroBatch:
         num_samples = len(self.reader.source)

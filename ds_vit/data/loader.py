@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
@@ -33,6 +33,7 @@ from ds_vit.data.augment.transforms import eval_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.slots import PREFETCHED, InSlot
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
@@ -60,6 +61,7 @@ class Loader:
         pin_memory: bool,
         cores: frozenset[int] = frozenset(),
     ) -> None:
+        self._batches = batches
         self._reader = batches.reader
         if num_workers:
             self._reader.reading = torch.full((num_workers,), -1, dtype=torch.int64).share_memory_()
@@ -68,6 +70,7 @@ class Loader:
             batch_size=None,
             sampler=numbers,
             num_workers=num_workers,
+            prefetch_factor=PREFETCHED if num_workers else None,
             collate_fn=_inlined if num_workers else _as_it_is,
             worker_init_fn=partial(_begin, cores if num_workers <= len(cores) else None) if num_workers else None,
             pin_memory=pin_memory,
@@ -83,7 +86,11 @@ class Loader:
         # files whose numbers are those of the worker's own queues. What is frozen here, no worker collects.
         gc.freeze()
         own_handler = signal.getsignal(signal.SIGCHLD)
+        # Of this iteration alone: the workers of another, given up, may still write.
+        slots = self._batches.slots(self._loader.num_workers) if self._loader.num_workers else None
+        self._reader.slots = slots
         items = iter(self._loader)
+        self._reader.slots = None
         gc.unfreeze()
         workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid or 0)
         _end_with_this_process(workers)
@@ -177,10 +184,15 @@ _MOST_INLINED = 2**16  # bytes
 def _inlined(item: Any) -> Any:
     """A micro-batch with its small tensors as arrays, which go through the worker's pipe with the rest.
 
-    A tensor goes by a file of shared memory that is opened, passed on and mapped for it alone: 1 ms of both processes.
+    A tensor goes by a file of shared memory that is opened, passed on and mapped for it alone: 1 ms of both processes;
+    unless it lies in the slots, which are both processes'.
     """
-    if isinstance(item, torch.Tensor) and item.nbytes <= _MOST_INLINED:
-        return item.numpy()
+    if isinstance(item, torch.Tensor):
+        worker = get_worker_info()
+        slots = worker.dataset.reader.slots if worker is not None else None
+        if slots is not None and slots.hold(item):
+            return slots.sent(item)
+        return item.numpy() if item.nbytes <= _MOST_INLINED else item
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*(_inlined(part) for part in item))
     return item
@@ -188,6 +200,8 @@ def _inlined(item: Any) -> Any:
 
 def _restored(item: Any) -> Any:
     """What `_inlined` was given."""
+    if isinstance(item, InSlot):
+        return item.copied()
     if isinstance(item, np.ndarray):
         return torch.from_numpy(item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):

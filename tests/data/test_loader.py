@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ds_vit.data import (
     AugmentConfig,
@@ -39,6 +40,7 @@ from ds_vit.data import (
     open_source,
     train_loader,
 )
+from ds_vit.data.slots import Slots
 from ds_vit.fault_tolerance.errors import WorkerLost
 
 NUM_IMAGES, GLOBAL_BATCH = 41, 12  # 3 steps an epoch, 5 images left over
@@ -548,10 +550,36 @@ def test_real_photographs_through_workers(real_images):
     for one, other in zip(alone, shared, strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.targets, other.targets)
-        # One file of shared memory a micro-batch: the small tensors come through the pipe.
-        assert [part.is_shared() for part in other[:3]] == [False, False, True]
+        # No file of shared memory a micro-batch: small tensors come through the pipe, images are copied out.
+        assert not any(part.is_shared() for part in other[:3])
     index = alone[0].indices[0].item()
     assert np.array_equal(alone[0].images[0].permute(1, 2, 0).numpy(), np.asarray(source.image(index)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_images_stay_as_they_came(source, reference, workers):
+    """Would catch a place in shared memory that is used again before its images are copied out."""
+    order = SampleOrder(len(source), 12, seed=7)
+    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 24}
+    alone = train_loader(source, order=order, **options)
+    shared = train_loader(source, order=order, num_workers=workers, **options)
+    kept, given_up = [], iter(shared)
+    next(given_up)  # whose workers go on in memory of their own
+    for number, batch in enumerate(shared):
+        time.sleep(0.2 * (number % 8 == 0))  # workers have done what they were asked for
+        kept.append(batch.images)
+    assert len(kept) == 24 * LAYOUTS[0].accumulation
+    assert all(torch.equal(one.images, images) for one, images in zip(alone, kept, strict=True))
+
+
+def test_pinned_images_are_a_copy(monkeypatch):
+    """Would catch a place in shared memory that torch's pinning thread passes on as it is."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a GPU
+    slots = Slots(2, 20)
+    written = slots.zeros(1, (4, 5)).fill_(7)
+    pinned = pin_memory(pickle.loads(pickle.dumps((slots.sent(written), 3))))
+    written.fill_(0)
+    assert torch.equal(pinned[0], torch.full((4, 5), 7, dtype=torch.uint8))
 
 
 @pytest.mark.slow
