@@ -50,7 +50,8 @@ class TrainTransform:
     def __init__(self, steps: Sequence[Step], img_size: Size) -> None:
         self.steps = tuple(steps)
         self._img_size = img_size
-        by_pillow = [number for number, step in enumerate(self.steps) if number == 0 or not on_planes(step)]
+        self._on_planes = [step if on_planes(step) else None for step in self.steps]
+        by_pillow = [number for number, step in enumerate(self._on_planes) if number == 0 or step is None]
         self._to_the_end = by_pillow[-1] + 1  # from this step on none needs a Pillow image
 
     def draw(self, key: int, size: Size) -> list[Any]:
@@ -61,20 +62,21 @@ class TrainTransform:
         """Run the steps with their parameters."""
         if isinstance(image, Jpeg) and not isinstance(self.steps[0], RandomResizedCrop):
             image = image.image()
-        first, *others = self.steps
+        first = self.steps[0]
         found: Image.Image | torch.Tensor
         exact = not isinstance(image, Jpeg) or not image.fast
         if isinstance(first, RandomResizedCrop):
             found = first.apply(image, parameters[0]) if exact else first.nearly(image, parameters[0])
         else:
             found = first.apply(image, parameters[0])
-        for number, (step, drawn) in enumerate(zip(others, parameters[1:], strict=True), 1):
+        for number, drawn in enumerate(parameters[1:], 1):
             if drawn is None:
                 continue
-            if on_planes(step) and (number >= self._to_the_end or isinstance(found, torch.Tensor)):
+            step = self._on_planes[number]
+            if step is not None and (number >= self._to_the_end or isinstance(found, torch.Tensor)):
                 found = step.planes(_pixels(found), drawn, exact)
             else:
-                found = step.apply(image_of(found) if isinstance(found, torch.Tensor) else found, drawn)
+                found = self.steps[number].apply(image_of(found) if isinstance(found, torch.Tensor) else found, drawn)
         return _pixels(found)
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
