@@ -28,9 +28,10 @@ from PIL import Image
 from ds_vit.config.run_folder import written_whole
 from ds_vit.data.decode import ImageDecodeError, decode
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource, TarSource
+from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource
 from ds_vit.data.sources.shard_index import DOT, load_index, read_index, save_index
 from ds_vit.data.sources.shards import CLASSES_FILE, PLAN_FILE, shard_name
+from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.progress import Line
 

@@ -13,7 +13,7 @@ from ds_vit.models import count_flops, num_parameters
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
 from ds_vit.training.memory import estimate, in_host_memory, num_states, on_device
 from ds_vit.training.plan import Plan
-from ds_vit.training.summary import Rows, start_rows
+from ds_vit.training.start_rows import Rows, start_rows
 
 _BAR = 40  # characters of the highest rate
 _POINTS = 9  # of the schedule, besides the end of warm-up

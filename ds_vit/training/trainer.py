@@ -36,8 +36,9 @@ from ds_vit.training.epoch_mean import EpochMean
 from ds_vit.training.inputs import InputPipeline
 from ds_vit.training.plan import Plan
 from ds_vit.training.replica_check import check_replicas
+from ds_vit.training.start_rows import settings_of
 from ds_vit.training.step_log import StepLog
-from ds_vit.training.summary import settings_of, show_end, show_start, summarise, warn_under_mpirun
+from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
 from ds_vit.training.truth import Truth
 from ds_vit.training.validation import Stopped, Validation
 

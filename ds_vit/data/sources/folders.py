@@ -1,4 +1,4 @@
-"""Sources in folders and tar files.
+"""Sources in folders.
 
 Samples and classes are numbered as timm's readers number them (natural order of the paths, a class is the name of the
 innermost folder), with ties broken by the plain name, so that the numbering never depends on the file system. Names
@@ -11,24 +11,22 @@ from __future__ import annotations
 import csv
 import os
 import posixpath
-import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 from timm.utils.misc import natural_key
 
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.class_checks import empty_classes, without_images
+from ds_vit.data.sources.listing import LABELS_FILE, list_images, number_classes
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, Source, below_common_folder
+from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm.data.dataset_factory's own synonyms.
 TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
-
-LABELS_FILE = "labels.csv"
 
 
 class NoSuchSplit(UserError):
@@ -87,47 +85,6 @@ def synonyms_of(split: str) -> list[str]:
     """The names that a split may have in place of each other, its own first."""
     synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
     return [split, *(name for name in synonyms if name != split)]
-
-
-class _Listing(NamedTuple):
-    """The images among the files of a split: which files (numbers into the list given), and their labels."""
-
-    files: list[int]
-    labels: list[str]
-    left_out: Counter[str]
-
-
-def _list_images(paths: list[str], labels: list[str], where: str) -> _Listing:
-    """Pick the images that lie in a class folder, in timm's order; count the rest by suffix."""
-    kept, in_no_class, left_out = [], 0, Counter()
-    for number, (path, label) in enumerate(zip(paths, labels, strict=True)):
-        suffix = posixpath.splitext(path)[1].lower()
-        is_image = suffix in IMAGE_EXTENSIONS
-        if is_image and label:
-            kept.append(number)
-        else:
-            left_out[suffix] += 1
-            in_no_class += is_image
-    if not kept:
-        others = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in left_out.most_common(5))
-        if in_no_class:
-            raise UserError(
-                f"{where} holds {in_no_class} images but no class folders; put each image into a folder named as its "
-                f"class, or add {LABELS_FILE} for multi-label data"
-            )
-        raise UserError(
-            f"{where} holds no images in class folders (files found: {others or 'none'}; read are "
-            f"{' '.join(sorted(IMAGE_EXTENSIONS))})"
-        )
-    kept.sort(key=lambda number: (natural_key(paths[number]), paths[number]))
-    return _Listing(kept, [labels[number] for number in kept], left_out)
-
-
-def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Class names in natural order, and the number of each label among them, int64 [len(labels)]."""
-    names = sorted(set(labels), key=lambda name: (natural_key(name), name))
-    numbers = {name: number for number, name in enumerate(names)}
-    return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
 
 
 def _walk(root: str) -> list[str]:
@@ -223,7 +180,7 @@ class FolderSource(_FileSource):
     def __init__(self, root: str, *, allow_empty: bool = False) -> None:
         paths = _walk(root)
         labels = [posixpath.basename(posixpath.dirname(path)) for path in paths]
-        listing = _list_images(paths, labels, root)
+        listing = list_images(paths, labels, root)
         images = [paths[number] for number in listing.files]
         empty = empty_classes(root, images)
         if empty and not allow_empty:
@@ -316,95 +273,3 @@ class MultiLabelSource(_FileSource):
 
     def told_apart_by(self) -> tuple[np.ndarray, ...]:
         return below_common_folder(self._paths), self._labels, self._bounds
-
-
-class _Member(NamedTuple):
-    """A file in a tar: its path, its class, and the bytes of the outermost tar that it occupies."""
-
-    path: str
-    label: str
-    offset: int
-    size: int
-
-
-def _members(file: IO[bytes], base: int, prefix: str, where: str) -> Iterator[_Member]:
-    """The regular files of a tar, and of tars in it, whose first byte lies at `base` of the outermost file.
-
-    A class is the innermost folder's name, a tar in a tar (or a tar of a folder of tars) counting as a folder: the
-    labels of timm's ReaderImageInTar.
-    """
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for info in tar:
-                if not info.isreg():
-                    continue
-                path = posixpath.normpath(info.name)
-                if path.lower().endswith(".tar"):
-                    child = posixpath.join(prefix, posixpath.splitext(posixpath.basename(path))[0])
-                    inner = tar.extractfile(info)
-                    assert inner is not None  # info.isreg()
-                    yield from _members(inner, base + info.offset_data, child, f"{where}:{path}")
-                else:
-                    label = posixpath.basename(posixpath.join(prefix, posixpath.dirname(path)).rstrip("/"))
-                    yield _Member(posixpath.join(prefix, path), label, base + info.offset_data, info.size)
-    except tarfile.TarError as error:
-        raise UserError(f"{where} cannot be read as an uncompressed tar ({error})") from error
-
-
-class TarSource(Source):
-    """A tar of class folders, or a folder of tars (one a class, or each with class folders).
-
-    The archive's index is read once; an image is then one positioned read, which leaves no state behind in the open
-    file, so that forked workers may share it. Files are opened at the first read.
-
-    Args:
-        root: what to call the source in messages.
-        tars: the tar files. With `root` itself alone, its name is no part of a class.
-
-    Raises:
-        UserError: not an uncompressed tar, no images, or none in a class folder.
-    """
-
-    def __init__(self, root: str, tars: list[str]) -> None:
-        members: list[_Member] = []
-        tar_of: list[int] = []
-        for number, path in enumerate(tars):
-            prefix = "" if path == root else os.path.splitext(os.path.basename(path))[0]
-            with open(path, "rb") as file:
-                members += _members(file, 0, prefix, path)
-            tar_of += [number] * (len(members) - len(tar_of))
-        listing = _list_images([m.path for m in members], [m.label for m in members], root)
-        kept = [members[number] for number in listing.files]
-        self._tars = tuple(tars)
-        self._tar_of = np.array([tar_of[number] for number in listing.files], dtype=np.int32)
-        self._paths = np.array([os.fsencode(member.path) for member in kept], dtype=np.bytes_)
-        self._offsets = np.array([member.offset for member in kept], dtype=np.int64)
-        self._sizes = np.array([member.size for member in kept], dtype=np.int64)
-        self.left_out = dict(listing.left_out)
-        self.class_names, self._targets = number_classes(listing.labels)
-        self._open: dict[int, BinaryIO] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": {}}
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def encoded(self, index: int) -> bytes:
-        number = int(self._tar_of[index])
-        if number not in self._open:
-            self._open[number] = open(self._tars[number], "rb", buffering=0)  # noqa: SIM115 - kept for the run
-        return os.pread(self._open[number].fileno(), int(self._sizes[index]), int(self._offsets[index]))
-
-    def target(self, index: int) -> int:
-        return int(self._targets[index])
-
-    def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        return below_common_folder(self._paths), self._targets
-
-    def path(self, index: int) -> str:
-        """Where the image is in the tar, or below the folder of tars, with forward slashes."""
-        return os.fsdecode(self._paths[index])
-
-    def describe(self, index: int) -> str:
-        return f"{self._tars[self._tar_of[index]]}:{self.path(index)}"

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from timm.utils.misc import natural_key
 
-from ds_vit.data.sources.folders import NoSuchSplit, number_classes, synonyms_of
+from ds_vit.data.sources.folders import NoSuchSplit, synonyms_of
+from ds_vit.data.sources.listing import number_classes
 from ds_vit.data.sources.shard_index import open_indexes, state_of
 from ds_vit.data.sources.source import Source, below_common_folder
 from ds_vit.fault_tolerance.errors import UserError, read_text
