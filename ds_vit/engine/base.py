@@ -13,7 +13,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ds_vit.engine.norms import (
     take_norms_at_once,
 )
 from ds_vit.engine.start import WarningsOnly
-from ds_vit.engine.step_guard import Rejection, SquareNorms, StepGuard, Verdict
+from ds_vit.engine.step_guard import SquareNorms, StepGuard, StepResult
 from ds_vit.engine.workarounds import (
     advance_where_applied,
     ask_numactl_once,
@@ -55,31 +54,6 @@ from ds_vit.tasks import Batch
 EVAL_CHUNK = 32
 # What DeepSpeed's DynamicLossScaler counts.
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-@dataclass
-class StepResult:
-    """What one optimizer step leaves on this rank.
-
-    Attributes:
-        loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
-        grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
-        verdict: whether the step was applied. To ask at once may wait for the device.
-    """
-
-    loss: torch.Tensor
-    grad_norm: float | torch.Tensor | None
-    verdict: Verdict
-
-    @property
-    def applied(self) -> bool:
-        """As `Verdict.applied`."""
-        return self.verdict.applied
-
-    @property
-    def rejection(self) -> Rejection | None:
-        """As `Verdict.rejection`."""
-        return self.verdict.rejection
 
 
 class Engine(ABC):

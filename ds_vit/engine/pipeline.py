@@ -15,7 +15,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_vit.engine.base import Engine, StepResult
+from ds_vit.engine.base import Engine
+from ds_vit.engine.step_guard import StepResult
 from ds_vit.engine.workarounds import one_grid
 from ds_vit.models import BlockLayer, DecoderBlockLayer, giving_features, run_layers
 from ds_vit.parallel.groups import Groups

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_vit.config.deepspeed_rules import sums_going_back
-from ds_vit.engine.base import Engine, StepResult
+from ds_vit.engine.base import Engine
 from ds_vit.engine.overlap import Overlap
+from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import giving_features
 from ds_vit.tasks import Batch, Loss
 

@@ -142,6 +142,31 @@ class LateVerdict(Verdict):
         return self._rejection
 
 
+@dataclass
+class StepResult:
+    """What one optimizer step leaves on this rank.
+
+    Attributes:
+        loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
+        grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
+        verdict: whether the step was applied. To ask at once may wait for the device.
+    """
+
+    loss: torch.Tensor
+    grad_norm: float | torch.Tensor | None
+    verdict: Verdict
+
+    @property
+    def applied(self) -> bool:
+        """As `Verdict.applied`."""
+        return self.verdict.applied
+
+    @property
+    def rejection(self) -> Rejection | None:
+        """As `Verdict.rejection`."""
+        return self.verdict.rejection
+
+
 class StepGuard:
     """Stands in front of the optimizer that ZeRO calls.
 

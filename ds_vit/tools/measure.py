@@ -28,7 +28,8 @@ from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import own_linear
 
 if TYPE_CHECKING:
-    from ds_vit.engine.base import Engine, StepResult
+    from ds_vit.engine.base import Engine
+    from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks import Batch
     from ds_vit.training.plan import Plan
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_vit.config import RunConfig
-from ds_vit.engine.base import StepResult
-from ds_vit.engine.step_guard import Rejection
+from ds_vit.engine.step_guard import Rejection, StepResult
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.monitoring.metrics import Reporter
 

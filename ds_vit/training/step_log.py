@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_vit.engine.base import Engine, StepResult
+from ds_vit.engine.base import Engine
+from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import Flops, count_flops, create_model
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops

@@ -13,8 +13,8 @@ import torch
 
 from ds_vit.config.durations import parse_steps
 from ds_vit.config.run_folder import RunFolder
-from ds_vit.engine.base import StepResult
 from ds_vit.engine.start import device_of
+from ds_vit.engine.step_guard import StepResult
 from ds_vit.fault_tolerance.exit_codes import Diverged
 from ds_vit.fault_tolerance.signals import Interrupted, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
