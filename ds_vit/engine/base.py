@@ -108,49 +108,58 @@ class Engine(ABC):
             ask_numactl_once()
             gather_around(self.engine.optimizer, blocks_of(self.engine.module))
         if self.stage == 0:
-            copy_reduced_at_once(self.engine)
-            if groups.layout.dp == 1 and sums_are_plain(own):
-                leave_gradients_of_one_rank(self.engine)
-            take_step = self.engine._take_model_step
-
-            def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
-                self._norm = self._clip_gradients()
-                # torch's GradScaler then leaves an optimizer that is not fused out, and tells nobody.
-                if self.engine.torch_autocast_z0_gradscaler is not None and not math.isfinite(float(self._norm)):
-                    self.guard.overflowed(self.zero_map.gradients(1.0))
-                take_step(*args, **kwargs)
-
-            self.engine._take_model_step = clip_and_take_step
+            self._clip_before_the_step(sums_are_plain(own))
         if optimizer is not None:
-            if sums_are_plain(own):
-                sum_flat_gradients_where_they_are(self.engine)
-            if groups.layout.pp > 1:
-                count_groups_of_other_stages(self.engine.optimizer, self.device)
-            if groups.grid is not None:
-                count_nothing_where_there_is_nothing(self.engine.optimizer, self.device)
-            settle_the_scale_after_the_step(self.engine.optimizer)
-            judge_by_the_norm_alone(self.engine.optimizer)
-            clip_on_the_device(self.engine.optimizer)
-            take_norms_at_once(self.engine.optimizer, self._keep_norms)
-            alone = groups.layout.pp == groups.layout.tp == self.accumulation == 1
-            in_the_order_of_the_model = self.engine.module.parameters()
-            if not (alone and put_where_they_are_stepped_on(self.engine.optimizer, in_the_order_of_the_model)):
-                copy_buckets_at_once(self.engine.optimizer)
-            partition_at_once(self.engine.optimizer)
-            self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
-            device_judges = self._device_can_judge()
-            if device_judges and self.stage > 0:
-                leave_the_verdict_to_the_device(self.engine.optimizer, lambda: self.guard.device_judges)
-            self.guard = StepGuard(
-                self.zero_map,
-                self._current_norm,
-                self._current_loss,
-                self.clipped_by,
-                judged=self._norm_is_judged(),
-                square_norms=self._square_norms if device_judges else None,
-            )
-            if self.engine.lr_scheduler is not None:
-                advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
+            self._adapt_the_optimizer(sums_are_plain(own))
+
+    def _clip_before_the_step(self, plain_sums: bool) -> None:
+        """Without ZeRO: clip by the norm over all stages, and sum without DeepSpeed's copies."""
+        copy_reduced_at_once(self.engine)
+        if self.groups.layout.dp == 1 and plain_sums:
+            leave_gradients_of_one_rank(self.engine)
+        take_step = self.engine._take_model_step
+
+        def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
+            self._norm = self._clip_gradients()
+            # torch's GradScaler then leaves an optimizer that is not fused out, and tells nobody.
+            if self.engine.torch_autocast_z0_gradscaler is not None and not math.isfinite(float(self._norm)):
+                self.guard.overflowed(self.zero_map.gradients(1.0))
+            take_step(*args, **kwargs)
+
+        self.engine._take_model_step = clip_and_take_step
+
+    def _adapt_the_optimizer(self, plain_sums: bool) -> None:
+        """Have DeepSpeed's wrapper of the optimizer sum, clip and judge as we need it, and guard its steps."""
+        groups, optimizer = self.groups, self.engine.optimizer
+        if plain_sums:
+            sum_flat_gradients_where_they_are(self.engine)
+        if groups.layout.pp > 1:
+            count_groups_of_other_stages(optimizer, self.device)
+        if groups.grid is not None:
+            count_nothing_where_there_is_nothing(optimizer, self.device)
+        settle_the_scale_after_the_step(optimizer)
+        judge_by_the_norm_alone(optimizer)
+        clip_on_the_device(optimizer)
+        take_norms_at_once(optimizer, self._keep_norms)
+        alone = groups.layout.pp == groups.layout.tp == self.accumulation == 1
+        in_the_order_of_the_model = self.engine.module.parameters()
+        if not (alone and put_where_they_are_stepped_on(optimizer, in_the_order_of_the_model)):
+            copy_buckets_at_once(optimizer)
+        partition_at_once(optimizer)
+        self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
+        device_judges = self._device_can_judge()
+        if device_judges and self.stage > 0:
+            leave_the_verdict_to_the_device(optimizer, lambda: self.guard.device_judges)
+        self.guard = StepGuard(
+            self.zero_map,
+            self._current_norm,
+            self._current_loss,
+            self.clipped_by,
+            judged=self._norm_is_judged(),
+            square_norms=self._square_norms if device_judges else None,
+        )
+        if self.engine.lr_scheduler is not None:
+            advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}
