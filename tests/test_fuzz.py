@@ -257,6 +257,7 @@ BREAKAGES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("breakage", [None, *BREAKAGES], ids=lambda b: b.__name__ if b else "nothing")
 def test_what_is_broken_is_seen(ranks, data, tmp_path, breakage):
     """A comparison that compares nothing; unbroken, the same combination passes."""
@@ -269,6 +270,7 @@ def test_what_is_broken_is_seen(ranks, data, tmp_path, breakage):
     assert "again: pytest tests/test_fuzz.py -k combination --fuzz-seed 0 --fuzz-first -1" in str(seen.value)
 
 
+@pytest.mark.slow
 def test_what_is_broken_is_seen_in_16_bits(ranks, data, tmp_path):
     """A tolerance that is taken from rounding, and so large that it excuses the wrong samples."""
     blocks = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

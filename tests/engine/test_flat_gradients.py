@@ -178,7 +178,12 @@ def train_bf16_both_ways(argv, folder, breaks=False):
 
 @pytest.mark.parametrize(
     ("world", "more"),
-    [(1, []), (2, ["--grad-accum-steps", "2"]), (2, ["--tp", "2"]), (4, ["--pp", "2"])],
+    [
+        (1, []),
+        (2, ["--grad-accum-steps", "2"]),
+        pytest.param(2, ["--tp", "2"], marks=pytest.mark.slow),
+        pytest.param(4, ["--pp", "2"], marks=pytest.mark.slow),
+    ],
 )
 def test_bf16_sums_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more):
     """A sum that is not divided by the ranks, or divided on one rank; a group whose gradients are left out."""

@@ -112,7 +112,7 @@ def test_there_are_enough_combinations():
     assert {case["stage"] for case in CASES} == {0, 1, 2, 3}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "case",
     CHOSEN,
