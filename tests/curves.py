@@ -8,9 +8,10 @@ def test_zero_stage_does_not_matter(ranks):
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,13 @@ def evals(rows):
     return [{k: row[k] for k in ("step", "top1", "top5", "images")} for row in rows if row["kind"] == "eval"]
 
 
-def train_main(argv: list[str]) -> int:
-    """What a rank of `train_in` runs: the trainer's own entry point, in the pool's process group.
-
-    Steps of these models take milliseconds, a busy disk more: so that a checkpoint is of the step that a test names,
+@contextlib.contextmanager
+def checkpoints_in_time() -> Iterator[None]:
+    """Steps of these models take milliseconds, a busy disk more: so that a checkpoint is of the step that a test names,
     each is on the disk before the next step begins.
     """
     from unittest import mock
 
-    from ds_vit.train import main
     from ds_vit.training.checkpoint_manager import CheckpointManager
 
     boundary = CheckpointManager.boundary
@@ -58,6 +57,14 @@ def train_main(argv: list[str]) -> int:
         boundary(manager, step)
 
     with mock.patch.object(CheckpointManager, "boundary", in_time):
+        yield
+
+
+def train_main(argv: list[str]) -> int:
+    """What a rank of `train_in` runs: the trainer's own entry point, in the pool's process group."""
+    from ds_vit.train import main
+
+    with checkpoints_in_time():
         code = main(argv)
     assert code != 1, "a bug: its traceback is in this rank's output"
     return code

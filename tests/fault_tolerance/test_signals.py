@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from curves import assert_same_curve, read_rows, train_in, train_rows
+from curves import assert_same_curve, checkpoints_in_time, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ROOT
 
@@ -194,6 +194,12 @@ def test_weights_that_do_not_fit(ranks, tmp_path, whole):
             subprocess.run(["umount", str(output)], check=True)
 
 
+def train_in_time(argv, output):
+    """On a rank: train, each checkpoint written or refused before the next step."""
+    with checkpoints_in_time():
+        return train_with(argv, output, 0, signal.SIGTERM, NEVER)
+
+
 @pytest.mark.parametrize("trouble", ["full", "read-only", "no folder"])
 def test_a_disk_that_refuses(ranks, tmp_path, whole, trouble):
     # Catches: a crash, a half checkpoint, a rank that waits for another's file, a success that is none.
@@ -209,7 +215,7 @@ def test_a_disk_that_refuses(ranks, tmp_path, whole, trouble):
             small_disk(folder, "700k")  # enough for one of 0.45 MB, not for two
         if trouble == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        results = ranks.run(2, train_with, argv, str(output), 0, signal.SIGTERM, NEVER)
+        results = ranks.run(2, train_in_time, argv, str(output))
         assert [code for code, _, _ in results] == [exit_codes.UNSAVED] * 2
         said = results[0][1]
         reason = {"full": "No space left", "read-only": "Read-only", "no folder": "exists|Not a directory"}[trouble]
