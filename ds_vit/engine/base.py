@@ -107,10 +107,11 @@ class Engine(ABC):
         if self.stage == 3:
             ask_numactl_once()
             gather_around(self.engine.optimizer, blocks_of(self.engine.module))
+        plain_sums = sums_are_plain(own)
         if self.stage == 0:
-            self._clip_before_the_step(sums_are_plain(own))
+            self._clip_before_the_step(plain_sums)
         if optimizer is not None:
-            self._adapt_the_optimizer(sums_are_plain(own))
+            self._adapt_the_optimizer(plain_sums)
 
     def _clip_before_the_step(self, plain_sums: bool) -> None:
         """Without ZeRO: clip by the norm over all stages, and sum without DeepSpeed's copies."""

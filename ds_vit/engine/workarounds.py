@@ -96,6 +96,12 @@ def sum_flat_gradients_where_they_are(engine: Any) -> None:
         engine: DeepSpeed's, whose JSON asks for nothing else on their way (`sums_are_plain`).
     """
 
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, BF16_Optimizer) or optimizer.grad_acc_dtype != engine.communication_data_type:
+        return
+
     def allreduce_and_copy(small_bucket: list[torch.Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
         if dp_world_size == 1:
             return
@@ -104,11 +110,7 @@ def sum_flat_gradients_where_they_are(engine: Any) -> None:
             work.wait()
         torch._foreach_mul_(small_bucket, 1 / (dp_world_size or dist.get_world_size(dp_group)))
 
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer) and optimizer.grad_acc_dtype == engine.communication_data_type:
-        engine.allreduce_and_copy = allreduce_and_copy
+    engine.allreduce_and_copy = allreduce_and_copy
 
 
 def leave_gradients_of_one_rank(engine: Any) -> None:

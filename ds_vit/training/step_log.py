@@ -29,7 +29,8 @@ def few_rows(total_steps: int, interval: int) -> list[tuple[str, str]]:
         total_steps: of the run.
         interval: optimizer steps between two rows of metrics.jsonl, which the first step and the last have too.
     """
-    number = len({1, total_steps, *range(interval, total_steps + 1, interval)})
+    due = range(interval, total_steps + 1, interval)
+    number = len(due) + sum(step not in due for step in {1, total_steps})
     if number >= min(_FEW_ROWS, total_steps):
         return []
     return [("metrics", f"{number} rows, one every {interval} steps; --log-interval 1 writes each step down")]
