@@ -16,7 +16,7 @@ OF_A_CLONE = shutil.ignore_patterns("setup.sh", "test.sh", "quickstart.sh", "__p
 
 
 class BuildWithFiles(build_py):
-    """Copies the folders that `ds_vit/config/shipped.py` looks into."""
+    """Copies the folders that `ds_vit/config/parser.py` looks into."""
 
     def run(self) -> None:
         """As `build_py.run`."""

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
-from ds_vit.config.flags import OF_THE_PROGRAM
-from ds_vit.config.run_folder import RunFolder, weights_in
+from ds_vit.config.schema import OF_THE_PROGRAM
 from ds_vit.launching.process import discover
+from ds_vit.run_folder import RunFolder, weights_in
 
 if TYPE_CHECKING:
     from ds_vit.data import Source
-    from ds_vit.interop.check import Difference
     from ds_vit.tools.predict import Predictions
+    from ds_vit.weights.export import Difference
 
 Row = Mapping[str, Any]
-Told = Callable[[Row], None]
+Listener = Callable[[Row], None]
 
 
 class TrainResult(dict[str, Any]):
@@ -69,14 +69,14 @@ def train(
     recipe: str | Path | None = None,
     train_data: Any = None,
     val_data: Any = None,
-    on_step: Told | None = None,
-    on_evaluation: Told | None = None,
-    on_checkpoint: Told | None = None,
+    on_step: Listener | None = None,
+    on_evaluation: Listener | None = None,
+    on_checkpoint: Listener | None = None,
     **settings: Any,
 ) -> TrainResult:
     """Train as `launch/train.py` does.
 
-    Every rank calls it. A process group that exists already is used and left alone; one that is made here stays until
+    Every rank calls it. A process group that exists already is used and stays; one that is made here stays until
     the process ends.
 
     Args:
@@ -90,7 +90,7 @@ def train(
         settings: the command line's flags, underscores for dashes; `deepspeed_config` is a path, or the file's
             contents.
 
-    Callbacks are called on rank 0 alone, between two steps; what they raise ends the run.
+    Callbacks are called only on rank 0, between two steps; what they raise ends the run.
 
     Raises:
         UserError: an unknown setting (the nearest is named), or anything that the command line would refuse.
@@ -101,8 +101,8 @@ def train(
     if train_data is not None or val_data is not None:
         sources = _sources(train_data, val_data, settings)
     values = flags.over_recipe(flags.load_recipe(str(recipe)), settings) if recipe else settings
-    told = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
-    listeners = {kind: listener for kind, listener in told.items() if listener is not None}
+    given = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
+    listeners = {kind: listener for kind, listener in given.items() if listener is not None}
     config, explicit = flags.from_values(values)
     summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
     return TrainResult(summary, folder)
@@ -110,7 +110,7 @@ def train(
 
 def _sources(train_data: Any, val_data: Any, settings: dict[str, Any]) -> tuple[Source, Source | None]:
     """The program's data, and the settings that say so."""
-    from ds_vit.data.sources.torch_dataset import as_source
+    from ds_vit.data.sources.datasets import as_source
     from ds_vit.fault_tolerance.errors import UserError
 
     if train_data is None:
@@ -144,7 +144,7 @@ def evaluate(source: str | Path, data: Any = None, **settings: Any) -> Evaluatio
     from ds_vit.tools import evaluate as tool
 
     if data is not None:
-        from ds_vit.data.sources.torch_dataset import as_source
+        from ds_vit.data.sources.datasets import as_source
 
         given = as_source(data)
         settings |= {"dataset": OF_THE_PROGRAM, "sources": (given, given)}
@@ -182,12 +182,12 @@ def export(source: str | Path, to: str, **settings: Any) -> Difference:
         settings: `weights`, `checkpoint`, `output` and `labels`, and flags of the model and its pixels.
 
     Returns:
-        An `interop.check.Difference`: the folder, and the largest difference of logits to the source. Where it is not
+        An `weights.export.Difference`: the folder, and the largest difference of logits to the source. Where it is not
         `within` the tolerance, nothing is kept.
 
     Raises:
         UserError: anything that the command line would refuse.
     """
-    from ds_vit.interop import export as write
+    from ds_vit.weights import export as write
 
     return write(source, to, **settings)

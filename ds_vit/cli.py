@@ -1,21 +1,23 @@
-"""`ds-vit`: a run on one rank, and what is done beside a run.
+"""`ds-vit`: train on one rank, and use and inspect runs.
 
-ds-vit train --deepspeed_config F …  as launch/train.py; several ranks take a launcher, see docs/launching.md
+ds-vit train --deepspeed_config F …  as launch/train.py, on one rank
+ds-vit launch [-n RANKS] train …     train, eval or bench on all GPUs of this machine, or on N ranks
 ds-vit eval RUN                      exact accuracy of a run's weights, a checkpoint or a file
 ds-vit predict RUN IMAGE…|FOLDER     the classes of images, with names and probabilities
 ds-vit embed RUN FOLDER --output F   the features of images, with their file names
 ds-vit export RUN --to hf            weights for timm, Hugging Face or ONNX, checked against the run's
 ds-vit import SOURCE --to FILE       another tool's weights under timm's names
-ds-vit bench step --against timm     training steps beside those of timm, DDP and FSDP2, interleaved
+ds-vit bench step --against timm     training steps compared with timm, DDP and FSDP2, interleaved
 ds-vit bench data --data-dir DIR     images a second of the loader by stage, and what would make it faster
 ds-vit bench ladder                  what each step towards a fast ViT brings, added one after the other
 ds-vit plan --model M --gpus 64      which layouts of a model fit on GPUs, how fast each would be, and the files of one
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
 ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
-ds-vit compare RUN RUN               what differs between runs, and what came of it
+ds-vit compare RUN RUN               differences between runs, in settings and results
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders, for --dataset wds/OUT
+ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
 ds-vit completion bash               a script that lets the shell complete commands, flags and their values
 """
 
@@ -31,11 +33,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ds_vit.config.help import Parser
-from ds_vit.config.parser import show_examples
+from ds_vit.config.parser import Parser, show_examples
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
+from ds_vit.launching.run import add_launch_arguments, launch
 from ds_vit.tools.doctor.command import add_arguments as add_doctor_arguments
 from ds_vit.tools.doctor.command import doctor as run_doctor
 from ds_vit.tools.report_command import add_compare_arguments, add_report_arguments
@@ -50,7 +52,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     """
     parser = Parser(
         prog="ds-vit",
-        description="Train Vision Transformers, and use what came of it.",
+        description="Train Vision Transformers, and use the results.",
         epilog=_BEGINNING,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,18 +62,20 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, add_help=False)
 
     def add(name: str, text: str, among: argparse._SubParsersAction = commands) -> argparse.ArgumentParser:
-        epilog = show_examples(_EXAMPLES[name])
+        words = f" bench {name} " if among is not commands else f" {name} "
+        epilog = show_examples("\n".join(line for line in _EXAMPLES.splitlines() if words in f"{line} "))
         layout = argparse.RawDescriptionHelpFormatter
         return among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
 
+    launched = add("launch", "train, eval or bench on several ranks of this machine")
+    launched.allow_abbrev = False  # of a flag of training
+    add_launch_arguments(launched)
+    launched.set_defaults(run=_launch)
+
     kinds = add("bench", "ratios against a peer, measured in the same run").add_subparsers(dest="kind", required=True)
-    for name, text, run in (
-        ("step", "one training step without data loading; other flags are those of launch/train.py", _bench_step),
-        (
-            "ladder",
-            "published steps towards a fast ViT, one after the other; other flags as in training",
-            _bench_ladder,
-        ),
+    for name, text in (
+        ("step", "one training step without data loading; other flags are those of launch/train.py"),
+        ("ladder", "published steps towards a fast ViT, one after the other; other flags as in training"),
     ):
         kind = add(name, text, kinds)
         kind.allow_abbrev = False  # of a flag of training
@@ -84,7 +88,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
         kind.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
         kind.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
         kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-        kind.set_defaults(run=run)
+        kind.set_defaults(run=_bench)
         if name == "step":
             kind.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
             kind.add_argument(
@@ -102,7 +106,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
 
     hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
     hosts.add_argument(
-        "--from", dest="source", metavar="FILE|slurm|pbs|lsf", help="where to read (default: the job's scheduler)"
+        "--from", dest="source", metavar="FILE|slurm|pbs", help="where to read (default: the job's scheduler)"
     )
     hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
     hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
@@ -123,8 +127,8 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
 
-    add_report_arguments(add("report", "a run as a page to look at, or several beside each other"))
-    add_compare_arguments(add("compare", "what differs between runs, and what came of it"))
+    add_report_arguments(add("report", "a run as an HTML page, or several side by side"))
+    add_compare_arguments(add("compare", "differences between runs, in settings and results"))
 
     gradients = add("gradients", "what a number format makes of a run's gradients")
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
@@ -134,13 +138,17 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
 
     shards = add("shards", "WebDataset shards of class folders")
     shards.add_argument("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
-    shards.add_argument("out", metavar="OUT", help="folder for the shards; one that was begun goes on")
+    shards.add_argument("out", metavar="OUT", help="folder for the shards; an unfinished one is continued")
     shards.add_argument("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
     shards.add_argument("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
     shards.add_argument("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
     shards.add_argument("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
-    shards.add_argument("--allow-empty-classes", action="store_true", help="let class folders stand that hold no image")
+    shards.add_argument("--allow-empty-classes", action="store_true", help="allow class folders without images")
     shards.set_defaults(run=_shards)
+
+    from_timm = add("from-timm", "a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON")
+    from_timm.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is")
+    from_timm.set_defaults(run=_from_timm)
 
     completion = add("completion", "a script that lets the shell complete commands and flags")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
@@ -150,7 +158,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
 
 # Commands that take flags of launch/train.py and read their command line themselves.
 _WITH_FLAGS = {
-    "train": "train on one rank, as launch/train.py does",
+    "train": "train on one rank (several: ds-vit launch train)",
     "eval": "exact accuracy of a run's weights, a checkpoint or a file",
     "predict": "the classes of images, with names and probabilities",
     "embed": "the features of images, with their file names",
@@ -166,56 +174,37 @@ to begin:
   ds-vit report runs/first                  look at it
   ds-vit predict runs/first cat.jpg         use it
 """
-_BENCH = """
+_EXAMPLES = r"""
+ds-vit launch train --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --output runs/first
+ds-vit launch -n 2 --restarts 3 train --deepspeed_config FILE --data-dir photos --output runs/first
+ds-vit launch -n 2 eval runs/first
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
 ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
 torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
-"""
-_EXAMPLES = {
-    "bench": _BENCH,
-    "step": _BENCH,
-    "data": """
 ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
 ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --aa rand-m9-mstd0.5 --json
-""",
-    "ladder": """
 ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
 torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config zero1.json
-""",
-    "plan": """
 ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
 ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
-""",
-    "hosts": """
 ds-vit hosts --from slurm --output hostfile
 ds-vit hosts --from names.txt --slots 8
-""",
-    "doctor": """
 ds-vit doctor
 ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
-""",
-    "report": """
 ds-vit report runs/first
 ds-vit report runs/first runs/second --output both.html
-""",
-    "compare": """
 ds-vit compare runs/first runs/second
 ds-vit compare runs/*/ --output comparison.html
-""",
-    "gradients": """
 ds-vit gradients runs/first
 ds-vit gradients runs/first --step 100 --output gradients.png
-""",
-    "shards": """
 ds-vit shards photos photos-shards
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
-""",
-    "completion": """
+ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
+ds-vit from-timm 'torchrun --nproc_per_node 8 train.py photos --model vit_small_patch16_224' > train.sh
 ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
 ds-vit completion zsh > "${fpath[1]}/_ds-vit"
-""",
-}
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,9 +243,9 @@ def _run_into_pipe(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if argv[:1] in (["export"], ["import"]):
-        from ds_vit import interop
+        from ds_vit.weights import commands
 
-        return interop.main(argv)
+        return commands.main(argv)
     if argv[0] in ("predict", "embed"):
         from ds_vit.tools import predict_command
 
@@ -270,23 +259,38 @@ def _run(argv: Sequence[str]) -> int:
     return arguments.run(arguments)
 
 
-def _bench_step(arguments: argparse.Namespace) -> int:
+def _launch(arguments: argparse.Namespace) -> int:
+    # A signal that comes too early to be heard waits (Supervisor.run lets it through).
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    try:
+        return launch(arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    """`bench step` or `bench ladder`."""
     from ds_vit.launching.process import discover
     from ds_vit.monitoring.figures import save_figure
     from ds_vit.monitoring.metrics import make_console, print_columns
     from ds_vit.tools import bench
 
-    process = discover()
-    words = ["--model", arguments.model, "--batch-size", str(arguments.batch_size), *arguments.words]
-    against = arguments.against or ["timm" if process.world_size == 1 else "ddp"]
-    result = bench.bench_step(words, arguments.deepspeed_config, against, turns=arguments.turns, steps=arguments.steps)
+    process, turns, steps = discover(), arguments.turns, arguments.steps
+    words = ["--model", arguments.model, *arguments.words]
+    if arguments.kind == "ladder":
+        config, size = arguments.deepspeed_config, arguments.batch_size
+        result = bench.climb_ladder(words, config, size, turns=turns, steps=steps)
+    else:
+        words += ["--batch-size", str(arguments.batch_size)]
+        against = arguments.against or ["timm" if process.world_size == 1 else "ddp"]
+        result = bench.bench_step(words, arguments.deepspeed_config, against, turns=turns, steps=steps)
     if process.rank != 0:
         return exit_codes.OK
     if arguments.json:
         print(result.to_json())
     else:
         print_columns(make_console(), bench.title(result), bench.table(result))
-    if arguments.output is not None:
+    if arguments.kind == "step" and arguments.output is not None:
         save_figure(bench.draw(result), Path(arguments.output))
     return exit_codes.OK
 
@@ -302,22 +306,6 @@ def _bench_data(arguments: argparse.Namespace) -> int:
         print(result.to_json())
     else:
         print_columns(make_console(), bench_data.title(result), bench_data.table(result))
-    return exit_codes.OK
-
-
-def _bench_ladder(arguments: argparse.Namespace) -> int:
-    from ds_vit.launching.process import discover
-    from ds_vit.monitoring.metrics import make_console, print_columns
-    from ds_vit.tools import ladder
-
-    words = ["--model", arguments.model, "--deepspeed_config", arguments.deepspeed_config, *arguments.words]
-    result = ladder.climb(words, arguments.batch_size, turns=arguments.turns, steps=arguments.steps)
-    if discover().rank != 0:
-        return exit_codes.OK
-    if arguments.json:
-        print(result.to_json())
-        return exit_codes.OK
-    print_columns(make_console(), ladder.title(result), ladder.table(result))
     return exit_codes.OK
 
 
@@ -374,6 +362,15 @@ def _shards(arguments: argparse.Namespace) -> int:
                 f"{split}: {len(packed.undecodable)} files are no images and went in as they are; the first is {first}"
             )
     print(f"every shard was read back; train on them by --dataset wds/{arguments.out}")
+    return exit_codes.OK
+
+
+def _from_timm(arguments: argparse.Namespace) -> int:
+    from ds_vit.config.timm_command import translate
+
+    if not arguments.words:
+        raise UserError("ds-vit from-timm takes a command of timm's train.py: ds-vit from-timm 'python train.py …'")
+    print(translate(arguments.words))
     return exit_codes.OK
 
 

@@ -1,27 +1,33 @@
-"""Train: flags and JSON → plan → process group → trainer (engine, steps, metrics, weights).
+"""Train: parse → resolve → groups → model and engine → steps → end.
 
 deepspeed launch/train.py --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --data-dir DIR
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ds_vit import config as flags
-from ds_vit.config.durations import parse_seconds
+from ds_vit.config.units import parse_seconds
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Signals
+from ds_vit.launching.gpus import refuse_unusable_gpus
 from ds_vit.launching.process import Process, job_end
 from ds_vit.monitoring.progress import doing
 from ds_vit.training.program import guarded, process_group
 
 if TYPE_CHECKING:
-    from ds_vit.config.run_folder import RunFolder
     from ds_vit.data import Source
+    from ds_vit.fault_tolerance.watchdog import Watchdog
+    from ds_vit.run_folder import RunFolder
+    from ds_vit.training.resolve import Resolved
 
 EXAMPLES = """
 ds-vit train --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/digits.yaml -b 64
@@ -45,6 +51,27 @@ def main(argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     return guarded(program, body, "what came after the last checkpoint is not saved")
 
 
+def notes_on_machine(resolved: Resolved, num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Lines for people where a run uses less of the machine than its command suggests.
+
+    Args:
+        resolved: the run.
+        num_gpus: that torch can use, 0 on a CPU.
+        environ: where DS_ACCELERATOR may say that the CPU is intended.
+    """
+    deepspeed = resolved.deepspeed
+    if num_gpus > 1 and resolved.process.launcher == "none":
+        return (
+            f"one of {num_gpus} GPUs is used; `ds-vit launch train …` with the same flags trains on all {num_gpus}",
+        )
+    if num_gpus == 0 and deepspeed.asks_for_gpu and "DS_ACCELERATOR" not in environ:
+        return (
+            f"warning: no usable GPU: this run trains on the CPU, in {deepspeed.precision.name}, although "
+            f"{deepspeed.path} is made for GPUs; if that is intended, set DS_ACCELERATOR=cpu",
+        )
+    return ()
+
+
 def run(
     config: flags.RunConfig,
     explicit: frozenset[str],
@@ -61,76 +88,165 @@ def run(
         config: the flags and the recipe.
         explicit: which of them were given.
         process: this rank.
-        signals: that this process is told to stop by; None for a caller who handles them himself.
+        signals: received by this process; None for a caller who handles them.
         again: as for `process_group`.
         sources: the images of training and evaluation, where the flags do not name them.
         listeners: kind of a row of metrics.jsonl → what is called with each such row, on rank 0.
 
     Returns:
-        What summary.json holds, on every rank (of --dry-run how it ended alone); the run's folder.
+        What summary.json holds, on every rank (of --dry-run only how it ended); the run's folder.
 
     Raises:
-        UserError: input that cannot be; before the process group exists wherever that can be known.
+        UserError: invalid input; before the process group exists wherever that can be known.
     """
-    started = time.perf_counter()
-    is_main = process.rank == 0
+    started, is_main = time.perf_counter(), process.rank == 0
     with doing("importing torch and DeepSpeed", shown=is_main):
-        from ds_vit.engine.start import quiet_deepspeed
-
-        # The modules below import DeepSpeed, which talks while it is imported.
-        quiet_deepspeed(config.verbose)
-        import torch.distributed as dist
-        from deepspeed.accelerator import get_accelerator
-
-        from ds_vit.config.run_folder import RunFolder
-        from ds_vit.fault_tolerance.watchdog import Watchdog
-        from ds_vit.parallel.groups import build_groups
-        from ds_vit.training.auto_batch import settle_alone, settle_together
-        from ds_vit.training.dry_run import show_dry_run
-        from ds_vit.training.evaluation_run import run_evaluation
+        device_type, num_gpus = _import_deepspeed(config)
+        from ds_vit.run_folder import RunFolder
+        from ds_vit.training.build import run_dry
         from ds_vit.training.output import DEFAULT_PARENT, check_folder, check_shared, default_folder
-        from ds_vit.training.plan import prepare
-        from ds_vit.training.resume import goes_on_in
-        from ds_vit.training.trainer import Trainer
-        from ds_vit.training.workers import deal_alone, deal_together
+        from ds_vit.training.resume import can_resume_in
 
-        on_cpu = get_accelerator().device_name() == "cpu"
-    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
+    # ---- resolve ----------------------------------------------------------------------------------------------------
+    on_cpu, resumes = device_type == "cpu", can_resume_in(config.output, config.resume)
     with doing("listing the images, building the model", shown=is_main):
-        plan = prepare(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
-        plan = deal_alone(settle_alone(plan, on_cpu=on_cpu))
+        resolved = _resolve(config, explicit, process, sources, on_cpu=on_cpu, num_gpus=num_gpus)
     if config.output and is_main:
-        check_folder(config.output, goes_on=goes_on_in(config.output, config.resume))
+        check_folder(config.output, resumes=resumes)
     if config.dry_run:
-        would_be = Path(config.output or default_folder(config.model))
+        path = Path(config.output or default_folder(config.model))
         if is_main:
-            show_dry_run(plan, get_accelerator().device_name(), would_be)
-        return {"exit": "dry run"}, RunFolder(would_be)
-    check_shared(config.output or DEFAULT_PARENT, process)
+            run_dry(resolved, device_type, path)
+        return {"exit": "dry run"}, RunFolder(path)
 
-    with process_group(process, on_cpu=on_cpu, again=again):
+    check_shared(config.output or DEFAULT_PARENT, process)
+    return _run_ranks(resolved, started, signals, again=again, resumes=resumes, on_cpu=on_cpu, listeners=listeners)
+
+
+def _run_ranks(
+    resolved: Resolved,
+    started: float,
+    signals: Signals | None,
+    *,
+    again: bool,
+    resumes: bool,
+    on_cpu: bool,
+    listeners: Mapping[str, Callable[[Mapping[str, Any]], None]],
+) -> tuple[dict[str, Any], RunFolder]:
+    """Start the ranks, train or evaluate, save; the result is that of `run`."""
+    import torch.distributed as dist
+
+    from ds_vit.parallel.groups import build_groups
+    from ds_vit.run_folder import RunFolder
+    from ds_vit.training.build import build_training, run_evaluation
+    from ds_vit.training.output import move_unsaved_run
+
+    config, process, is_main = resolved.config, resolved.process, resolved.process.rank == 0
+    # ---- groups -----------------------------------------------------------------------------------------------------
+    with contextlib.ExitStack() as stack:
+        name = [stack.enter_context(_claim_folder(config, signals, resumes=resumes)) if is_main else config.output]
+        stack.enter_context(process_group(process, on_cpu=on_cpu, again=again))
         if signals is not None:
             signals.ranks_have_met = not config.eval_only
             signals.moment = "while no training is under way"
-        # One name on every rank: the clocks of two hosts differ.
-        folder = [config.output or default_folder(config.model)]
-        dist.broadcast_object_list(folder, src=0)
-        watchdog = Watchdog(
-            plan.stall_seconds,
-            rank=process.rank,
-            world_size=process.world_size,
-            local_rank=process.local_rank,
-            folder=Path(folder[0]),
-        )
-        with watchdog:
-            if config.auto_batch:
-                watchdog.beat(0, "looking for the micro-batch", patience=4)
-                plan = settle_together(plan, on_cpu=on_cpu)
-            plan = deal_together(plan)
-            groups = build_groups(plan.parallel.layout, saves=not config.eval_only)
-            run_folder = RunFolder(Path(folder[0]))
-            if config.eval_only:
-                summary = run_evaluation(plan, run_folder, groups, started, watchdog)
-            else:
-                summary = Trainer(plan, run_folder, groups, started, watchdog, signals, listeners).run()
-    return summary, run_folder
+        dist.broadcast_object_list(name, src=0)  # the default name has the time, and the clocks of two hosts differ
+        folder = RunFolder(Path(name[0]))
+        watchdog = stack.enter_context(_start_watchdog(resolved, folder.path))
+        resolved = _agree(resolved, watchdog, on_cpu=on_cpu)
+        groups = build_groups(resolved.layout, saves=not config.eval_only)
+        if is_main and (note := move_unsaved_run(folder.path)):
+            print(note, flush=True)
+        if config.eval_only:
+            return run_evaluation(resolved, folder, groups, started, watchdog), folder
+
+        # ---- model, engine, and everything around the steps ---------------------------------------------------------
+        training = build_training(resolved, folder, groups, started, watchdog, signals, listeners)
+
+        # ---- steps --------------------------------------------------------------------------------------------------
+        exit_word = training.run()
+
+        # ---- end ----------------------------------------------------------------------------------------------------
+        return training.finish(exit_word), folder
+
+
+def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
+    """Import torch and DeepSpeed; gives the type of the accelerator, and how many GPUs there are."""
+    from ds_vit.engine.start import quiet_deepspeed
+
+    quiet_deepspeed(config.verbose)  # it prints while it is imported
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device_type = get_accelerator().device_name()
+    names_cpu = isinstance(config.deepspeed_config, str) and Path(config.deepspeed_config).name.startswith("cpu")
+    if device_type == "cpu" and not names_cpu:
+        refuse_unusable_gpus(torch.__version__, torch.version.cuda or "", os.environ)
+    return device_type, 0 if device_type == "cpu" else get_accelerator().device_count()
+
+
+def _resolve(
+    config: flags.RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    sources: tuple[Source, Source | None] | None,
+    *,
+    on_cpu: bool,
+    num_gpus: int,
+) -> Resolved:
+    """Resolve the run, as far as that is possible before the ranks meet."""
+    from ds_vit.training.auto_batch import choose_batch
+    from ds_vit.training.build import engine_config, reads
+    from ds_vit.training.inputs import estimate_workers
+    from ds_vit.training.resolve import resolve_run
+
+    stop_at = time.time() + parse_seconds(config.time_limit, "--time-limit") if config.time_limit else job_end()
+    resolved = resolve_run(config, explicit, process, on_cpu=on_cpu, stop_at=stop_at, sources=sources)
+    if config.auto_batch and (config.dry_run or (on_cpu and config.memory)):
+        resolved = resolved.with_batch(*choose_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
+    if config.workers == "auto":
+        number, reason = estimate_workers(reads(resolved), process)
+        resolved = dataclasses.replace(resolved, workers=number, workers_reason=reason)
+    return dataclasses.replace(resolved, machine_notes=notes_on_machine(resolved, num_gpus))
+
+
+def _start_watchdog(resolved: Resolved, folder: Path) -> Watchdog:
+    """The watchdog of this rank."""
+    from ds_vit.fault_tolerance.watchdog import Watchdog
+
+    process = resolved.process
+    return Watchdog(
+        resolved.stall_seconds,
+        rank=process.rank,
+        world_size=process.world_size,
+        local_rank=process.local_rank,
+        folder=folder,
+    )
+
+
+def _agree(resolved: Resolved, watchdog: Watchdog, *, on_cpu: bool) -> Resolved:
+    """Choose what depends on the free memory and the cores of every rank (a collective)."""
+    from ds_vit.training.auto_batch import agree_on_batch
+    from ds_vit.training.build import engine_config, reads
+    from ds_vit.training.inputs import assign_workers
+
+    config, process = resolved.config, resolved.process
+    if config.auto_batch and not (on_cpu and config.memory):
+        watchdog.beat(0, "looking for the micro-batch", patience=4)
+        resolved = resolved.with_batch(*agree_on_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
+    if config.workers == "auto":
+        number, reason = assign_workers(reads(resolved), process)
+        resolved = dataclasses.replace(resolved, workers=number, workers_reason=reason)
+    return resolved
+
+
+@contextlib.contextmanager
+def _claim_folder(config: flags.RunConfig, signals: Signals | None, *, resumes: bool) -> Iterator[str]:
+    """Lock the output folder for the block, on rank 0."""
+    from ds_vit.training.output import FolderLock, check_folder, make_default_folder
+
+    path = config.output or make_default_folder(config.model)
+    with FolderLock(path, made=not config.output) as lock:
+        if signals is not None:
+            signals.before_end = lock.release
+        check_folder(path, resumes=resumes)  # again: another run may have been here meanwhile
+        yield path

@@ -1,8 +1,8 @@
 """Train a few steps in each layout, and print how far each is from the reference.
 
-    deepspeed launch/parity.py --deepspeed_config FILE [flags of train.py] --layouts "pp2 tp2, tp2, zero3"
+    python launch/parity.py -n 4 --deepspeed_config FILE [flags of train.py] --layouts "pp2 tp2, tp2, zero3"
 
-The same under torchrun, mpirun and plain python. docs/parallelism.md reads its output.
+It starts the ranks itself, by torchrun; `--launcher` names another launcher. docs/parallelism.md reads its output.
 """
 
 import sys

@@ -24,6 +24,29 @@ find_python() {
     done
 }
 
+# Whether a Python has torch: of a module or a container, built for the machine. Not of a virtual environment, whose
+# packages .venv would not see.
+provides_torch() {
+    local ask='import importlib.util as u, sys; print(sys.prefix == sys.base_prefix and u.find_spec("torch") is not None)'
+    [[ $("$1" -c "$ask" 2>/dev/null) == True ]]
+}
+
+# Say so if the NVIDIA driver is too old for PyPI's torch: CUDA 13 needs 580, CUDA 12 needs 525.
+check_driver() {
+    local version major
+    version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0
+    version=${version%%$'\n'*}
+    major=${version%%.*}
+    [[ $major =~ ^[0-9]+$ ]] && ((major < 580)) || return 0
+    [[ -z ${PIP_INDEX_URL-}${PIP_EXTRA_INDEX_URL-}${PIP_FIND_LINKS-}${UV_INDEX-}${UV_INDEX_URL-}${UV_EXTRA_INDEX_URL-} ]] || return 0
+    if ((major < 525)); then
+        say "warning: the NVIDIA driver $version is older than 525: torch cannot use these GPUs until it is updated"
+    else
+        say "warning: the NVIDIA driver $version is older than 580, which PyPI's torch (CUDA 13) needs. Stop here and use" \
+            "PyTorch's index for cu126: PIP_EXTRA_INDEX_URL=ADDRESS bash launch/setup.sh (docs/install_cluster.md)"
+    fi
+}
+
 make_venv() {
     local python
     python=$(find_python)
@@ -31,7 +54,10 @@ make_venv() {
     say "making .venv with $python"
     rm -rf -- "$venv"
     trap 'rm -rf -- "$venv"' EXIT # nothing half-made stays
-    if command -v uv >/dev/null; then
+    if provides_torch "$python"; then
+        say "keeping the torch that $python provides"
+        "$python" -m venv --system-site-packages "$venv" || die "$python cannot make a virtual environment"
+    elif command -v uv >/dev/null; then
         uv venv --quiet --python "$python" "$venv"
     elif "$python" -c 'import ensurepip' 2>/dev/null; then
         "$python" -m venv "$venv"
@@ -83,7 +109,8 @@ with_pip() {
 
 install_packages() {
     local what="$root${extras:+[$extras]}" log=$venv/installing.log
-    if command -v uv >/dev/null; then
+    # uv does not see the packages of the Python outside.
+    if command -v uv >/dev/null && ! grep -q 'include-system-site-packages = true' "$venv/pyvenv.cfg" 2>/dev/null; then
         if [[ -t 2 ]]; then # it shows what it does
             uv pip install --python "$venv/bin/python" --editable "$what"
         else
@@ -115,6 +142,7 @@ for stamp in "${stamps[@]}"; do
     [[ -e $stamp && "$(<"$stamp")" == "$wanted" ]] || current=false
 done
 if ! $current; then
+    grep -q 'include-system-site-packages = true' "$venv/pyvenv.cfg" 2>/dev/null || check_driver
     say "installing ds-vit${extras:+[$extras]} and what it needs into .venv (torch is large: minutes the first time)"
     install_packages || die "the installation failed; the reason is above"
     for stamp in "${stamps[@]}"; do

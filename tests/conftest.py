@@ -11,9 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
-import line_counts
 import pytest
-from file_times import FileTimes
 from project import ROOT
 from ranks import RankPool
 
@@ -37,25 +35,18 @@ def real_images() -> Path:
     return path
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(FileTimes(config))
-    if line_counts.FOLDER in os.environ:
-        config.pluginmanager.register(line_counts.LineCounts(config))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the full products too (hours)")
     fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
     fuzz.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="draw other combinations")
     fuzz.addoption("--fuzz-first", type=int, default=0, metavar="N", help="begin with this one")
     fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (12; 300 with --exhaustive)")
-    fuzz.addoption("--fuzz-report", metavar="FILE", help="append a JSON line for each")
 
 
 # The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.
 _LONGEST = (
-    *("parity", "per_parameter", "launch", "fuzz", "cluster_faults", "json_walk", "resume", "precision", "oracle"),
-    *("promise", "parity_tool", "kill", "tp_every_name", "cluster_slurm", "cluster_doctor", "every_name"),
+    *("layouts", "launch", "fuzz", "cluster_faults", "json_walk", "resume", "precision", "parity_tool", "kill"),
+    *("tp_every_name", "cluster_slurm", "cluster_doctor", "every_name"),
 )
 
 

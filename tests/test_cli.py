@@ -14,10 +14,11 @@ import pytest
 from project import ROOT
 
 from ds_vit import cli
-from ds_vit.config.flags import FIELDS, spelling
+from ds_vit.config.schema import FIELDS, spelling
 
 COMMANDS = (
     "train",
+    "launch",
     "eval",
     "predict",
     "embed",
@@ -30,7 +31,7 @@ COMMANDS = (
     "hosts",
     "doctor",
 )
-COMMANDS += ("report", "compare", "gradients", "shards", "plan", "completion")
+COMMANDS += ("report", "compare", "gradients", "shards", "plan", "from-timm", "completion")
 
 
 def help_of(capsys, command="", flag="--help"):
@@ -47,7 +48,7 @@ def test_alone_it_prints_its_help(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert out == help_of(capsys)
-    listed = re.findall(r"^    (\w+) ", out, re.MULTILINE) + re.findall(r"^    (\w+)$", out, re.MULTILINE)
+    listed = re.findall(r"^    ([\w-]+) ", out, re.MULTILINE) + re.findall(r"^    ([\w-]+)$", out, re.MULTILINE)
     assert set(listed) - {"COMMAND"} == {command.split()[0] for command in COMMANDS}, "COMMANDS above has them all"
     assert max(map(len, out.splitlines())) <= 80
 
@@ -67,7 +68,7 @@ def test_every_command_shows_examples(capsys, command):
     assert examples
     assert any(line.startswith(f"ds-vit {command}") for line in examples)
     known = out.partition("\nexamples:\n")[0]
-    if command.startswith("bench"):  # takes flags of training
+    if command.startswith(("bench", "launch")):  # takes flags of training
         known += help_of(capsys, "bench step") + help_of(capsys, "train")
     own = [line.partition(" -m ds_vit.cli ")[2] or line for line in examples]  # behind a launcher
     flags = {word for line in own for word in shlex.split(line) if word.startswith("-")}

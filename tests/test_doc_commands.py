@@ -1,65 +1,134 @@
-"""Every command and link of README and docs: flags and files that exist, a row of tests/doc_commands.yaml."""
+"""Every command and link of README and docs: flags and files exist, and what is cheap runs.
+
+A training command is run with --dry-run, as rank 0 of its ranks. Above a block whose commands cannot run stands
+`<!-- not run: the reason -->`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from doc_commands import COMMANDS, PAGES, ROWS, commands, with_rows
-from project import ROOT
+from PIL import Image
+from project import ROOT, give_a_clone, run_shell
+from runs import run_quietly
 
 from ds_vit import cli
 from ds_vit.config import build_parser
 from ds_vit.launching.ports import free_port
 
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "ds_configs/README.md",
+]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:deepspeed|torchrun|python|bash|ds-vit|mpirun|srun|tensorboard) .*"
+)
+ASSIGNMENT = re.compile(r'\w+="[^"]*"$')
+CHEAP = {"predict", "report", "compare", "gradients", "plan", "shards", "completion", "from-timm"}
+# Of programs that read their command line themselves.
+OWN = {"--layouts", "--reference", "--steps", "--rtol", "--top-k", "--to", "--output"}
+OWN |= {"--knn", "--linear-probe", "--ema"}
+TINY = (
+    "--deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits --model vit_tiny_patch16_224 "
+    "--model-kwargs patch_size=4 embed_dim=32 depth=2 num_heads=2 --img-size 16 --epochs 2 --workers 0"
+)
+READERS_OWN = {"FILE": "ds_configs/cpu_zero1_fp32.json", "RUN": "runs/first", "ANOTHER": "runs/new", "THIRD": "runs/3"}
 
 
-def flags_of_training():
-    """Every spelling that launch/train.py knows."""
-    return set(build_parser()._option_string_actions)
+class Command(NamedTuple):
+    """One command of a page, on one line and without comment; the shell's variables above it; whether it may run."""
+
+    text: str
+    assignments: tuple[str, ...] = ()
+    runs: bool = True
 
 
-def known_flags(words):
-    """The flags of the program that a command starts; None for one that is not ours."""
+def commands(page: Path) -> list[Command]:
+    """The commands of a page: lines of an indented or a fenced block."""
+    found, assignments, fenced, runs, inside = [], [], False, True, False
+    for line in re.sub(r"\\\n\s*", " ", page.read_text()).splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            inside = True
+            text = re.split(r"\s+#\s|\s{6,}", line.strip())[0].strip()
+            if ASSIGNMENT.match(text):
+                assignments.append(text)
+            elif PROGRAM.fullmatch(text) and ": error: " not in text:
+                found.append(Command(text, tuple(assignments), runs))
+        elif line.lstrip().startswith("<!-- not run: "):
+            runs, inside = False, False
+        elif line.strip() and inside:  # text behind a block
+            runs, inside = True, False
+    return found
+
+
+def words_of(command: Command) -> tuple[dict[str, str], list[str]]:
+    """The environment and the words of a command, as bash reads them, with the reader's own filled in."""
+    text = command.text.replace("…", TINY)
+    for mark, own in READERS_OWN.items():
+        text = re.sub(rf"(?<![\w/]){mark}\b", own, text)
+    script = "\n".join([*command.assignments, f"set -- {re.split(' [>&|]', text)[0]}", 'printf "%s\\0" "$@"'])
+    done = subprocess.run(["bash", "-e", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    words, environ = done.stdout.split("\0")[:-1], {}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, environ[name] = words.pop(0).partition("=")
+    for flag in ("--num_accelerators", "--nproc_per_node", "-n"):
+        if flag in words and Path(words[0]).name in ("deepspeed", "torchrun", "ds-vit"):
+            environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": words[words.index(flag) + 1]}
+    return environ, words
+
+
+def cheap_run(words: list[str]) -> list[str] | None:
+    """The words of `ds-vit` that try a command: those of a cheap program, or a training's dry run; else None."""
+    for at, word in enumerate(words):
+        if word == "launch/train.py":
+            return dry_run(words[at + 1 :])
+        if word.endswith("ds-vit") or word == "ds_vit.cli":
+            rest = words[at + 1 :]
+            if "train" in rest[:4] and rest[0] in ("train", "launch"):
+                return dry_run(rest[rest.index("train") + 1 :])
+            return rest if rest[0] in CHEAP and "--calibrate" not in rest else None
+    return None
+
+
+def dry_run(words: list[str]) -> list[str]:
+    """A training's dry run, which an earlier run in its folder does not prevent."""
+    return ["train", *words, "--dry-run", *([] if "--resume" in words else ["--output", "runs/new"])]
+
+
+def flags_of(words: list[str]) -> tuple[set[str] | None, int]:
+    """The flags of the program that a command starts, None for one that is not ours; and where its words begin."""
+    training = set(build_parser()._option_string_actions) | OWN
     for at, word in enumerate(words):
         if word.endswith("ds-vit") or word == "ds_vit.cli":
-            return set(cli.build_parser().known_flags()) | flags_of_training() | OWN, at
+            return set(cli.build_parser().known_flags()) | training, at
         if re.search(r"launch/(train|parity)\.py$", word):
-            return flags_of_training() | OWN, at
+            return training, at
     return None, 0
 
 
-# Of programs that read their command line themselves.
-OWN = {
-    "--layouts",
-    "--reference",
-    "--steps",
-    "--rtol",
-    "--top-k",
-    "--to",
-    "--output",
-    "--knn",
-    "--linear-probe",
-    "--ema",
-}
-
-
-def wrong_in(command):
-    """The flags of a command that its program does not know, and the files that are not there."""
+def wrong_in(text: str) -> list[str]:
+    """The flags of a command that its program does not know, and the files that do not exist."""
     try:
-        words = shlex.split(command.replace("$flags", ""))
+        words = shlex.split(text.replace("$flags", ""))
     except ValueError:
-        words = command.split()
-    known, start = known_flags(words)
+        words = text.split()
+    known, start = flags_of(words)
     flags = {word.split("=")[0].strip("[]") for word in words[start:] if word.strip("[").startswith("--")}
     files = [word for word in words if re.match(r"(launch|ds_configs|docs|tests)/[\w./-]+\.\w+$", word)]
-    return sorted(flags - known if known else []) + [word for word in files if not (ROOT / word).exists()]
+    missing = [word for word in files if not (ROOT / word).exists() and "docs/images" not in word]
+    return sorted(flags - known if known else []) + missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -69,23 +138,75 @@ def test_flags_and_files_of_commands_exist(page):
 
 
 def test_the_rule_can_fail(tmp_path):
-    # Catches: a pattern that finds no command.
+    # Catches: a pattern that finds no command, a mark that holds for the rest of the page.
     page = tmp_path / "page.md"
-    page.write_text("    ds-vit train --epocs 3 \\\n        --deepspeed_config ds_configs/nowhere.json  # so\n")
-    [command] = commands(page)
-    assert wrong_in(command.text) == ["--epocs", "ds_configs/nowhere.json"]
+    page.write_text(
+        "    ds-vit train --epocs 3 \\\n        --deepspeed_config ds_configs/nowhere.json  # so\n\n"
+        "<!-- not run: why -->\n```bash\nds-vit report a\n\nds-vit report b\n```\nText.\n\n    ds-vit report c\n"
+    )
+    first, *others = commands(page)
+    assert wrong_in(first.text) == ["--epocs", "ds_configs/nowhere.json"]
+    assert [(one.text[-1], one.runs) for one in others] == [("a", False), ("b", False), ("c", True)]
 
 
-def test_every_command_has_its_row(tmp_path):
-    # Catches: a command that nobody has tried; a row of a page or a test that is gone.
-    assert set(ROWS) - {command.page for command in COMMANDS} == set()
-    named = {found for command in COMMANDS for found in re.findall(r"tests/[\w/]+\.py", command.small)}
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-    page = tmp_path / "page.md"
-    page.write_text("    ds-vit doctor\n\n```bash\nds-vit report runs/first\n```\n")
-    for rows in ([], [{"doctor": {"quick": ""}}], [{"doctor": {"quick": ""}}, {"compare": {"quick": ""}}]):
-        with pytest.raises(ValueError, match=r"zip\(\)|is the row of: ds-vit report"):
-            list(with_rows(commands(page), rows))
+@pytest.fixture(scope="module")
+def place(ranks, tmp_path_factory) -> Path:
+    """The folder that pages speak of: photos, their shards, finished runs, and what a clone has."""
+    folder = tmp_path_factory.mktemp("place")
+    for split, name, number in ((s, c, n) for s in ("train", "val") for c in ("cat", "dog") for n in range(70)):
+        path = folder / "photos" / split / name / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((40, 32), 60 + number).convert("RGB").save(path)
+    shutil.copy(folder / "photos/val/cat/0.jpg", folder / "cat.jpg")
+    for name in ("launch", "ds_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "docs" / "images").mkdir(parents=True)
+    train = f"train {TINY} -b 16 --epochs 1 --max-steps 2 --grad-stats-interval 1 --no-aug --model-ema"
+    for words in (f"{train} --output runs/first", "shards photos photos-shards -j 1"):
+        [(code, said, wrong)] = ranks.run(1, run_words, str(folder), {}, words.split())
+        assert code == 0, said + wrong
+    for name in ("second", "one", "another"):
+        shutil.copytree(folder / "runs/first", folder / "runs" / name)
+    return folder
+
+
+def run_words(folder: str, environ: dict[str, str], words: list[str]) -> tuple[int, str, str]:
+    """On a rank: `ds-vit` with these words, in a folder; its exit code, what it said on stdout and on stderr."""
+    os.chdir(folder)
+    if "WORLD_SIZE" in environ:  # a rank that nobody started: of its host nothing is known either
+        del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= environ
+    return run_quietly(words, main=cli.main)
+
+
+# Their own tests follow two of the pages in their order; benchmarks take minutes.
+OTHERS = ("docs/examples.md", "docs/finetune.md", "docs/benchmarks/")
+
+
+def cheap_commands():
+    for page, name in zip(PAGES, NAMES, strict=True):
+        for command in [] if name.startswith(OTHERS) else commands(page):
+            environ, words = words_of(command) if command.runs else ({}, [])
+            if words := cheap_run(words):
+                slow = [pytest.mark.slow] if words[0] in ("train", "plan", "shards") else []
+                yield pytest.param(environ, words, marks=slow, id=f"{name}: {command.text[:60]}")
+
+
+@pytest.mark.parametrize(("environ", "words"), list(cheap_commands()))
+def test_it_runs(environ, words, place, ranks, tmp_path):
+    # Catches: a command of a page that ends in anything but success.
+    folder = tmp_path / "place"
+    shutil.copytree(place, folder, symlinks=True)
+    [(code, said, wrong)] = ranks.run(1, run_words, str(folder), environ, words)
+    assert code == 0, f"{words}\n{said}{wrong}"
+
+
+def test_a_command_that_fails_is_seen(place, ranks):
+    # Catches: an exit code that is dropped.
+    environ, words = words_of(Command("ds-vit predict RUN nowhere.jpg"))
+    [(code, _, wrong)] = ranks.run(1, run_words, str(place), environ, cheap_run(words))
+    assert code == 2
+    assert "nowhere.jpg" in wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -109,18 +230,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_what_stops_goes_on(tmp_path):
-    # Catches: README's "stop anywhere, go on anywhere" that ends in another line than it says.
+def test_a_stopped_run_resumes_to_the_promised_loss(tmp_path):
+    # Catches: README's interrupted run that ends in another line than the page has.
     page = (ROOT / "README.md").read_text()
     block = re.search(r'(    flags="[^\n]*--output runs/stopped"\n.*?)\n\n', page, re.DOTALL)[1]
-    script = re.sub(
-        r"\bdeepspeed --quiet", f"{Path(sys.executable).parent}/deepspeed --quiet --master_port {free_port()}", block
-    )
-    for name in ("launch", "ds_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    [loss] = re.findall(r"step 50/50  epoch 2  loss ([\d.]+)", done.stdout)
+    script = re.sub(r"\bdeepspeed --quiet", f"deepspeed --quiet --master_port {free_port()}", block)
+    said = run_shell(script, tmp_path, give_a_clone(tmp_path))
+    [loss] = re.findall(r"step 50/50  epoch 2  loss ([\d.]+)", said)
     [promised] = set(re.findall(r"step 50/50\s+epoch 2\s+loss\s+([\d.]+)", page))
     assert float(loss) == pytest.approx(float(promised), rel=1e-4)

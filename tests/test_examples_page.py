@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from project import ROOT
+from project import ROOT, give_a_clone, run_shell
 
 from ds_vit.launching.ports import free_port
 
@@ -32,20 +28,12 @@ def test_four_examples(tmp_path):
         assert text in script
         script = script.replace(text, shorter)
     script = script.replace("deepspeed --", f"deepspeed --master_port {free_port()} --")
-    for name in ("launch", "ds_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ds-vit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ds_vit.cli "$@"\n')
-    (tmp_path / "bin" / "ds-vit").chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = run_shell(script, tmp_path, give_a_clone(tmp_path))
     summaries = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json")}
     assert {summary["exit"] for summary in summaries.values()} == {"completed"}
     assert summaries["moved"]["steps"] == 40
-    assert "1-is-a-" in done.stdout
+    assert "1-is-a-" in said
     assert (
-        "step 20: went on in another process (pp 1 x dp 1 x tp 1)" in (tmp_path / "runs/moved/report.html").read_text()
+        "step 20: resumed in another process (pp 1 x dp 1 x tp 1)" in (tmp_path / "runs/moved/report.html").read_text()
     )
-    assert re.search(r"k-NN top-1", done.stdout)
+    assert re.search(r"k-NN top-1", said)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 
 import oracle
 import pytest
 import timm
-from project import ROOT
+from project import ROOT, give_a_clone, run_shell
 from safetensors.torch import save_file
 
 PAGE = (ROOT / "docs" / "finetune.md").read_text()
@@ -23,31 +20,20 @@ NUM_PHOTOS = 10  # a class: eight to train on, two held out
 
 @pytest.fixture
 def folder(tmp_path, real_images):
-    """Where the page begins: photos/, weights of ImageNet's classes (random here), and `ds-vit` on PATH."""
+    """Where the page begins: photos/, and weights of ImageNet's classes (random here)."""
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", tmp_path, 10 * NUM_PHOTOS, "all")
     for name in ("cat", "dog"):
         (tmp_path / "photos").mkdir(exist_ok=True)
         (tmp_path / "all" / name).rename(tmp_path / "photos" / f"my {name}")
     save_file(timm.create_model(MODEL).state_dict(), tmp_path / "vit_tiny.safetensors")
-    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ds-vit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ds_vit.cli "$@"\n')
-    (tmp_path / "bin" / "ds-vit").chmod(0o755)
     return tmp_path
 
 
 @pytest.mark.slow
 def test_six_commands_from_photographs_to_predictions(folder):
     # Catches: a page that lags behind the program, names of classes that get lost on the way.
-    environ = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    environ |= {"CUDA_VISIBLE_DEVICES": ""}
-    said = []
-    for command in COMMANDS:
-        words = ["bash", "-e", "-o", "pipefail", "-c", command]
-        done = subprocess.run(words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        said.append(done.stdout)
-    split, train, measure, predict, to_csv, export = said
+    environ = give_a_clone(folder)
+    split, train, measure, predict, to_csv, export = (run_shell(command, folder, environ) for command in COMMANDS)
     assert split == ""
     assert len(list(folder.glob("data/val/my dog/*.jpg"))) == 2
     assert "newly initialised: head.bias, head.weight" in train

@@ -6,14 +6,10 @@ One of them again:             pytest tests/test_fuzz.py -k combination --fuzz-s
 
 import contextlib
 import dataclasses
-import json
-import time
-from collections import Counter
 from unittest import mock
 
 import fuzz
 import pytest
-from ranks import RankFailure
 
 
 def pytest_generate_tests(metafunc):
@@ -37,43 +33,7 @@ def data(tmp_path_factory, real_images):
 
 def test_combination(ranks, data, tmp_path, request, index):
     """Anything that makes a layout, or an interruption, a hyper-parameter, in whatever combination it takes."""
-    seed = request.config.getoption("--fuzz-seed")
-    began = time.monotonic()
-    row = {"seed": seed, "index": index}
-    try:
-        outcome = fuzz.run_one(fuzz.Runner(ranks, data, tmp_path / "runs"), seed, index)
-        row |= {"deviations": outcome.deviations, "refusals": outcome.refusals}
-        row |= {"precision": outcome.combination.precision, "what": str(outcome.combination)}
-    except (AssertionError, RankFailure) as error:
-        row["error"] = str(error)
-        raise
-    finally:
-        report = request.config.getoption("--fuzz-report")
-        if report:
-            with open(report, "a") as file:
-                file.write(json.dumps({**row, "seconds": time.monotonic() - began}) + "\n")
-
-
-def test_most_draws_are_legal(data, tmp_path, capsys):
-    """A fuzz that passes because everything is refused, or whose layouts are refused where one process is not."""
-    number, refusals, wrong = 20, {}, []
-    for index in range(number):
-        combination = fuzz.draw(0, index)
-        runner = fuzz.Runner(None, data, tmp_path)
-        for place, layout in enumerate(combination.layouts):
-            argv = runner.argv(combination, layout, f"layout{place}", weights=False)
-            said = fuzz.refusal(combination, place, argv, on_cpu=combination.precision != "fp16")
-            if said is not None and (place == 0 or fuzz.is_layout_rule(said)):
-                refusals[index] = said
-                break
-            if said is not None:
-                wrong.append(f"{said}\n{combination}")
-    with capsys.disabled():
-        print(f"\n{len(refusals)} of {number} draws are refused")
-        for reason, count in Counter(refusals.values()).most_common():
-            print(f"{count:4} {reason}")
-    assert not wrong, "\n\n".join(wrong)
-    assert len(refusals) < 0.15 * number
+    fuzz.run_one(fuzz.Runner(ranks, data, tmp_path / "runs"), request.config.getoption("--fuzz-seed"), index)
 
 
 _FIRST = ("vit_small_patch16_18x2_224", "399")
@@ -195,16 +155,18 @@ def draws_anew_in_the_second_run():
 
 @contextlib.contextmanager
 def norm_without_a_shard():
-    """The gradient norm does not see what tensor parallelism has put on the second rank."""
+    """The gradient norm of a rank lacks the tensor shards of the other ranks."""
     import torch.distributed as dist
 
     from ds_vit.engine.base import Engine
 
-    def lose(engine, parameters, norms):
-        if engine.stage == 0:
-            norms.mul_(dist.get_rank() == 0)
+    clip_gradients = Engine._clip_gradients
 
-    with mock.patch.object(Engine, "_keep_norms", lose):
+    def clip_by_own_norm(engine):
+        with mock.patch.object(dist, "all_reduce"):
+            return clip_gradients(engine)
+
+    with mock.patch.object(Engine, "_clip_gradients", clip_by_own_norm):
         yield
 
 
@@ -293,6 +255,6 @@ def test_a_refusal_in_one_layout_alone_is_seen(ranks, data, tmp_path):
     layouts = list(ORDINARY.layouts)
     layouts[2] = dataclasses.replace(layouts[2], words=("--tp", "2", "--stall-seconds", "-1"))
     refused = dataclasses.replace(ORDINARY, layouts=tuple(layouts))
-    with pytest.raises(AssertionError, match="--stall-seconds must be a number >= 0"):
+    with pytest.raises(AssertionError, match="--stall-seconds must be at least 0"):
         fuzz.Runner(ranks, data, tmp_path / "runs").check(refused)
-    assert not fuzz.is_layout_rule("--stall-seconds must be a number >= 0, not -1.0")
+    assert not fuzz.is_layout_rule("--stall-seconds must be at least 0, not -1.0")

@@ -22,10 +22,10 @@ LAYERS: tuple[str, ...] = (
     "tools",
     "train",
     "training",
-    "interop",
+    "weights",
     "checkpoint",
-    "engine",
     "monitoring",
+    "engine",
     "planner",
     "optim",
     "tasks",
@@ -36,6 +36,7 @@ LAYERS: tuple[str, ...] = (
     "launching",
     "fault_tolerance",
     "randomness",
+    "run_folder",
 )
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 
@@ -134,3 +135,86 @@ def test_importing_the_package_imports_nothing_heavy():
     code = "import sys; before = set(sys.modules); import ds_vit; print(*sorted(set(sys.modules) - before))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert out.stdout.split() == ["ds_vit"]
+
+
+# A resolved run with all its settings. Components take small configs (training/build.py makes them).
+WHOLE_RUN = {"Resolved", "resolve_run"}
+
+
+def knows_whole_run(source: str) -> bool:
+    """Whether a file names the class of a resolved run, the function that makes one, or takes a `resolved` untyped."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.alias(name=name) | ast.Name(id=name) | ast.Attribute(attr=name) | ast.ClassDef(name=name):
+                known = name in WHOLE_RUN
+            case ast.arg(arg=name, annotation=annotation):
+                words = re.findall(r"\w+", ast.unparse(annotation)) if annotation else []
+                known = bool(WHOLE_RUN & {*words}) or (name == "resolved" and annotation is None)
+            case _:
+                known = False
+        if known:
+            return True
+    return False
+
+
+def test_few_files_know_the_whole_run():
+    # Catches: a component that reads settings through a chain of attributes of everything.
+    knowing = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if knows_whole_run(path.read_text())]
+    assert 0 < len(knowing) <= 4, f"give each component a small config of its own: {sorted(knowing)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("from ds_vit.training.resolve import Resolved as Run", True),
+        ("from ds_vit.training import resolve\nrun = resolve.resolve_run(*words)", True),
+        ("def f(run: Resolved | None): pass", True),
+        ("def f(run: 'Resolved'): pass", True),
+        ("def f(resolved): pass", True),
+        ("from ds_vit.training.resolve.model import ModelConfig\ndef f(model: ModelConfig): pass", False),
+    ],
+)
+def test_every_way_to_know_the_run_is_seen(source, known):
+    # Catches: a count that is always low.
+    assert knows_whole_run(source) == known
+
+
+def circles(graph: dict[str, set[str]]) -> set[str]:
+    """The nodes that can be reached from themselves."""
+
+    def reached(node: str) -> set[str]:
+        seen, left = set(), [*graph[node]]
+        while left:
+            if (one := left.pop()) not in seen:
+                seen.add(one)
+                left += graph.get(one, ())
+        return seen
+
+    return {node for node in graph if node in reached(node)}
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module of ds_vit → modules of ds_vit that it imports, inside functions and under TYPE_CHECKING too."""
+    names = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {one if one in names else node.module for one in inner}
+        graph[name] = found & set(names)
+    return graph
+
+
+def test_no_import_circles():
+    # Catches: two modules that need each other, which then belong together or need a third.
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
+    graph = import_graph()
+    assert graph["ds_vit.training.trainer"], "the graph is of other files"
+    assert not circles(graph)

@@ -14,7 +14,7 @@ import zipfile
 import pytest
 from project import ROOT, project_files
 
-from ds_vit.config.shipped import or_shipped
+from ds_vit.config.parser import or_shipped
 
 SHORT = (
     "--max-steps",
@@ -99,6 +99,10 @@ def test_a_wheel_trains_outside_the_clone(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((there / "run" / "summary.json").read_text())["exit"] == "completed"
     assert "Run it again" in (there / "run" / "report.html").read_text()
+    words = ["launch", "-n", "2", *words, *SHORT, *TINY, "--output", "several"]
+    done = subprocess.run([*program, *words], cwd=there, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((there / "several" / "summary.json").read_text())["layout"]["dp"] == 2
     told = subprocess.run(
         [python, "-c", "import ds_vit; print(ds_vit.__file__)"], check=True, cwd=there, env=environ, capture_output=True
     )

@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 
 def resident_bytes(field: str) -> int:
@@ -64,38 +64,41 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from ds_vit import config as flags
-    from ds_vit.checkpoint.holding import Holding
-    from ds_vit.config.run_folder import RunFolder
+    from ds_vit.checkpoint.rank_share import RankShare
     from ds_vit.engine.start import device_of, quiet_deepspeed
     from ds_vit.launching.process import discover
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.throughput import Throughput
     from ds_vit.optim.ema import Ema
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import build_engine
+    from ds_vit.run_folder import RunFolder
+    from ds_vit.training.build import checkpoint_config, engine_config, input_config
+    from ds_vit.training.build_engine import build_engine
     from ds_vit.training.checkpoint_manager import CheckpointManager
     from ds_vit.training.inputs import InputPipeline
-    from ds_vit.training.plan import prepare
+    from ds_vit.training.resolve import resolve_run
 
     quiet_deepspeed(False)
     argv = ["--model", model, "--dataset", "digits", "--no-aug", "--workers", "0", "-b", "1", "--warmup-steps", "0"]
     argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--max-steps", "2"]
     argv += ["--num-classes", "1000", "--model-ema", "--checkpoint-interval", "2", "--keep-checkpoints", "1"]
     config, explicit = flags.parse([*argv, "--output", folder])
-    plan = prepare(config, explicit, discover(), on_cpu=True)
-    engine = build_engine(plan, device_of(0), build_groups(plan.parallel.layout, saves=True))
+    plan = resolve_run(config, explicit, discover(), on_cpu=True)
+    engine = build_engine(engine_config(plan), device_of(0), build_groups(plan.layout, saves=True))
     average, throughput = Ema(engine.zero_map, 0.999), Throughput()
-    inputs = InputPipeline(plan, engine, throughput).training()
+    inputs = InputPipeline(input_config(plan), engine, throughput).training()
     for _ in range(2):
         begin = time.perf_counter()
         engine.train_step(inputs)
         between = time.perf_counter() - begin
     average.update()
-    rows, nothing = Rows(), SimpleNamespace(state_dict=dict)
-    run_folder = RunFolder(Path(folder))
-    checkpoint_manager = CheckpointManager(plan, run_folder, engine, average, throughput, None, nothing, rows)
-    shapes = names_and_shapes(plan.model.whole)
-    holding = Holding(engine.zero_map, average.tensors, shapes)
+    rows, nothing = Rows(), SimpleNamespace(state_dict=dict, conclude=lambda: None)
+    shapes, config = names_and_shapes(plan.model.whole), checkpoint_config(plan)
+    parent = RunFolder(Path(folder)).checkpoints
+    checkpoint_manager = CheckpointManager(
+        config, parent, engine, plan.model.task, shapes, average, throughput, None, nothing, rows
+    )
+    share = RankShare(engine.zero_map, average.tensors, shapes)
 
     def timed(action: Any) -> float:
         """Seconds of the slowest rank, all of which begin together."""
@@ -116,10 +119,10 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     checkpoint_manager.finish(2)
     peak = resident_bytes("VmHWM") - before
 
-    own = {kind: [t for t in holding.tensors(kind) if t is not None] for kind in holding.kinds()}
+    own = {kind: [t for t in share.tensors(kind) if t is not None] for kind in share.kinds()}
     whole = {}
     if dist.get_rank() == 0:
-        whole = {kind: {name: torch.rand(shape) for name, shape in shapes.items()} for kind in holding.kinds()}
+        whole = {kind: {name: torch.rand(shape) for name, shape in shapes.items()} for kind in share.kinds()}
     part, file = Path(folder) / f"own-{dist.get_rank()}.pt", Path(folder) / "whole.pt"
 
     def save_whole() -> None:
@@ -143,7 +146,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
         **{name: min(values) for name, values in times.items()},
         "write": min(row["write_seconds"] for row in rows.rows),
         "bytes": rows.rows[-1]["bytes"],
-        "share": 4 * sum(t.numel() for kind in holding.kinds() for t in holding.tensors(kind) if t is not None),
+        "share": 4 * sum(t.numel() for kind in share.kinds() for t in share.tensors(kind) if t is not None),
         "largest": 4 * max(math.prod(shape) for shape in shapes.values()),
         "peak": peak,
     }

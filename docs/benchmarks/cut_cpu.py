@@ -13,7 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 KWARGS = {"patch_size": 8, "embed_dim": 192, "depth": 6, "num_heads": 4}
 ARGV = ["--model", "vit_tiny_patch16_224", "--model-kwargs", *(f"{k}={v}" for k, v in KWARGS.items())]
@@ -51,7 +51,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from ranks import RankPool
 
-    from ds_vit.models import ModelSpec, create_model, layer_costs
+    from ds_vit.models import ModelSpec, create_model
+    from ds_vit.planner.counting import layer_costs
 
     model = create_model(ModelSpec("vit_tiny_patch16_224", num_classes=10, img_size=96, model_kwargs=KWARGS))
     flops = [cost.flops for cost in layer_costs(model)]

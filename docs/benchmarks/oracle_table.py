@@ -2,9 +2,9 @@
 
     .venv/bin/python docs/benchmarks/oracle_table.py
 
-These are the runs of `test_cifar10_equals_plain_timm` (tests/training/test_oracle.py): for each ZeRO stage and number
-of ranks the whole batch at once and in four micro-batches, with and without activation checkpointing. A cell holds the
-largest relative deviation of these four runs over all their steps. Needs CIFAR-10's train.tar, looked for as the tests
+These are plain runs of `tests/parallel/test_layouts.py` with AdamW: for each ZeRO stage and number of ranks the whole
+batch at once and in four micro-batches, with and without activation checkpointing. A cell holds the largest relative
+deviation of these four runs over all their steps. Needs CIFAR-10's train.tar, looked for as the tests
 do: in `$DS_VIT_TEST_DATA`, else in ../shared/data seen from the project.
 """
 
@@ -20,11 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import oracle  # noqa: E402
 import torch  # noqa: E402
-from oracle_runs import train  # noqa: E402
+from curves import largest_deviation, train_in  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 NUM_IMAGES = 64
@@ -41,16 +41,18 @@ def measure(archive: Path, folder: Path) -> Deviations:
     """Train every layout on the first images of a tar of class folders, and compare with the plain loop."""
     oracle.cifar_folder(archive, folder, NUM_IMAGES, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10)
-    plain = oracle.train_plainly(folder, folder / "weights.safetensors", num_classes=10)
+    plain = oracle.train_plainly(folder).rows
     pool = RankPool()
     found: Deviations = {}
     for stage in STAGES:
         for world in WORLD_SIZES:
             worst = dict.fromkeys(COLUMNS, 0.0)
             for pieces, words in VARIANTS:
-                micro = NUM_IMAGES // world // pieces
-                rows = train(pool, world, folder, stage, "--data-dir", folder, *words, micro=micro, accumulation=pieces)
-                worst = {c: max(worst[c], oracle.largest_deviation(plain, rows, c)) for c in COLUMNS}
+                batch = ("-b", NUM_IMAGES // world // pieces, "--grad-accum-steps", pieces)
+                with tempfile.TemporaryDirectory() as output:
+                    layout, run = (1, world, 1, stage), Path(output, "run")
+                    rows = train_in(pool, world, oracle.command(folder, "adamw", layout, run, *batch, *words))
+                worst = {c: max(worst[c], largest_deviation(plain, rows, c)) for c in COLUMNS}
             found[stage, world] = worst
             print(f"ZeRO-{stage}, {world} ranks: {worst}", file=sys.stderr, flush=True)
     return found

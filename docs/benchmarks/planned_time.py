@@ -29,9 +29,9 @@ from scipy.stats import spearmanr
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
 from ds_vit.tools.calibrate import Calibration
-from ds_vit.tools.measure import make_ours, plan_of, ranks_met, versions
-from ds_vit.training.plan import Plan
-from ds_vit.training.truth import PlannedTime
+from ds_vit.tools.measure import make_ours, ranks_met, resolve_engine, versions
+from ds_vit.training.build_engine import EngineConfig
+from ds_vit.training.prediction import PlannedTime
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 8
@@ -51,11 +51,11 @@ LAYOUTS = {  # ZeRO stage, accumulated micro-batches, flags
 }
 
 
-def measured(plans: dict[str, Plan], calibration: Calibration, turns: int) -> list[dict[str, dict[str, float]]]:
+def measured(plans: dict[str, EngineConfig], calibration: Calibration, turns: int) -> list[dict[str, dict[str, float]]]:
     """Of each turn, the seconds of what is calibrated and of each layout's step, of the slowest rank (a collective)."""
     device, found = calibration.device, []
     with contextlib.ExitStack() as stack:
-        steps = {name: make_ours(plan, device, stack) for name, plan in plans.items()}
+        steps = {name: make_ours(config, device, stack) for name, config in plans.items()}
         for step in [*steps.values()] * 3:  # the first ones make what later ones keep
             step()
         for _ in range(turns):
@@ -91,13 +91,13 @@ def main() -> int:
             told["gradient_accumulation_steps"] = accumulation
             config = Path(folder) / "deepspeed.json"
             config.write_text(json.dumps(told))
-            plans[name] = plan_of([*words.split(), *of_model, "--deepspeed_config", str(config)], process)
+            plans[name] = resolve_engine([*words.split(), *of_model, "--deepspeed_config", str(config)], process)
     with ranks_met(process) as device:
         calibration = Calibration(device)
         turns = measured(plans, calibration, arguments.turns)
     if process.rank:
         return 0
-    looked_at = {name: PlannedTime(plan) for name, plan in plans.items()}
+    looked_at = {name: PlannedTime(config) for name, config in plans.items()}
     planned: dict[str, list[StepTime]] = {name: [] for name in plans}
     for turn in turns:
         seconds = turn["calibrated"]

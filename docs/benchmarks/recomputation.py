@@ -30,15 +30,14 @@ from ds_vit.models import (
     cast_block_buffers,
     create_model,
     image_size,
-    kept_by_layers,
     norms_in_fp32,
     recompute_all,
     recompute_selectively,
     run_layers,
-    saved_bytes,
     take_apart,
 )
 from ds_vit.models.checkpointing import is_dear
+from ds_vit.planner.counting import kept_by_layers, saved_bytes
 
 
 def keeping(choose: Callable[[], Callable[[Any], bool]]) -> Callable:

@@ -1,4 +1,4 @@
-"""The folder of checkpoints on disk: what is in one, when it is complete, which one counts. No engine, no ranks.
+"""The folder of checkpoints on disk: its files, when a checkpoint is complete, which one is used. No engine, no ranks.
 
 checkpoints/latest                 name of the newest complete one
 checkpoints/best                   name of the best one so far, by the task's first figure
@@ -8,7 +8,8 @@ checkpoints/step-00001000/         complete, or it would not have this name
     ema.safetensors                the moving average, where there is one
     state.json                     progress
     manifest.json                  size and SHA-256 of every other file, and of itself
-checkpoints/.step-00002000.partial one that is being written, or was when its run was killed
+    evaluation.json                evaluations up to this step, if it was evaluated after the save
+checkpoints/.step-00002000.partial being written, or left by a killed run
 """
 
 from __future__ import annotations
@@ -18,31 +19,33 @@ import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_vit.checkpoint.tensors import (
     FileEntry,
+    TensorFiles,
+    remove,
     replace_text,
     sha256_of,
     sync_folder,
-    write_bytes,
+    write_text,
 )
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.weight_files import TensorFiles
 
 FORMAT = 1
 """Version of the format; a newer one is refused."""
+
+_FIGURES = "evaluation.json"  # in no manifest: it comes later, and without it a resumed run evaluates again
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what its manifest says; the text names the file and what is wrong with it."""
+    """A checkpoint that differs from its manifest; the text names the file and what is wrong with it."""
 
 
 def folder_name(step: int) -> str:
@@ -57,7 +60,7 @@ def step_of(name: str) -> int | None:
 
 
 def partial_folder(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies until it is complete."""
+    """The folder that the checkpoint of a step is written to."""
     return parent / f".{folder_name(step)}.partial"
 
 
@@ -66,7 +69,7 @@ def _manifest_checksum(contents: Mapping[str, Any]) -> str:
 
 
 def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping[str, str]) -> Path:
-    """Make the temporary folder of a step a checkpoint: all of it is on the disk before it has its name.
+    """Turn the temporary folder of a step into a checkpoint: all of it is on the disk before it has its name.
 
     Args:
         parent: the folder `checkpoints`.
@@ -78,7 +81,7 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
         OSError: the file system refuses; the checkpoint then does not exist.
     """
     temporary = partial_folder(parent, step)
-    entries = [*entries, *(write_bytes(temporary / name, text.encode()) for name, text in texts.items())]
+    entries = [*entries, *(write_text(temporary / name, text) for name, text in texts.items())]
     for entry in entries:
         size = (temporary / entry.name).stat().st_size
         if size != entry.num_bytes:
@@ -89,12 +92,12 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
         if entry.tensors:
             manifest["files"][entry.name]["tensors"] = list(entry.tensors)
     manifest["sha256"] = _manifest_checksum(manifest)
-    write_bytes(temporary / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+    write_text(temporary / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     sync_folder(temporary)
     final = parent / folder_name(step)
     old = parent / f".{folder_name(step)}.old"
     remove(old)
-    if final.exists():  # the same step once more, from a run that went on from an earlier checkpoint
+    if final.exists():  # from before the run resumed from an earlier checkpoint
         os.replace(final, old)
     os.replace(temporary, final)
     sync_folder(parent)
@@ -103,32 +106,17 @@ def commit(parent: Path, step: int, entries: Sequence[FileEntry], texts: Mapping
     return final
 
 
-def make_empty(folder: Path) -> None:
-    """Make a folder, and the ones above it; what is in it is removed."""
-    remove(folder)
-    folder.mkdir(parents=True)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a file in its place, if it is there and as far as that can be."""
-    if path.is_symlink() or path.is_file():
-        with contextlib.suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def discard(parent: Path, step: int) -> None:
-    """Remove what there is of a checkpoint that could not be written."""
+    """Remove the files of a checkpoint that could not be written."""
     remove(partial_folder(parent, step))
 
 
 def remove_leftovers(parent: Path) -> list[str]:
-    """Remove what killed runs left half-written; their names."""
+    """Remove the unfinished checkpoints that killed runs left; returns their names."""
     names = [path.name for path in _list(parent) if _LEFTOVER.fullmatch(path.name)]
     for name in names:
         remove(parent / name)
-    with contextlib.suppress(OSError):  # a folder that cannot be written to is told of by the first save
+    with contextlib.suppress(OSError):  # the first save reports a folder that cannot be written to
         for name in (".latest.partial", ".best.partial"):
             (parent / name).unlink(missing_ok=True)
     return names
@@ -139,28 +127,28 @@ def _list(parent: Path) -> list[Path]:
 
 
 def checkpoints(parent: Path) -> list[Path]:
-    """The complete checkpoints in a folder in the order in which they count.
+    """The complete checkpoints in a folder, in the order in which a resume tries them.
 
     First the one that `latest` names, then those before it, the newest first. Those of later steps come last: they
-    belong to a course that was given up, when a run went on from an earlier checkpoint.
+    were abandoned when a run resumed from an earlier checkpoint.
     """
-    found = {step_of(path.name): path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()}
-    newest_first = sorted(found, key=lambda step: -int(step or 0))
+    by_step = {step_of(path.name): path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()}
+    newest_first = sorted(by_step, key=lambda step: -int(step or 0))
     latest = step_of(marked(parent, "latest") or "")
-    if latest in found:
+    if latest in by_step:
         newest_first.sort(key=lambda step: int(step or 0) > int(latest or 0))
-    return [found[step] for step in newest_first]
+    return [by_step[step] for step in newest_first]
 
 
-def prune(parent: Path, keep: int) -> list[str]:
-    """Remove all but the newest `keep` checkpoints (0: keep all) and the best one; the removed ones' names."""
+def prune(parent: Path, keep: int, spare: str = "") -> list[str]:
+    """Remove all checkpoints except the newest `keep` (0: keep all), the best one and `spare`; returns their names."""
     if keep <= 0:
         return []
     best = marked(parent, "best")
     removed = []
     for path in checkpoints(parent)[keep:]:
-        if path.name != best:
-            # Under another name first: what is half removed must not look like a checkpoint.
+        if path.name not in (best, spare):
+            # Renamed first: a half removed folder must not look like a checkpoint.
             old = parent / f".{path.name}.old"
             remove(old)
             os.replace(path, old)
@@ -170,12 +158,12 @@ def prune(parent: Path, keep: int) -> list[str]:
 
 
 def mark_best(parent: Path, name: str) -> None:
-    """Let `best` name a checkpoint."""
+    """Mark a checkpoint as the best one."""
     replace_text(parent / "best", name + "\n")
 
 
 def forget_best_after(parent: Path, step: int) -> None:
-    """Take the mark `best` away where it names a later step: of a course that is given up."""
+    """Remove the mark `best` if it names a later step, which the run has abandoned."""
     best = step_of(marked(parent, "best") or "")
     if best is not None and best > step:
         with contextlib.suppress(OSError):  # the next best one overwrites it
@@ -183,7 +171,7 @@ def forget_best_after(parent: Path, step: int) -> None:
 
 
 def marked(parent: Path, marker: str) -> str | None:
-    """What `latest` or `best` names; None where there is no such file."""
+    """The checkpoint that `latest` or `best` names; None without that file."""
     try:
         return (parent / marker).read_text(errors="replace").strip()
     except OSError:
@@ -192,7 +180,7 @@ def marked(parent: Path, marker: str) -> str | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, opened: its manifest fits and its files are there with their sizes.
+    """A complete checkpoint, opened: its manifest is intact and its files have the right sizes.
 
     Attributes:
         path: its folder.
@@ -211,7 +199,7 @@ class Checkpoint:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there are tensors of: "model", "ema", and the optimizer's states, such as "optimizer-exp_avg"."""
+        """The kinds of tensors: "model", "ema", and the optimizer's states, such as "optimizer-exp_avg"."""
         stems = (re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", n) for n in self.files if n.endswith(".safetensors"))
         return tuple(dict.fromkeys(stems))
 
@@ -237,12 +225,28 @@ class Checkpoint:
             Damaged: names the first file that differs.
         """
         for name in self.files if names is None else names:
-            try:
-                found = sha256_of(self.path / name)
-            except OSError as error:
-                raise Damaged(f"{self.path.name}/{name} cannot be read: {error.strerror or error}") from None
-            if found != self.files[name].sha256:
-                raise Damaged(f"{self.path.name}/{name} does not have the checksum of the manifest: its bytes changed")
+            _verify(self.path / name, self.files[name])
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise Damaged where a file of a checkpoint cannot be read."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        yield
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise Damaged(f"{name} is not JSON: it is truncated, or its bytes changed") from None
+
+
+def _verify(path: Path, entry: FileEntry) -> None:
+    with _reading(path):
+        digest = sha256_of(path)
+    if digest != entry.sha256:
+        raise Damaged(f"{path.parent.name}/{path.name} does not have the checksum of the manifest: its bytes changed")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -252,9 +256,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         Damaged: names the file and what is wrong with it.
         UserError: it was written by a newer ds_vit.
     """
-    manifest = _read_json(path, "manifest.json")
-    checksum = manifest.pop("sha256", None)
-    if checksum != _manifest_checksum(manifest):
+    with _reading(path / "manifest.json"):
+        manifest = json.loads((path / "manifest.json").read_bytes())
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _manifest_checksum(manifest):
         raise Damaged(f"{path.name}/manifest.json does not have its own checksum: its bytes changed")
     if manifest["format"] > FORMAT:
         raise UserError(f"checkpoint {path} has format {manifest['format']}, and this ds_vit reads up to {FORMAT}")
@@ -263,32 +267,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for name, entry in manifest["files"].items()
     }
     for name, entry in files.items():
-        try:
+        with _reading(path / name):
             size = (path / name).stat().st_size
-        except FileNotFoundError:
-            raise Damaged(f"{path.name}/{name} is missing") from None
-        except OSError as error:
-            raise Damaged(f"{path.name}/{name} cannot be read: {error.strerror or error}") from None
         if size != entry.num_bytes:
             raise Damaged(f"{path.name}/{name} has {size} bytes in place of {entry.num_bytes}")
-    state = path / "state.json"
-    if "state.json" not in files or sha256_of(state) != files["state.json"].sha256:
-        raise Damaged(f"{path.name}/state.json does not have the checksum of the manifest: its bytes changed")
-    return Checkpoint(path, files, json.loads(state.read_text()))
+    _verify(path / "state.json", files["state.json"])
+    return Checkpoint(path, files, json.loads((path / "state.json").read_text()))
 
 
-def _read_json(path: Path, name: str) -> dict[str, Any]:
+def write_figures(parent: Path, step: int, figures: Mapping[str, Any]) -> None:
+    """Add the evaluations up to a step to the complete checkpoint of that step."""
+    replace_text(parent / folder_name(step) / _FIGURES, json.dumps(figures) + "\n")
+
+
+def read_figures(path: Path) -> dict[str, Any]:
+    """The figures that `write_figures` wrote; empty if the file is missing or damaged."""
     try:
-        data = json.loads((path / name).read_bytes())
-    except FileNotFoundError:
-        raise Damaged(f"{path.name}/{name} is missing") from None
-    except OSError as error:
-        raise Damaged(f"{path.name}/{name} cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise Damaged(f"{path.name}/{name} is not JSON: it is truncated, or its bytes changed") from None
-    if not isinstance(data, dict) or not {"format", "step", "files"} <= set(data):
-        raise Damaged(f"{path.name}/{name} lacks what a manifest has")
-    return data
+        return dict(json.loads((path / _FIGURES).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def newest(parent: Path, *, skip: frozenset[str] = frozenset()) -> tuple[Checkpoint | None, list[str]]:
@@ -296,24 +293,18 @@ def newest(parent: Path, *, skip: frozenset[str] = frozenset()) -> tuple[Checkpo
 
     Args:
         parent: the folder `checkpoints`.
-        skip: names of folders that are known to be damaged.
+        skip: names of folders known to be damaged.
 
     Returns:
-        It, or None; and in plain words what was found wrong on the way.
+        It, or None; and a line for people about each problem found.
     """
     notes: list[str] = []
-    found = checkpoints(parent)
+    complete = checkpoints(parent)
     latest = marked(parent, "latest")
-    strangers = [path.name for path in _list(parent) if step_of(path.name) is not None and not path.is_dir()]
-    if found and strangers:
-        notes.append(
-            f"{parent} has {', '.join(strangers)}: no folder, so no checkpoint; passed over, and replaced by a "
-            "checkpoint of that step"
-        )
-    if found and latest != found[0].name:
+    if complete and latest != complete[0].name:
         named = "is missing" if latest is None else f"names {latest!r}, which is not there"
-        notes.append(f"{parent}/latest {named}; the newest complete checkpoint is {found[0].name}")
-    for path in found:
+        notes.append(f"{parent}/latest {named}; the newest complete checkpoint is {complete[0].name}")
+    for path in complete:
         if path.name in skip:
             continue
         try:

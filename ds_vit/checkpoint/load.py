@@ -1,4 +1,4 @@
-"""From a checkpoint into a running engine: each rank reads the bytes that it holds, whatever its layout is."""
+"""Loads a checkpoint into a running engine: each rank reads its own bytes, in any layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
+from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.weight_files import TensorFiles
 from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
@@ -23,13 +23,13 @@ _CHUNK = 2**24  # elements that are copied at a time
 def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int) -> np.ndarray:
     """`length` elements from `start` of the flattened tensor slice, out of the (memory-mapped) whole tensor.
 
-    Only the rows that hold them are read. What a slice has past the end of the whole is zero.
+    Only the rows that hold them are read. A slice that extends past the end of the whole is padded with zeros.
 
     Raises:
         UserError: the whole has another shape.
     """
     if full.shape != tp_slice.full_shape:
-        raise UserError(f"a tensor of shape {full.shape} is no whole of shape {tp_slice.full_shape}")
+        raise UserError(f"a tensor of shape {full.shape} is not a whole of shape {tp_slice.full_shape}")
     dim = tp_slice.dim
     if dim is None:
         return full.reshape(-1)[start : start + length]
@@ -40,7 +40,7 @@ def read_range(full: np.ndarray, tp_slice: TensorSlice, start: int, length: int)
     rows = along.take(torch.arange(1, full.shape[dim] + 1)).numpy()
     block = len(rows) * behind
     first, last = start // block, -(-(start + length) // block)
-    if last - first == 1:  # within one block: its rows alone
+    if last - first == 1:  # within one block: only its rows
         low, high = (start - first * block) // behind, -(-(start + length - first * block) // behind)
         rows = rows[low:high]
         skipped = first * block + low * behind
@@ -117,9 +117,9 @@ def optimizer_scalars(zero_map: ZeroMap) -> dict[str, Any]:
     """
     for shard in zero_map.shards:
         state = zero_map.base.state.get(shard.parameter, {})
-        found = {key: value for key, value in state.items() if isinstance(value, (int, float)) or _is_scalar(value)}
+        numbers = {key: value for key, value in state.items() if isinstance(value, (int, float)) or _is_scalar(value)}
         if state:
-            return {key: {"value": float(v), "tensor": torch.is_tensor(v)} for key, v in sorted(found.items())}
+            return {key: {"value": float(v), "tensor": torch.is_tensor(v)} for key, v in sorted(numbers.items())}
     return {}
 
 
@@ -147,7 +147,7 @@ def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = No
     """Compare all files with the manifest, each by one rank (a collective).
 
     Returns:
-        What is wrong, the same on every rank; "" for an intact checkpoint.
+        The damage, the same on every rank; "" for an intact checkpoint.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     error = ""
@@ -160,8 +160,25 @@ def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = No
     return "; ".join(e for e in errors if e)
 
 
-def together(question: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's answer on every rank (a collective)."""
-    answer = [question() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0, group=group)
-    return answer[0]
+def from_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Call a function on rank 0; returns its result on every rank (a collective)."""
+    result = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result, src=0, group=group)
+    return result[0]
+
+
+def tensors_as_json(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Small tensors as plain data, to the bit."""
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape], "values": flat}
+        for name, tensor in tensors.items()
+        for flat in [tensor.detach().flatten().tolist()]
+    }
+
+
+def tensors_of_json(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that `tensors_as_json` received, on the CPU."""
+    return {
+        name: torch.tensor(kept["values"], dtype=getattr(torch, kept["dtype"])).view(kept["shape"])
+        for name, kept in data.items()
+    }

@@ -1,16 +1,17 @@
-"""Checkpoints of a running engine, copied to host memory and written by a thread beside training.
+"""Checkpoints of a running engine, copied to host memory and written by a thread during training.
 
-The pause is the copy of this rank's share alone. The thread moves segments to their writers through a process group of
-its own, so that it never meets training's collectives.
+Training waits only while this rank's share is copied. The thread sends segments to their writers through a separate
+process group, so that it never meets training's collectives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,22 @@ import torch.distributed as dist
 
 from ds_vit.checkpoint import folder as folders
 from ds_vit.checkpoint.gather import Gather
-from ds_vit.checkpoint.holding import OPTIMIZER, Holding
-from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, index_of, split_files
-from ds_vit.config.run_folder import BEST, WEIGHTS
+from ds_vit.checkpoint.load import from_first_rank
+from ds_vit.checkpoint.rank_share import OPTIMIZER, RankShare
+from ds_vit.checkpoint.tensors import (
+    WEIGHT_BYTES,
+    FileEntry,
+    TensorSpec,
+    index_files,
+    make_empty,
+    move_files,
+    remove,
+    save_weights,
+)
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.parallel.segment import Segment
+from ds_vit.run_folder import BEST, WEIGHTS
 
-WEIGHT_BYTES = 5 * 10**9
-"""Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""
 STATE_BYTES = 2**30
 """Largest file of optimizer state: small enough for many ranks to write at once."""
 
@@ -34,119 +43,111 @@ _EMA_PREFIX = "ema-"
 
 
 class HostCopy:
-    """Host memory for this rank's share: page-locked beside a GPU, and used again by every save."""
+    """Host memory for this rank's share: page-locked with a GPU, and reused by every save."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: RankShare) -> None:
+        self._share = share
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._reserving: threading.Thread | None = None
 
-    def reserve(self, holding: Holding, kinds: Sequence[str]) -> None:
-        """Have a thread get the memory for these kinds, page by page, so that the first copy does not wait for it."""
-        sizes = {}
-        for kind in kinds:
-            for block, source in enumerate(holding.tensors(kind)):
-                if source is not None and _owner(holding, kind, block) == kind:
-                    sizes[kind, block] = source.numel(), source.device.type == "cuda"
+    def reserve(self, kinds: Sequence[str]) -> None:
+        """Allocate the memory for these kinds in a thread, so that the first copy does not wait for it."""
+        sources = {kind: self._share.tensors(kind) for kind in kinds}
 
-        def get() -> None:
-            for key, (numel, pin) in sizes.items():
-                # Filled, because the system gives memory only when it is written to.
-                self._buffers[key] = torch.empty(numel, dtype=torch.float32, pin_memory=pin).zero_()
+        def fill() -> None:
+            for kind, tensors in sources.items():
+                for block, source in enumerate(tensors):
+                    if source is not None:
+                        self._buffer(kind, block, source).zero_()  # the system gives memory when it is written to
 
-        self._reserving = threading.Thread(target=get, name="checkpoint memory", daemon=True)
+        self._reserving = threading.Thread(target=fill, name="checkpoint memory", daemon=True)
         self._reserving.start()
 
-    def take(self, holding: Holding, kinds: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    def take(self, kinds: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         """Copy the tensors of these kinds; waits until they have arrived.
 
         Returns:
-            kind → flat fp32 CPU tensors by block, empty ones where this rank gives nothing.
+            kind → flat fp32 CPU tensors by block, empty ones where this rank saves nothing.
         """
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        out: dict[str, list[torch.Tensor]] = {}
+        out: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
         devices = set()
         for kind in kinds:
-            out[kind] = []
-            for block, source in enumerate(holding.tensors(kind)):
-                owner = _owner(holding, kind, block)
+            for block, source in enumerate(self._share.tensors(kind)):
                 if source is None:
                     out[kind].append(torch.empty(0))
                     continue
-                buffer = self._buffers.get((owner, block))
-                if buffer is None:
-                    pin = source.device.type == "cuda"
-                    buffer = torch.empty(source.numel(), dtype=torch.float32, pin_memory=pin)
-                    self._buffers[owner, block] = buffer
-                if owner == kind:
-                    buffer.copy_(source.detach().view(-1), non_blocking=True)
-                    devices.add(source.device)
-                out[kind].append(buffer)
+                out[kind].append(self._buffer(kind, block, source))
+                out[kind][-1].copy_(source.detach().view(-1), non_blocking=True)
+                devices.add(source.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return out
 
-
-def _owner(holding: Holding, kind: str, block: int) -> str:
-    """The kind whose copy of a block serves: a parameter that is not trained is its own average."""
-    return "model" if block >= len(holding.trained) else kind
+    def _buffer(self, kind: str, block: int, source: torch.Tensor) -> torch.Tensor:
+        # A parameter that is not trained is its own average: one copy serves both.
+        key = ("model" if block >= len(self._share.trained) else kind, block)
+        if key not in self._buffers:
+            pinned = source.device.type == "cuda"
+            self._buffers[key] = torch.empty(source.numel(), dtype=torch.float32, pin_memory=pinned)
+        return self._buffers[key]
 
 
 @dataclass
 class Save:
-    """One checkpoint, from the decision to save it to its end.
+    """One checkpoint that is being saved.
 
     Attributes:
         step: optimizer steps that are done.
         state: state.json.
-        best: it shall be marked as the best one.
-        pause_seconds: how long training stood still for it.
-        write_seconds: how long the files took, beside training.
+        best: whether to mark it as the best one.
+        spare: name of an older checkpoint to keep in any case; "" for none.
+        pause_seconds: how long training waited for it.
+        write_seconds: how long the files took, during training.
         num_bytes: of all its files.
-        error: what went wrong on which rank; "" for a complete one.
-        removed: names of the older checkpoints that were removed for it.
+        error: which rank failed and why; "" for a complete one.
     """
 
     step: int
     state: Mapping[str, Any]
     best: bool = False
+    spare: str = ""
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
     num_bytes: int = 0
     error: str = ""
-    removed: list[str] = field(default_factory=list)
 
 
 class Saver:
     """Saves checkpoints of one engine; every rank has one and calls the same methods in the same order.
 
     Args:
-        parent: the folder `checkpoints`, the same one on all ranks; made when it is needed.
-        holding: what this rank holds.
-        keep: checkpoints to keep beside the best one; 0 keeps all.
-        group: of all ranks, over gloo; nobody else uses it while a save is under way.
-        apart: parameters that `save_weights` writes into files of their own, by the file's name; in a checkpoint all
-            are together.
-        metadata: further words of the header of every file of weights, averaged ones too.
+        parent: the folder `checkpoints`, the same one on all ranks; created by the first save.
+        share: the tensors of this rank.
+        keep: checkpoints to keep in addition to the best one; 0 keeps all.
+        group: of all ranks, over gloo; used for nothing else during a save.
+        apart: file name → parameters that `save_weights` writes into that file; a checkpoint has all in one.
+        metadata: further entries of the header of every file of weights, averaged ones too.
     """
 
     def __init__(
         self,
         parent: Path,
-        holding: Holding,
+        share: RankShare,
         keep: int,
         group: dist.ProcessGroup,
         apart: Mapping[str, Collection[str]] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.parent = parent
-        self.holding = holding
+        self.share = share
         self.keep = keep
         self.rank = dist.get_rank()
         self._group = group
-        self._host = HostCopy()
+        self._host = HostCopy(share)
         self._held: list[Sequence[Segment]] | None = None
         self._gathers: dict[tuple[str, ...], Gather] = {}
         self._apart = {
@@ -163,35 +164,35 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def finished(self) -> list[Save]:
-        """The saves that have come to their end since the last call.
+        """The saves that have finished since the last call.
 
         Raises:
             RuntimeError: the thread itself failed: another rank is gone.
         """
         if self._crash is not None:
             crash, self._crash = self._crash, None
-            raise RuntimeError(f"a checkpoint could not be brought to its end: {crash}") from crash
+            raise RuntimeError(f"a checkpoint could not be completed: {crash}") from crash
         done, self._finished = self._finished, []
         return done
 
     def num_bytes(self) -> tuple[int, int]:
         """The size of a checkpoint, once the optimizer has its states, and of what `save_weights` and `save_best` write
         (the same on every rank)."""
-        sizes = {kind: sum(spec.num_bytes for spec in self.holding.specs(kind)) for kind in self.holding.kinds()}
+        sizes = {kind: sum(spec.num_bytes for spec in self.share.specs(kind)) for kind in self.share.kinds()}
         return sum(sizes.values()), 2 * sizes["model"] + sizes.get("ema", 0)
 
     def reserve(self) -> None:
-        """Get the memory for a save ready beside training, once the optimizer has its states; needs no other rank."""
-        self._host.reserve(self.holding, self.holding.kinds())
+        """Allocate the memory for a save during training, once the optimizer has its states; needs no other rank."""
+        self._host.reserve(self.share.kinds())
 
     def start(self, save: Save) -> None:
-        """Copy this rank's share, and write it beside training (all ranks, none of them `busy`)."""
+        """Copy this rank's share, and write it during training (all ranks, none of them `busy`)."""
         self.wait()
         begun = time.perf_counter()
-        kinds = self.holding.kinds()
-        host = self._host.take(self.holding, kinds)
+        kinds = self.share.kinds()
+        host = self._host.take(kinds)
         save.pause_seconds = time.perf_counter() - begun
-        self._thread = threading.Thread(target=self._guarded, args=(save, host, kinds), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(save, host, kinds), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -201,20 +202,26 @@ class Saver:
             self._thread = None
 
     def mark_best(self, step: int) -> str:
-        """Mark the complete checkpoint of a step as the best one; what went wrong, on every rank (a collective)."""
+        """Mark the complete checkpoint of a step as the best one; returns the error on every rank (a collective)."""
         return self._on_first_rank(lambda: folders.mark_best(self.parent, folders.folder_name(step)))
+
+    def write_figures(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Add an evaluation's figures to the complete checkpoint of a step (only rank 0 writes)."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):  # a run that resumes there evaluates again
+                folders.write_figures(self.parent, step, figures)
 
     def save_weights(self, folder: Path) -> None:
         """Write the weights, and their average where there is one, into a folder: `model.safetensors` and
-        `ema.safetensors`, or shards with an index (all ranks). What has a file of its own goes to `<name>.safetensors`
-        and `ema-<name>.safetensors` beside them.
+        `ema.safetensors`, or shards with an index (all ranks). Parameters with a separate file go to
+        `<name>.safetensors` and `ema-<name>.safetensors`.
 
         Raises:
-            NotSaved: on every rank, with what went wrong on which.
+            NotSaved: on every rank; names the ranks that failed.
         """
         self.wait()
-        kinds = tuple(kind for kind in self.holding.kinds() if not kind.startswith(OPTIMIZER))
-        host = self._host.take(self.holding, kinds)
+        kinds = tuple(kind for kind in self.share.kinds() if not kind.startswith(OPTIMIZER))
+        host = self._host.take(kinds)
         for name in self._apart:
             source = "ema" if name.startswith(_EMA_PREFIX) else "model"
             if source in host:
@@ -223,75 +230,64 @@ class Saver:
         temporary = folder / ".weights.partial"
         entries, error = self._write(temporary, kinds, host)
         if not error:
-            error = self._on_first_rank(lambda: _place(temporary, folder, entries, self._indices(kinds)))
+            names = [entry.name for entry in entries]
+            error = self._on_first_rank(lambda: move_files(temporary, folder, names, self._indices(kinds)))
         if error:
-            self._on_first_rank(lambda: folders.remove(temporary))
+            self._on_first_rank(lambda: remove(temporary))
             raise NotSaved(f"the weights could not be written to {folder}: {error}")
 
     def save_best(self, folder: Path) -> None:
-        """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index; what has a file of
-        its own is left out. Where no checkpoint is marked, none stays (a collective; rank 0 alone reads and writes).
+        """Write the weights of the best checkpoint as `best.safetensors`, or shards with an index; parameters
+        with a separate file are left out. Without a best checkpoint, old files are removed (a collective; only rank 0
+        reads and writes).
 
         Raises:
-            NotSaved: on every rank, with what went wrong.
+            NotSaved: on every rank, with the error.
         """
-        temporary = folder / ".best.partial"
-        if error := self._on_first_rank(lambda: self._copy_best(temporary, folder)):
-            self._on_first_rank(lambda: folders.remove(temporary))
+        if error := self._on_first_rank(lambda: self._copy_best(folder)):
             raise NotSaved(f"{BEST}.safetensors could not be written to {folder}: {error}")
 
-    def _copy_best(self, temporary: Path, folder: Path) -> None:
+    def _copy_best(self, folder: Path) -> None:
         name = folders.marked(self.parent, "best")
         if name is None:
-            for stale in folder.glob(f"{BEST}*.safetensors*"):  # of a course that was given up
+            for stale in folder.glob(f"{BEST}*.safetensors*"):  # from before a rollback or a resume
                 stale.unlink()
             return
         try:
             weights = folders.open_checkpoint(self.parent / name).tensors("model")
         except UserError as damage:
             raise OSError(str(damage)) from None
-        elsewhere = frozenset().union(*self._apart.values())
-        specs = [spec for spec in self.holding.specs("model") if spec.name not in elsewhere]
-        files = split_files(BEST, specs, WEIGHT_BYTES)
-        folders.make_empty(temporary)
-        entries = []
-        for file, tensors in files.items():
-            writer = TensorWriter(temporary / file, tensors, self._metadata["model"])
-            for spec in tensors:
-                writer.write(spec.name, weights[spec.name])
-            entries.append(writer.close())
-        _place(temporary, folder, entries, _indices({BEST: files}))
+        specs = self._specs(("model", *self._apart))["model"]
+        save_weights(
+            folder, {spec.name: weights[spec.name] for spec in specs}, name=BEST, metadata=self._metadata["model"]
+        )
 
     # ---- in the thread -----------------------------------------------------------------------------------------
 
-    def _guarded(self, save: Save, host: Mapping[str, Sequence[torch.Tensor]], kinds: tuple[str, ...]) -> None:
-        try:
-            self._save(save, host, kinds)
-        except Exception as error:  # it has no other way out of a thread
-            self._crash = error
-
     def _save(self, save: Save, host: Mapping[str, Sequence[torch.Tensor]], kinds: tuple[str, ...]) -> None:
-        begun = time.perf_counter()
-        temporary = folders.partial_folder(self.parent, save.step)
-        entries, save.error = self._write(temporary, kinds, host)
-        if not save.error:
-            save.error = self._on_first_rank(lambda: self._commit(save, kinds, entries))
-        if save.error:
-            self._on_first_rank(lambda: folders.discard(self.parent, save.step))
-        save.num_bytes = sum(entry.num_bytes for entry in entries)
-        save.write_seconds = time.perf_counter() - begun
-        self._finished.append(save)
+        try:
+            begun = time.perf_counter()
+            entries, save.error = self._write(folders.partial_folder(self.parent, save.step), kinds, host)
+            if not save.error:
+                save.error = self._on_first_rank(lambda: self._commit(save, kinds, entries))
+            if save.error:
+                self._on_first_rank(lambda: folders.discard(self.parent, save.step))
+            save.num_bytes = sum(entry.num_bytes for entry in entries)
+            save.write_seconds = time.perf_counter() - begun
+            self._finished.append(save)
+        except Exception as error:  # `finished` raises it in the main thread
+            self._crash = error
 
     def _commit(self, save: Save, kinds: tuple[str, ...], entries: Sequence[FileEntry]) -> None:
         texts = {"state.json": json.dumps(save.state, indent=1) + "\n", **self._indices(kinds)}
         path = folders.commit(self.parent, save.step, entries, texts)
         if save.best:
             folders.mark_best(self.parent, path.name)
-        save.removed = folders.prune(self.parent, self.keep)
+        folders.prune(self.parent, self.keep, save.spare)
 
     def _indices(self, kinds: Sequence[str]) -> dict[str, str]:
         """The index files of those kinds that take more than one file."""
-        return _indices({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
+        return index_files({kind: self._gather(tuple(kinds)).files[kind] for kind in kinds})
 
     def _write(
         self, temporary: Path, kinds: tuple[str, ...], host: Mapping[str, Sequence[torch.Tensor]]
@@ -299,9 +295,9 @@ class Saver:
         """All files of these kinds in a temporary folder (a collective).
 
         Returns:
-            On every rank: the files of all ranks, and what went wrong on which rank.
+            On every rank: the files of all ranks, and the errors by rank.
         """
-        error = self._on_first_rank(lambda: folders.make_empty(temporary))
+        error = self._on_first_rank(lambda: make_empty(temporary))
         if error:
             return [], error
         own, own_error = self._gather(kinds).run(host, temporary, self._group, self._metadata)
@@ -311,10 +307,10 @@ class Saver:
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)
 
     def _gather(self, kinds: tuple[str, ...]) -> Gather:
-        """The plan for these kinds; the ranks tell each other once what they hold."""
+        """The transfers for these kinds; the ranks exchange once which segments they hold."""
         if self._held is None:
             held: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(held, self.holding.given, group=self._group)
+            dist.all_gather_object(held, self.share.saved, group=self._group)
             self._held = held
         if kinds not in self._gathers:
             specs = self._specs(kinds)
@@ -323,58 +319,25 @@ class Saver:
         return self._gathers[kinds]
 
     def _specs(self, kinds: tuple[str, ...]) -> dict[str, list[TensorSpec]]:
-        """The whole tensors of each of these kinds; what is among them with a file of its own is in no other."""
+        """The whole tensors of each of these kinds; a tensor with a separate file is in no other."""
         out = {}
         for kind in kinds:
             if kind in self._apart:
-                out[kind] = [spec for spec in self.holding.specs("model") if spec.name in self._apart[kind]]
+                out[kind] = [spec for spec in self.share.specs("model") if spec.name in self._apart[kind]]
             else:
                 elsewhere = frozenset().union(*(self._apart[name] for name in kinds if name in self._apart))
-                out[kind] = [spec for spec in self.holding.specs(kind) if spec.name not in elsewhere]
+                out[kind] = [spec for spec in self.share.specs(kind) if spec.name not in elsewhere]
         return out
 
     def _on_first_rank(self, action: Callable[[], None]) -> str:
-        """Do something on rank 0; what went wrong with it, on every rank (a collective)."""
-        error = [""]
-        if self.rank == 0:
+        """Do something on rank 0; returns the error on every rank (a collective)."""
+
+        def attempt() -> str:
             try:
                 action()
             except OSError as problem:
                 where = f" ({problem.filename})" if problem.filename else ""
-                error = [f"rank 0: {problem.strerror or problem}{where}"]
-        dist.broadcast_object_list(error, src=0, group=self._group)
-        return error[0]
+                return f"rank 0: {problem.strerror or problem}{where}"
+            return ""
 
-
-def _place(temporary: Path, folder: Path, entries: Sequence[FileEntry], indices: Mapping[str, str]) -> None:
-    """Move what was written, and its index, to where a reader looks for it."""
-    for name, text in indices.items():
-        entries = [*entries, folders.write_bytes(temporary / name, text.encode())]
-    for entry in entries:
-        (temporary / entry.name).replace(folder / entry.name)
-    temporary.rmdir()
-    folders.sync_folder(folder)
-
-
-def _indices(files: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> dict[str, str]:
-    return {
-        f"{kind}.safetensors.index.json": json.dumps(index_of(parts), indent=1) + "\n"
-        for kind, parts in files.items()
-        if len(parts) > 1
-    }
-
-
-def collect_weights(holding: Holding, group: dist.ProcessGroup) -> dict[str, torch.Tensor] | None:
-    """All weights on rank 0's CPU, whole, fp32; None on the others (a collective). For models that one host can hold.
-
-    Args:
-        holding: what this rank holds.
-        group: of all ranks, over gloo.
-    """
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, holding.given, group=group)
-    specs = holding.specs("model")
-    one_file = sum(spec.num_bytes for spec in specs)  # which rank 0 would write
-    gather = Gather(held, {"model": specs}, {"model": one_file}, dist.get_rank())
-    whole = gather.collect(HostCopy().take(holding, ("model",)), group)
-    return whole.get("model", {}) if dist.get_rank() == 0 else None
+        return from_first_rank(attempt, self._group)

@@ -1,4 +1,4 @@
-"""safetensors files, written one tensor after the other; models/weight_files.py reads them.
+"""safetensors files: written one tensor after the other, and mapped into memory to be read.
 
 safetensors' own `save_file` needs every tensor in memory at once. Here the header is made from names and shapes, and
 the values follow one tensor at a time, so that a writer never holds more than one. The files are ordinary safetensors
@@ -13,35 +13,36 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 
-_TYPES: dict[torch.dtype, tuple[str, np.dtype]] = {
-    torch.float64: ("F64", np.dtype("<f8")),
-    torch.float32: ("F32", np.dtype("<f4")),
-    torch.int64: ("I64", np.dtype("<i8")),
-    torch.int32: ("I32", np.dtype("<i4")),
-    torch.uint8: ("U8", np.dtype("u1")),
-    torch.bool: ("BOOL", np.dtype("?")),
+from ds_vit.fault_tolerance.errors import UserError
+
+WEIGHT_BYTES = 5 * 10**9
+"""Largest file of weights, as Hugging Face has it: timm and others read one file most easily."""
+
+_TYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 _READ_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is to be written.
+    """A tensor to be written.
 
     Attributes:
         name: in the file.
         shape: whole.
-        dtype: what the checkpoint keeps it in; fp32 for weights and optimizer state.
+        dtype: in the file; fp32 for weights and optimizer state.
     """
 
     name: str
@@ -49,14 +50,9 @@ class TensorSpec:
     dtype: torch.dtype = torch.float32
 
     @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return self.numel * _TYPES[self.dtype][1].itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class FileEntry:
 
 
 def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dict[str, tuple[TensorSpec, ...]]:
-    """Deal tensors to files of at most `max_bytes` (one larger tensor has a file of its own), in the order given.
+    """Split tensors into files of at most `max_bytes` (one larger tensor gets a separate file), in the order given.
 
     Returns:
         `{"model.safetensors": all}`, or Hugging Face's `model-00001-of-00003.safetensors`, … where one is not enough.
@@ -88,12 +84,23 @@ def split_files(stem: str, tensors: Sequence[TensorSpec], max_bytes: int) -> dic
     return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": tuple(part) for i, part in enumerate(parts, 1)}
 
 
-def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any]:
-    """Hugging Face's index of a sharded set of files: total bytes, and which file each tensor is in."""
-    return {
-        "metadata": {"total_size": sum(tensor.num_bytes for part in files.values() for tensor in part)},
-        "weight_map": {tensor.name: name for name, part in files.items() for tensor in part},
-    }
+def index_files(kinds: Mapping[str, Mapping[str, Sequence[TensorSpec]]]) -> dict[str, str]:
+    """Hugging Face's index of each kind that takes several files: total bytes, and which file each tensor is in.
+
+    Args:
+        kinds: kind → its files, from `split_files`.
+
+    Returns:
+        Name of the index → its text.
+    """
+    texts = {}
+    for kind, files in kinds.items():
+        if len(files) > 1:
+            size = sum(tensor.num_bytes for part in files.values() for tensor in part)
+            weight_map = {tensor.name: name for name, part in files.items() for tensor in part}
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            texts[f"{kind}.safetensors.index.json"] = json.dumps(index, indent=1) + "\n"
+    return texts
 
 
 def _header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -101,7 +108,7 @@ def _header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes
     offset = 0
     for tensor in tensors:
         ends = [offset, offset + tensor.num_bytes]
-        header[tensor.name] = {"dtype": _TYPES[tensor.dtype][0], "shape": list(tensor.shape), "data_offsets": ends}
+        header[tensor.name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": ends}
         offset = ends[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -114,7 +121,7 @@ class TensorWriter:
     Args:
         path: the file; it is made anew.
         tensors: all that will be in it.
-        metadata: further words of its header.
+        metadata: further entries of its header.
 
     Raises:
         OSError: from any method, where the file system refuses.
@@ -138,9 +145,8 @@ class TensorWriter:
         spec = self._tensors[self._next] if self._next < len(self._tensors) else None
         if spec is None or name != spec.name or tuple(value.shape) != spec.shape:
             raise ValueError(f"{self.path}: {name} {tuple(value.shape)} is written where {spec} is due")
-        array = value.detach().to(spec.dtype).contiguous().numpy().reshape(-1).astype(_TYPES[spec.dtype][1], copy=False)
-        if array.size:
-            self._put(memoryview(array).cast("B"))
+        if value.numel():
+            self._put(memoryview(value.detach().to(spec.dtype).contiguous().view(-1).view(torch.uint8).numpy()))
         self._next += 1
 
     def close(self) -> FileEntry:
@@ -148,20 +154,20 @@ class TensorWriter:
 
         Raises:
             ValueError: a tensor is missing.
-            OSError: the disk gives back something else than was written.
+            OSError: the disk returns other bytes than were written.
         """
         if self._next != len(self._tensors):
             raise ValueError(f"{self.path}: closed before {self._tensors[self._next].name} was written")
         os.fsync(self._file.fileno())
         self._file.close()
         written = self._hash.hexdigest()
-        found = sha256_of(self.path, from_disk=True)
-        if found != written:
-            raise OSError(f"{self.path.name}: what was read back is not what was written (a faulty disk or network)")
+        digest = sha256_of(self.path, from_disk=True)
+        if digest != written:
+            raise OSError(f"{self.path.name}: the bytes read back differ from those written (a faulty disk or network)")
         return FileEntry(self.path.name, self._num_bytes, written, tuple(t.name for t in self._tensors))
 
     def abandon(self) -> None:
-        """Close the file as it is; it is worth nothing. May be called at any time."""
+        """Close an unfinished file, which is useless. May be called at any time."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -170,6 +176,42 @@ class TensorWriter:
         self._num_bytes += data.nbytes
         while data.nbytes:  # a raw file may take a part of it, above all shortly before the disk is full
             data = data[self._file.write(data) :]
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files, mapped into memory: values that are not used are not read.
+
+    Where two files have a name, the later file's tensor counts.
+
+    Attributes:
+        metadata: the entries of their headers.
+
+    Args:
+        paths: the files.
+
+    Raises:
+        UserError: a file is not there, is not safetensors, or is shorter than its header says.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.metadata: dict[str, str] = {}
+        self._owners: dict[str, Any] = {}
+        for path in paths:
+            try:
+                handle = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path} is not a safetensors file: {error}") from None
+            self._owners.update(dict.fromkeys(handle.keys(), handle))
+            self.metadata.update(handle.metadata() or {})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._owners[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
 
 def sha256_of(path: Path, *, from_disk: bool = False) -> str:
@@ -190,8 +232,9 @@ def sha256_of(path: Path, *, from_disk: bool = False) -> str:
     return digest.hexdigest()
 
 
-def write_bytes(path: Path, data: bytes) -> FileEntry:
+def write_text(path: Path, text: str) -> FileEntry:
     """Write a small file and bring it to the disk."""
+    data = text.encode()
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -200,9 +243,9 @@ def write_bytes(path: Path, data: bytes) -> FileEntry:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a small file new contents, all or nothing, and bring the change to the disk."""
+    """Replace the contents of a small file atomically, and bring the change to the disk."""
     temporary = path.with_name(f".{path.name}.partial")
-    write_bytes(temporary, text.encode())
+    write_text(temporary, text)
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -216,46 +259,67 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_empty(folder: Path) -> None:
+    """Make a folder and its parents; what it holds is removed."""
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder and its contents, or a file in its place; errors are ignored."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def move_files(temporary: Path, folder: Path, names: Iterable[str], texts: Mapping[str, str]) -> None:
+    """Move finished files, and small ones that are still to be written, out of a temporary folder, which is removed.
+
+    Args:
+        temporary: inside `folder`.
+        folder: where a reader looks for the files; each appears whole.
+        names: of the finished files.
+        texts: name → contents of the others (indices), moved last.
+    """
+    for name, text in texts.items():
+        write_text(temporary / name, text)
+    for name in (*names, *texts):
+        (temporary / name).replace(folder / name)
+    temporary.rmdir()
+    sync_folder(folder)
+
+
 def save_weights(
     folder: Path,
     state: Mapping[str, torch.Tensor],
-    max_shard_size: str | int = "5GB",
+    max_bytes: int = WEIGHT_BYTES,
     name: str = "model",
     metadata: Mapping[str, str] | None = None,
-) -> Path:
+) -> None:
     """Write `<name>.safetensors`, or shards with Hugging Face's `<name>.safetensors.index.json` where it is larger.
-
-    Each file is written under another name and then renamed, so a reader sees a whole file or none.
 
     Args:
         folder: an existing folder.
         state: timm names → CPU tensors.
-        max_shard_size: bytes, or "5GB".
+        max_bytes: largest size of a file.
         name: of the file, without its suffix.
-        metadata: further words of the header of each file.
+        metadata: further entries of the header of each file.
 
-    Returns:
-        The file that a reader opens: the weights, or the index.
+    Raises:
+        OSError: the file system refuses; what was written is removed.
     """
-    split = split_torch_state_dict_into_shards(
-        dict(state), filename_pattern=f"{name}{{suffix}}.safetensors", max_shard_size=max_shard_size
-    )
-    for file, keys in split.filename_to_tensors.items():
-        temporary = folder / f".{file}.partial"
-        words = {"format": "pt", **(metadata or {})}
-        save_file({key: state[key].contiguous() for key in keys}, str(temporary), metadata=words)
-        temporary.chmod(0o666 & ~_umask())  # safetensors makes files that nobody else can read
-        os.replace(temporary, folder / file)
-    if not split.is_sharded:
-        return folder / f"{name}.safetensors"
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    temporary = folder / f".{name}.safetensors.index.json.partial"
-    temporary.write_text(json.dumps(index, indent=1))
-    os.replace(temporary, folder / f"{name}.safetensors.index.json")
-    return folder / f"{name}.safetensors.index.json"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    specs = [TensorSpec(key, tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()]
+    files = split_files(name, specs, max_bytes)
+    temporary = folder / f".{name}.partial"
+    try:
+        make_empty(temporary)
+        for file, tensors in files.items():
+            writer = TensorWriter(temporary / file, tensors, metadata)
+            for spec in tensors:
+                writer.write(spec.name, state[spec.name])
+            writer.close()
+        move_files(temporary, folder, files, index_files({name: files}))
+    finally:
+        remove(temporary)

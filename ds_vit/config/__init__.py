@@ -1,6 +1,5 @@
-"""Settings: the one table of flags, its parser, the rules between them, and DeepSpeed's JSON in and out."""
+"""Settings: the schema of flags, its parser, the rules between them, and DeepSpeed's JSON."""
 
-from ds_vit.config.flags import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.parser import (
     build_parser,
     from_values,
@@ -12,6 +11,7 @@ from ds_vit.config.parser import (
     to_yaml,
 )
 from ds_vit.config.rules import check, idle_names
+from ds_vit.config.schema import FIELDS, RunConfig, default_of, spelling
 
 __all__ = [
     "FIELDS",

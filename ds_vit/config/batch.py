@@ -75,16 +75,7 @@ def batch_sizes(
     Raises:
         UserError: with the three numbers and two ways out.
     """
-    numbers: list[int | None] = []
-    for key in KEYS:
-        value = data.get(key, "auto")
-        if value is None or value == "auto":
-            numbers.append(None)
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
-        else:
-            numbers.append(value)
-    total, micro, accumulation = numbers
+    total, micro, accumulation = (_number(data, key, path) for key in KEYS)
     for key, flag, value, given in (
         (KEYS[1], "--batch-size", micro, batch_size),
         (KEYS[2], "--grad-accum-steps", accumulation, grad_accum_steps),
@@ -114,6 +105,16 @@ def batch_sizes(
             f"data-parallel {dp} = {product}; set train_batch_size to {product}, or " + _other_way(total, dp)
         )
     return BatchSizes(total, micro, accumulation, dp)
+
+
+def _number(data: Mapping[str, Any], key: str, path: str) -> int | None:
+    """The number under a key; None for "auto"."""
+    value = data.get(key, "auto")
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f'{path}: {key} must be a whole number >= 1 or "auto", not {value!r}')
+    return value
 
 
 def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:

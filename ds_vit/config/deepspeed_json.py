@@ -1,81 +1,62 @@
-"""DeepSpeed's JSON: read it, see which precision and batch it asks for, and resolve every "auto".
+"""DeepSpeed's JSON: read the file and --set, resolve every "auto", and let DeepSpeed check the result.
 
-A file that works with DeepSpeed 0.19 works here. DeepSpeed itself lets unknown top-level keys pass, crashes on some
-"auto" values and checks the batch arithmetic after a floor division; all of that is caught here, before any process
-group exists.
+A file that works with DeepSpeed 0.19 works here. DeepSpeed ignores unknown top-level keys, crashes on some "auto"
+values and checks the batch arithmetic after a floor division; these are rejected before any process group exists.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
+import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_vit.config import deepspeed_keys
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import MONITORS, switched_on
+from ds_vit.config.deepspeed_rules import check_combinations
+from ds_vit.config.schema import FIELDS, KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
 
-
-@dataclass(frozen=True)
-class Precision:
-    """What a JSON file says about number formats.
-
-    Attributes:
-        name: "fp32", "bf16", "fp16", "autocast-bf16" or "autocast-fp16", as summary.json has it.
-        compute: torch dtype name of the parameters and inputs that the forward pass sees.
-    """
-
-    name: str
-    compute: str
-
-
-@dataclass(frozen=True)
-class Checkpointing:
-    """Activation checkpointing: every `interval` blocks (0: off), kept on the CPU where `cpu` is set.
-
-    `selective`: what matrix products and attention give is kept too.
-    """
-
-    interval: int = 0
-    cpu: bool = False
-    selective: bool = False
+if TYPE_CHECKING:
+    import pydantic
 
 
 def derived_path(path: str | Path) -> Path:
-    """The file beside a run's deepspeed.json that says where its values came from; no other JSON has one."""
+    """The file next to a run's deepspeed.json that records the origin of its values; other JSON files have none."""
     return Path(path).with_suffix(".derived.json")
 
 
 def load_json(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON file; one named `.hjson` may have comments and trailing commas.
 
-    DeepSpeed reads every file as Hjson, for which a missing comma makes one long string of what stands on the line.
+    DeepSpeed reads every file as Hjson, which turns a line with a missing comma into one long string.
 
     Raises:
-        UserError: the file is missing, malformed (with line and column), has a key twice, or is not an object.
+        UserError: the file is missing, malformed (with line and column), has a duplicate key, or is not an object.
     """
     path = Path(path)
     text = read_text(path, "--deepspeed_config ")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise UserError(f'{path}: the key "{key}" stands twice in one block; keep one')
-            seen[key] = value
-        return seen
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise UserError(f'{path}: the key "{key}" is given twice in one block; keep one')
+        return dict(pairs)
 
     try:
-        data = json.loads(text, object_pairs_hook=unique)
+        data = (
+            _load_hjson(text, unique, path) if path.suffix == ".hjson" else json.loads(text, object_pairs_hook=unique)
+        )
     except json.JSONDecodeError as error:
-        if path.suffix != ".hjson":
-            place = f"line {error.lineno}, column {error.colno}"
-            raise UserError(f"{path}, {place}: {_what_is_malformed(text, error)}") from None
-        data = _load_hjson(text, unique, path)
+        raise UserError(
+            f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg} (comments and trailing "
+            "commas need a file named .hjson)"
+        ) from None
     except UserError:
         raise
     except (RecursionError, ValueError) as error:  # brackets without end, a number of thousands of digits
@@ -85,196 +66,193 @@ def load_json(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def _what_is_malformed(text: str, error: json.JSONDecodeError) -> str:
-    """What json says, in words of its own for what Hjson would take."""
-    before, after = text[: error.pos].rstrip(), text[error.pos :]
-    if after.startswith(("//", "/*", "#")):
-        return "JSON has no comments; delete them, or name the file .hjson"
-    if after.lstrip(", \t\r\n").startswith(("}", "]")) and (before.endswith(",") or after.startswith(",")):
-        return "JSON has no comma before a closing bracket; delete it, or name the file .hjson"
-    return f"malformed JSON: {error.msg}"
-
-
 def _load_hjson(text: str, unique: Callable, path: Path) -> Any:
-    """Hjson less its strings without quotation marks, which swallow a missing comma."""
+    """Hjson without unquoted strings, which hide a missing comma."""
     import hjson
 
     try:
         data = hjson.loads(text, object_pairs_hook=unique)
     except hjson.HjsonDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}, column {error.colno}: malformed Hjson: {error.msg}") from None
-    for leaf in _leaves(data):
+    for leaf in leaves(data).values() if isinstance(data, dict) else ():
         if isinstance(leaf, str) and any(c in leaf for c in '{}":,\n'):
             line = text[: text.find(leaf)].count("\n") + 1
             raise UserError(f"{path}, line {line}: {leaf!r} would be one string; a comma is missing before or in it")
     return data
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, Mapping):
-        for value in data.values():
-            yield from _leaves(value)
-    elif isinstance(data, list):
-        for value in data:
-            yield from _leaves(value)
-    else:
-        yield data
+def parse_set(pairs: Sequence[str] | str) -> dict[str, Any]:
+    """`["optimizer.type=SGD", "optimizer.params.lr=0.1"]` → `{"optimizer.type": "SGD", "optimizer.params.lr": 0.1}`.
 
-
-def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
-    """Refuse what DeepSpeed's pipeline engine cannot do or gets wrong.
+    A value is read as JSON, else as a word: `true`, `1e-3` and `[0.9,0.95]` have the types that they have in a file.
+    The last value of a key wins.
 
     Raises:
-        UserError: with the nearest legal choice.
+        UserError: a piece without `=`, or a key with an empty part.
     """
-    if pp == 1:
-        return
-    stage = data.get("zero_optimization", {}).get("stage", 0)
-    if stage > 1:
-        raise UserError(
-            f"{path}: ZeRO stage {stage} does not go with --pp {pp}: DeepSpeed's pipeline takes stages 0 and 1; "
-            "use stage 1, or --pp 1"
-        )
-    for key, asked in (
-        ("wall_clock_breakdown", data.get("wall_clock_breakdown")),
-        ("flops_profiler", switched_on(data.get("flops_profiler"))),
-    ):
-        if asked:
-            raise UserError(
-                f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it (the start table has the FLOPs, '
-                "metrics.jsonl the times)"
-            )
+    out: dict[str, Any] = {}
+    for pair in [pairs] if isinstance(pairs, str) else pairs:
+        key, equals, text = str(pair).partition("=")
+        if not equals or not all(key.split(".")):
+            raise UserError(f"--set takes KEY.PATH=VALUE, such as zero_optimization.stage=2, not {pair!r}")
+        try:
+            out[key] = json.loads(text)
+        except ValueError:
+            out[key] = text
+    return out
 
 
-def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
-    """Which number formats the file asks for.
-
-    Raises:
-        UserError: two at once, fp16 on a CPU, or a wrapper that DeepSpeed 0.19.8 gets wrong.
-    """
-    stage = data.get("zero_optimization", {}).get("stage", 0)
-    enabled = [block for block in ("bf16", "fp16", "torch_autocast") if switched_on(data.get(block))]
-    if len(enabled) > 1:
-        raise UserError(f"{path}: {' and '.join(enabled)} are enabled at once; keep one")
-    if not enabled:
-        return Precision("fp32", "float32")
-    kind = enabled[0]
-    if kind == "torch_autocast":
-        name = str(data[kind].get("dtype", "bfloat16")).removeprefix("torch.")
-        name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(name, name)
-        if name not in ("bfloat16", "float16"):
-            raise UserError(f'{path}: torch_autocast.dtype {name!r} is not a 16-bit type; use "bfloat16" or "float16"')
-        kind = "autocast-bf16" if name == "bfloat16" else "autocast-fp16"
-    if kind in ("fp16", "autocast-fp16") and on_cpu:
-        raise UserError(f"{path}: {kind} needs a GPU and this machine has none; use bf16 or fp32")
-    if kind == "bf16" and stage == 0:
-        raise UserError(
-            f"{path}: bf16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
-            'use stage 1, or "torch_autocast": {"enabled": true, "dtype": "bfloat16"} as in ds_configs/zero0_bf16.json'
-        )
-    if kind == "fp16" and stage == 0:
-        raise UserError(
-            f"{path}: fp16.enabled at ZeRO stage 0 makes DeepSpeed 0.19.8 take an optimizer step before training; "
-            "use stage 1 as in ds_configs/zero1_fp16.json"
-        )
-    return Precision(kind, {"bf16": "bfloat16", "fp16": "float16"}.get(kind, "float32"))
-
-
-def check_types(data: Mapping[str, Any], found: Precision, path: str) -> None:
-    """Refuse names of types and of modules that DeepSpeed would look up after the ranks have met.
+def overlay(data: Mapping[str, Any], values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The JSON with the values of `parse_set` in it; missing blocks are created.
 
     Args:
-        data: the JSON.
-        found: the precision that it asks for.
-        path: named in messages.
+        data: the file's.
+        values: by dotted name.
+        path: the file, named in messages.
 
     Raises:
-        UserError: names the key and what it may be.
+        UserError: a part of a name is not a block in the file.
     """
-    from deepspeed.runtime.config import DtypeEnum
-
-    types = data.get("data_types") or {}
-    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
-        try:
-            given = None if types.get(key) is None else DtypeEnum(types[key]).value
-        except (KeyError, ValueError):
-            raise UserError(f'{path}: data_types.{key} must be "fp32", "bf16" or "fp16", not {types[key]!r}') from None
-        if key == "param_dtype" and given is not None and str(given) != f"torch.{found.compute}":
-            raise UserError(
-                f"{path}: data_types.param_dtype {types[key]!r} is not what {found.name} computes in; delete it, or "
-                'enable the block "bf16" or "fp16"'
-            )
-        stage = data.get("zero_optimization", {}).get("stage", 0)
-        if key == "grad_accum_dtype" and stage == 0 and given is not None and str(given) != f"torch.{found.compute}":
-            raise UserError(
-                f"{path}: data_types.grad_accum_dtype {types[key]!r} at ZeRO stage 0 must be the model's type, "
-                f"{found.compute}; delete it, or use stage 1"
-            )
-    modules = (data.get("torch_autocast") or {}).get("lower_precision_safe_modules") or ()
-    if not isinstance(modules, (list, tuple)):
-        raise UserError(f"{path}: torch_autocast.lower_precision_safe_modules must be a list […], not {modules!r}")
-    for name in modules:
-        package, _, cls = str(name).rpartition(".")
-        try:
-            getattr(importlib.import_module(package), cls)
-        except (ImportError, AttributeError, ValueError):
-            raise UserError(
-                f"{path}: torch_autocast.lower_precision_safe_modules: there is no {name!r}; write the class with its "
-                'module, such as "torch.nn.Linear"'
-            ) from None
+    out = copy.deepcopy(dict(data))
+    for key, value in values.items():
+        *blocks, last = key.split(".")
+        inner: Any = out
+        for depth, name in enumerate(blocks, 1):
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise UserError(f'--set {key}: "{".".join(blocks[:depth])}" in {path} is not a block but {inner!r}')
+        inner[last] = value
+    return out
 
 
-def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: str) -> Checkpointing:
-    """What `pipeline.activation_checkpoint_interval`, the `activation_checkpointing` block and the flag ask for.
+def leaves(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a JSON by their dotted names; an empty block counts as a value."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        out |= leaves(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return out
 
-    Args:
-        data: the JSON.
-        path: of the file, for messages.
-        flag: --grad-checkpointing: "" (nothing is asked for), full (each block, or as many as the JSON says), selective
-            or a number of blocks.
+
+def check_numbers(data: Mapping[str, Any], path: str) -> None:
+    """Reject numbers that are not finite, or outside the range of the flag for the same key.
 
     Raises:
-        UserError: the flag asks for one thing and the JSON for another, or the interval is no whole number.
+        UserError: names the key, its range and the number.
     """
-    interval = data.get("pipeline", {}).get("activation_checkpoint_interval")
-    block = data.get("activation_checkpointing")
-    cpu = bool((block or {}).get("cpu_checkpointing", False))
-    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
-        raise UserError(
-            f"{path}: pipeline.activation_checkpoint_interval must be a whole number >= 0, not {interval!r}"
-        )
-    if interval == 0 and (flag or block is not None):
-        asker = "--grad-checkpointing" if flag else 'the block "activation_checkpointing"'
-        raise UserError(
-            f"{path}: pipeline.activation_checkpoint_interval 0 turns activation checkpointing off and {asker} turns "
-            "it on; delete one of them"
-        )
-    selective = flag == "selective"
-    asked = int(flag) if flag.isdecimal() else 1 if selective else None
-    if asked is not None and interval is not None and interval != asked:
-        blocks = "goes block by block" if selective else f"asks for {asked}"
-        raise UserError(
-            f"{path}: pipeline.activation_checkpoint_interval {interval} recomputes so many blocks together and "
-            f"--grad-checkpointing {flag} {blocks}; delete one of them"
-        )
-    if selective and cpu:
-        raise UserError(
-            f"{path}: activation_checkpointing.cpu_checkpointing keeps a block's inputs in host memory, which are a "
-            "small part of what --grad-checkpointing selective keeps; delete it, or say --grad-checkpointing full"
-        )
-    on = bool(flag) or block is not None
-    return Checkpointing(asked or interval or int(on), cpu, selective)
+    fields = {key: FIELDS[name] for name, key in KEY_OF_FLAG.items()}
+    for key, value in leaves(data).items():
+        for item in _items(value):
+            if isinstance(item, float) and not math.isfinite(item):
+                raise UserError(f"{path}: {key} must be a finite number, not {item}")
+        span = fields[key].metadata["span"] if key in fields else None
+        if span and isinstance(value, (int, float)) and not span.holds(value):
+            raise UserError(f"{path}: {key} {span.words}, not {value}")
 
 
-# What evaluation reads of a file; it has no optimizer, no schedule and no accumulation.
-_FOR_EVALUATION = ("train_micro_batch_size_per_gpu", "fp16", "bf16", "torch_autocast", "data_types", *MONITORS)
+def _items(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+# An "auto" in these is resolved later from the model, the machine and the flags; elsewhere it is DeepSpeed's default.
+RESOLVED_LATER = frozenset(
+    {
+        "bf16.enabled",
+        "fp16.enabled",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    }
+)
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The file with the values that DeepSpeed reads, checked by every rule that needs nothing but the file.
+
+    Raises:
+        UserError: an unknown or removed key, or a value that does not work; with what to do.
+    """
+    check_numbers(data, path)
+    deepspeed_keys.check_keys(data, path)
+    read = read_values(data, path)
+    deepspeed_keys.check_values(read, path)
+    check_combinations(read, path)
+    return read
+
+
+def read_values(data: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The values as DeepSpeed's pydantic models read them.
+
+    In these blocks "auto" means the default, quoted numbers and truth values are valid, and the offload settings of
+    ZeRO have an old spelling.
+
+    Returns:
+        A new file. An "auto" of `RESOLVED_LATER` is kept.
+
+    Raises:
+        UserError: a value that the models reject, in one line.
+    """
+    import pydantic
+
+    stage = deepspeed_keys.value_of(data, "zero_optimization.stage")
+    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3, "0", "1", "2", "3", "auto"):
+        raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
+    out = dict(data)
+    for block, value in data.items():
+        model = deepspeed_keys.block_model(block)
+        if model is None:
+            continue
+        aliases = {name: field.alias or name for name, field in model.model_fields.items()}
+        given = {aliases.get(key, key): item for key, item in value.items()}
+        later = {key: item for key, item in given.items() if item == "auto" and f"{block}.{key}" in RESOLVED_LATER}
+        given = {key: item for key, item in given.items() if item != "auto"}
+        try:
+            read = model(**given).model_dump(mode="json", by_alias=True, exclude_unset=True, warnings=False)
+        except pydantic.ValidationError as error:
+            raise UserError(f"{path}: {_first_problem(block, error)}") from None
+        except AssertionError as error:  # an old and a new name of one key
+            raise UserError(f"{path}: {block}: {error}") from None
+        for old, new in _OLD_OFFLOAD.items():
+            if given.pop(old, None) is not None and read.get(new):
+                given[new] = read[new] = {"device": "cpu"}
+        # The models drop deprecated keys; they stay, so that `idle_keys` names them.
+        deprecated = {key: item for key, item in given.items() if key not in read}
+        out[block] = deprecated | _given_only(read, given) | later
+    return out
+
+
+def _given_only(read: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the given keys, without those that the models fill in."""
+    return {
+        key: _given_only(value, given[key]) if isinstance(value, Mapping) and isinstance(given[key], Mapping) else value
+        for key, value in read.items()
+        if key in given
+    }
+
+
+def _first_problem(block: str, error: pydantic.ValidationError) -> str:
+    """The first complaint of a pydantic model, in one line."""
+    first = error.errors()[0]
+    name = ".".join([block, *map(str, first["loc"])])
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    # For a rule between keys the input is the whole block, which is too long for a line.
+    return f"{name}: {message}" + ("" if len(first["loc"]) == 0 else f", not {first.get('input')!r}")
+
+
+# The part of a file that evaluation needs; it has no optimizer, no schedule and no accumulation.
+_FOR_EVALUATION = (
+    "train_micro_batch_size_per_gpu",
+    *("fp16", "bf16", "torch_autocast", "data_types", *deepspeed_keys.MONITORS),
+)
 
 
 def for_evaluation(data: Mapping[str, Any], *, pp: int) -> dict[str, Any]:
     """The part of a training file that evaluation needs: the precision, the micro-batch, the monitors.
 
-    Of ZeRO only stage 3 means something without an optimizer, and only without a pipeline: parameters stay
-    partitioned, so a model that does not fit on one accelerator can be evaluated as it was trained.
+    Of ZeRO only stage 3 matters, and only without a pipeline: parameters stay partitioned, so that a model that does
+    not fit on one accelerator can be evaluated.
 
     Args:
         data: the JSON.
@@ -287,6 +265,89 @@ def for_evaluation(data: Mapping[str, Any], *, pp: int) -> dict[str, Any]:
     return out
 
 
+# "auto" in optimizer.params, except lr and weight_decay, which come from flags: the first two as in Hugging Face's
+# TrainingArguments, the last as timm's --momentum.
+AUTO_PARAMS: Mapping[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.9}
+_FROM_FLAGS = ("lr", "weight_decay")
+
+
+def with_optimizer(data: Mapping[str, Any], path: str, *, lr: float | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The file with an optimizer whose `params` are numbers, except "auto" in lr and weight_decay.
+
+    Args:
+        data: the JSON.
+        path: named in messages.
+        lr: the flag's.
+
+    Returns:
+        The new file, and lines that say what was filled in. A file without an `optimizer` trains with AdamW.
+
+    Raises:
+        UserError: "auto" that nothing resolves, a quoted number, or neither an optimizer nor --lr.
+    """
+    block = data.get("optimizer")
+    if block is None:
+        if lr is None:
+            raise UserError(f'{path} has no "optimizer", and AdamW needs --lr: give one, or write the block')
+        params = {"lr": "auto", **{key: AUTO_PARAMS[key] for key in ("betas", "eps")}, "weight_decay": "auto"}
+        note = f'{path} has no "optimizer": AdamW with betas 0.9 and 0.999, eps 1e-8 and the flags\' rate and decay'
+        return {**data, "optimizer": {"type": "AdamW", "params": params}}, [note]
+    given = _params_of(data, "optimizer", path)
+    for key in [key for key, value in given.items() if value == "auto"]:
+        if key not in (*AUTO_PARAMS, *_FROM_FLAGS):
+            known = ", ".join(sorted((*AUTO_PARAMS, *_FROM_FLAGS)))
+            raise UserError(f'{path}: "optimizer.params.{key}" cannot be "auto"; those that can are {known}')
+    filled = {key: AUTO_PARAMS[key] for key, value in given.items() if value == "auto" and key in AUTO_PARAMS}
+    notes = [f'optimizer.params.{key} "auto" is {value}' for key, value in filled.items()]
+    return {**data, "optimizer": {**block, "params": {**given, **filled}}}, notes
+
+
+def _params_of(data: Mapping[str, Any], block: str, path: str) -> Mapping[str, Any]:
+    """The arguments of the optimizer or scheduler; quoted numbers, which DeepSpeed passes on as text, are rejected."""
+    params = data[block].get("params") or {}
+    if not isinstance(params, Mapping):
+        raise UserError(f"{path}: {block}.params must be a block {{…}}, not {params!r}")
+    for key, value in params.items():
+        for item in _items(value):
+            if isinstance(item, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", item.lower()):
+                raise UserError(f'{path}: {block}.params.{key}: "{item}" is text, not a number; write {item}')
+    return params
+
+
+def check_scheduler(data: Mapping[str, Any], path: str) -> None:
+    """Build DeepSpeed's scheduler once, to check its arguments before there is a process group.
+
+    Args:
+        data: the JSON with every "auto" resolved.
+        path: named in messages.
+
+    Raises:
+        UserError: an unknown scheduler, or an argument that it does not take.
+    """
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.utils import logger
+
+    if not data.get("scheduler"):
+        return
+    kind = data["scheduler"].get("type")
+    known = [name for name in lr_schedules.VALID_LR_SCHEDULES if hasattr(lr_schedules, name)]
+    if kind not in known:
+        raise UserError(f"{path}: scheduler.type {kind!r} is unsupported; use one of {', '.join(known)}, or --sched")
+    params = _params_of(data, "scheduler", path)
+    cls = getattr(lr_schedules, kind)
+    for key in params:
+        if key not in inspect.signature(cls.__init__).parameters:
+            raise UserError(f"{path}: scheduler.params.{key}: {kind} has no such argument")
+    was_disabled, logger.disabled = logger.disabled, True  # it logs the same for the real optimizer
+    try:
+        cls(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9), **params)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: scheduler.params of {kind}: {error}") from error
+    finally:
+        logger.disabled = was_disabled
+
+
 def resolve(
     data: Mapping[str, Any],
     *,
@@ -295,46 +356,42 @@ def resolve(
     auto: Mapping[str, Any],
     path: str,
 ) -> dict[str, Any]:
-    """The file as DeepSpeed gets it: every "auto" replaced, the batch and the clipping always explicit.
+    """The file that DeepSpeed receives: every "auto" replaced, the batch and the clipping always explicit.
 
     Args:
-        auto: values for what stands as "auto" at a dotted name; None deletes the key, so that DeepSpeed's default
-            holds.
+        data: the JSON.
+        batch: the batch arithmetic.
+        gradient_clipping: largest norm of the gradient, 0 for none.
+        auto: values for "auto" by dotted name; None deletes the key, so that DeepSpeed's default holds.
+        path: named in messages.
 
     Raises:
-        UserError: "auto" stands where nothing resolves it.
+        UserError: "auto" that nothing resolves.
     """
     resolved = copy.deepcopy(dict(data))
     resolved |= batch.as_json()
     resolved["gradient_clipping"] = gradient_clipping
-
-    def walk(block: dict[str, Any], prefix: str) -> None:
-        for key in list(block):
-            name = f"{prefix}{key}"
-            if isinstance(block[key], dict):
-                walk(block[key], f"{name}.")
-            elif block[key] == "auto":
-                if name not in auto:
-                    raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
-                if auto[name] is None:
-                    del block[key]
-                else:
-                    block[key] = auto[name]
-
-    walk(resolved, "")
+    for name in [name for name, value in leaves(resolved).items() if value == "auto"]:
+        if name not in auto:
+            raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
+        block, _, last = name.rpartition(".")
+        inner = deepspeed_keys.value_of(resolved, block) if block else resolved
+        inner[last] = auto[name]
+        if auto[name] is None:
+            del inner[last]
     return resolved
 
 
 def check_with_deepspeed(resolved: Mapping[str, Any], path: str) -> None:
-    """Have DeepSpeed read the resolved file before there is a process group; what it does not like, in one line.
+    """Let DeepSpeed read the resolved file before there is a process group, and report its complaint in one line.
 
     Raises:
         UserError: DeepSpeed's own complaint.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    # Without ranks DeepSpeed would hold the batch against one; `batch_sizes` has looked at it.
+    # Without ranks DeepSpeed would compare the batch with one rank; `batch_sizes` has checked it.
     try:
         DeepSpeedConfig({key: value for key, value in resolved.items() if key != "train_batch_size"})
-    except Exception as error:  # whatever it is, it would come again as a traceback after the ranks have met
-        raise UserError(f"{path}: DeepSpeed does not take it: {first_line(error)}") from error
+    except Exception as error:  # any exception would come again as a traceback after the ranks have met
+        raise UserError(f"{path}: DeepSpeed rejects it: {first_line(error)}") from error

@@ -1,27 +1,23 @@
-"""Which keys a DeepSpeed JSON may have: those that DeepSpeed 0.19 reads, less what it removed and what would not work.
+"""The keys of a DeepSpeed JSON: which ones exist, which values are rejected, and which keys have no effect.
 
-`deepspeed_json.py` reads the file; rules about single keys stand in `deepspeed_rules.py`.
+Written for DeepSpeed 0.19. tests/config/test_json_walk.py trains with every key, so it compares these tables with
+DeepSpeed itself.
 """
 
 from __future__ import annotations
 
-import difflib
+import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pydantic
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
-from ds_vit.config.deepspeed_rules import (
-    check_low_precision_masters,
-    check_monitors,
-    check_scaling,
-    check_zero,
-    idle,
-    switched_on,
-)
-from ds_vit.fault_tolerance.errors import UserError
+if TYPE_CHECKING:
+    import pydantic
 
-# Top-level keys of DeepSpeed 0.19.8: runtime/config.py reads them; tests/config/test_deepspeed_json.py compares.
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+# The top-level keys that runtime/config.py reads; tests/config/test_deepspeed_json.py compares.
 _TOP_LEVEL_NAMES = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
     gradient_clipping optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization pipeline
@@ -34,95 +30,22 @@ _TOP_LEVEL_NAMES = """
     """
 TOP_LEVEL = frozenset(_TOP_LEVEL_NAMES.split())
 
-# Sub-keys of the blocks whose readers in DeepSpeed let unknown ones pass in silence.
-_SUB_KEYS: dict[str, frozenset[str]] = {
-    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
-    "scheduler": frozenset({"type", "params"}),
-    "torch_autocast": frozenset({"enabled", "dtype", "lower_precision_safe_modules"}),
-    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
-    "pipeline": frozenset(
-        {
-            "stages",
-            "partition",
-            "seed_layers",
-            "activation_checkpoint_interval",
-            "use_reentrant",
-            "pipe_partitioned",
-            "grad_partitioned",
-        }
-    ),
-    "activation_checkpointing": frozenset(
-        {
-            "partition_activations",
-            "contiguous_memory_optimization",
-            "cpu_checkpointing",
-            "number_checkpoints",
-            "synchronize_checkpoint_boundary",
-            "profile",
-        }
-    ),
-    "timers": frozenset({"throughput"}),
-    "aio": frozenset(
-        {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
-    ),
-    "flops_profiler": frozenset(
-        {"enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"}
-    ),
+# The keys of the blocks for which DeepSpeed has no pydantic model; it ignores unknown keys in them.
+_BLOCK_NAMES = {
+    "optimizer": "type params legacy_fusion",
+    "scheduler": "type params",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "pipeline": "stages partition seed_layers activation_checkpoint_interval use_reentrant pipe_partitioned "
+    "grad_partitioned",
+    "activation_checkpointing": "partition_activations contiguous_memory_optimization cpu_checkpointing "
+    "number_checkpoints synchronize_checkpoint_boundary profile",
+    "timers": "throughput",
+    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
 }
 
-_REMOVED = {
-    "nebula": "DeepSpeed 0.19 removed Nebula checkpointing; delete the block",
-    "compression_training": "DeepSpeed 0.19 removed compression; delete the block",
-    "amp": 'DeepSpeed 0.19 removed Apex AMP; use "bf16", "fp16" or "torch_autocast"',
-    "quantize_training": "DeepSpeed 0.19 removed quantised training; delete the block",
-    "sparse_gradients": "DeepSpeed 0.19 removed sparse gradients; delete the key",
-    "eigenvalue": "DeepSpeed 0.19 removed eigenvalue quantisation; delete the block",
-    "sparse_attention": "DeepSpeed 0.19 removed sparse attention; delete the block",
-    "elasticity": "DeepSpeed 0.19 removed elasticity; give train_batch_size and let the accumulation be computed",
-    "graph_harvesting": "DeepSpeed 0.19 removed graph harvesting; delete the key",
-    "curriculum_learning": "DeepSpeed 0.19 removed curriculum learning; delete the block",
-    "progressive_layer_drop": "DeepSpeed 0.19 removed progressive layer drop; use --drop-path",
-}
-_REMOVED_ZERO = {
-    "mics_shard_size": "DeepSpeed 0.19 removed MiCS; zero_hpz_partition_size is the nearest",
-    "mics_hierarchical_params_gather": "DeepSpeed 0.19 removed MiCS; delete the key",
-    "zeropp_loco_param": "DeepSpeed 0.19 removed LoCo; delete the key",
-    "legacy_stage1": "DeepSpeed removed the old stage 1; delete the key",
-}
-
-# Blocks that DeepSpeed would act on in ways that would break the sample order, the model's cut or the promise.
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "autotuning": (
-        lambda v: switched_on(v),
-        "is DeepSpeed's own launcher mode and rewrites this run; delete the block",
-    ),
-    "hybrid_engine": (switched_on, "is for generation during RLHF; delete the block"),
-    "data_efficiency": (
-        lambda v: switched_on(v),
-        "replaces the data loader, whose order here is keyed; delete the block",
-    ),
-    "tensor_parallel": (lambda v: bool(v), "is DeepSpeed's AutoTP, which replaces our cut of the model; use --tp"),
-    "expert_parallel": (
-        lambda v: switched_on(v),
-        "needs a mixture of experts, which no ViT here has; delete the block",
-    ),
-    "sequence_parallel_size": (lambda v: v not in (None, 1), "is Ulysses, which does not cut a ViT; delete the key"),
-    "data_parallel_size": (lambda v: v is not None, "follows from the number of ranks, --pp and --tp; delete the key"),
-    "weight_quantization": (lambda v: bool(v), "changes the weights during training; delete the block"),
-    "managed_gradient_accumulation": (lambda v: v is False, "hands the accumulation to the caller; delete the key"),
-    "gradient_allreduce_op": (
-        lambda v: str(v).lower() != "mean",
-        'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
-    ),
-    "compile": (
-        lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
-        "(DeepCompile) puts ZeRO into the graph of a whole model, where optimizers and checkpoints do not find it; "
-        "delete the block and compile by --compile",
-    ),
-}
-
-
-# Keys of published files at which DeepSpeed never looked, and where it does.
+# Keys of published files that DeepSpeed never read, and the keys that it reads.
 _READ_ELSEWHERE = {
     "optimizer.adam_w_mode": "optimizer.params.adam_w_mode",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
@@ -133,15 +56,8 @@ _READ_ELSEWHERE = {
 }
 
 
-def _nearest(key: str, known: frozenset[str], block: str = "") -> str:
-    if elsewhere := _READ_ELSEWHERE.get(f"{block}{key}"):
-        return f'; it reads "{elsewhere}"'
-    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
-    return f'; the nearest known key is "{close[0]}"' if close else ""
-
-
 def block_model(block: str) -> type[pydantic.BaseModel] | None:
-    """The pydantic model by which DeepSpeed reads a block, where it has one."""
+    """The pydantic model by which DeepSpeed reads a block; None where it has none."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -160,86 +76,214 @@ def block_model(block: str) -> type[pydantic.BaseModel] | None:
     return models.get(block)
 
 
-def _block_keys(block: str) -> frozenset[str] | None:
-    """The keys that DeepSpeed knows in a block, aliases included; None where the block is free."""
+def keys_of(block: str) -> frozenset[str] | None:
+    """The keys that DeepSpeed knows in a block, aliases included; None where any key is allowed."""
     model = block_model(block)
     if model is None:
-        return _SUB_KEYS.get(block)
+        return frozenset(_BLOCK_NAMES[block].split()) if block in _BLOCK_NAMES else None
     return frozenset(name for key, field in model.model_fields.items() for name in (key, field.alias) if name)
 
 
-def _check_values(block: str, value: Mapping[str, Any], path: str) -> None:
-    """Let DeepSpeed's own model look at the values ("auto" aside), and say in one line what it does not like."""
-    model = block_model(block)
-    if model is None:
-        return
-    try:
-        model(**{key: item for key, item in value.items() if item != "auto"})
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        said = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        name = ".".join([block, *map(str, first["loc"])])
-        given = first.get("input")
-        # A rule between keys is broken by the whole block, which nobody wants to read.
-        wrong = "" if isinstance(given, pydantic.BaseModel) else f", not {given!r}"
-        raise UserError(f"{path}: {name}: {said}{wrong}") from None
-    except AssertionError as error:  # an old and a new name of one key
-        raise UserError(f"{path}: {block}: {error}") from None
-
-
 def check_keys(data: Mapping[str, Any], path: str) -> None:
-    """Refuse keys that DeepSpeed removed, never had, or that would change what a run means, and values that it refuses.
+    """Reject keys that DeepSpeed does not know or has removed.
 
     Raises:
-        UserError: names the key, the reason and the nearest thing that works.
+        UserError: names the key, the reason and the nearest key that works.
     """
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+
+    if "bfloat16" in data:
+        raise UserError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
     for key, value in data.items():
-        if key in _REMOVED:
-            raise UserError(f'{path}: "{key}": {_REMOVED[key]}')
-        if key == "bfloat16":
-            raise UserError(f'{path}: "bfloat16" is the old name; call the block "bf16"')
-        if key not in TOP_LEVEL:
-            raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}"{_nearest(key, TOP_LEVEL)}')
-        if key in _REFUSED and _REFUSED[key][0](value):
-            raise UserError(f'{path}: "{key}" {_REFUSED[key][1]}')
-        known = _block_keys(key)
+        _check_key(key, TOP_LEVEL, _REMOVED_TOP_LEVEL_CONFIG_KEYS, path)
+        known = keys_of(key)
         if known is None:
             continue
         if not isinstance(value, Mapping):
             raise UserError(f'{path}: "{key}" must be a block {{…}}, not {value!r}')
         for sub in value:
-            if key == "zero_optimization" and sub in _REMOVED_ZERO:
-                raise UserError(f'{path}: "{key}.{sub}": {_REMOVED_ZERO[sub]}')
-            if sub not in known:
-                raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{key}.{sub}"{_nearest(sub, known, f"{key}.")}')
-    stage = data.get("zero_optimization", {}).get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "0", "1", "2", "3", "auto"):
-        raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
-    for key, value in data.items():
-        _check_values(key, value, path)
+            removed = _REMOVED_ZERO_CONFIG_KEYS if key == "zero_optimization" else {}
+            _check_key(f"{key}.{sub}", {f"{key}.{name}" for name in known}, removed, path)
 
 
-def check_rules(data: Mapping[str, Any], path: str) -> None:
-    """Refuse what DeepSpeed takes and gets wrong, or what needs a build.
+def _check_key(name: str, known: frozenset[str] | set[str], removed: Mapping[str, str], path: str) -> None:
+    """Reject one dotted name."""
+    last = name.rpartition(".")[2]
+    if last in removed:
+        raise UserError(f'{path}: "{name}": {removed[last].partition(" See ")[0].strip()} Delete it')
+    if name not in known:
+        elsewhere = _READ_ELSEWHERE.get(name)
+        hint = (
+            f'; it reads "{elsewhere}"' if elsewhere else did_you_mean(last, {key.rpartition(".")[2] for key in known})
+        )
+        raise UserError(f'{path}: DeepSpeed 0.19 knows no key "{name}"{hint}')
+
+
+def switched_on(block: Any) -> bool:
+    """Whether a block exists and is enabled; "auto" counts as enabled."""
+    if not isinstance(block, Mapping):
+        return False
+    enabled = block.get("enabled", False)
+    if isinstance(enabled, str):
+        return enabled.lower() not in ("false", "0", "no", "n", "off", "f")  # the words that pydantic reads as false
+    return enabled not in (False, None)
+
+
+def value_of(data: Mapping[str, Any], name: str) -> Any:
+    """The value under a dotted name; None where a part of it is missing."""
+    value: Any = data
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+class Rejection(NamedTuple):
+    """Values of one key that are rejected.
+
+    Attributes:
+        key: its dotted name.
+        matches: whether a value (never None) is one of them.
+        reason: follows the key's name in the message, and ends with what to do.
+        stages: the ZeRO stages at which the rule holds; elsewhere the key has no effect.
+    """
+
+    key: str
+    matches: Callable[[Any], bool]
+    reason: str
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+
+
+_QUANTIZED = "rounds {} in transit, which changes the loss curve, and needs a CUDA build; delete it"
+_LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
+_CPU_ADAM = "needs DeepSpeed's compiled CPU Adam; delete it"
+_NVME = 'needs DeepSpeed\'s AIO build; use "cpu"'
+REJECTIONS = (
+    Rejection("autotuning", switched_on, "is a launcher mode of DeepSpeed that rewrites the run; delete the block"),
+    Rejection("hybrid_engine", switched_on, "is for generation during RLHF; delete the block"),
+    Rejection("data_efficiency", switched_on, "replaces the data loader and its keyed order; delete the block"),
+    Rejection("expert_parallel", switched_on, "needs a mixture of experts, which no ViT here has; delete the block"),
+    Rejection("tensor_parallel", bool, "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
+    Rejection("sequence_parallel_size", lambda v: v != 1, "is Ulysses, which does not shard a ViT; delete the key"),
+    Rejection("data_parallel_size", lambda v: True, "follows from the number of ranks, --pp and --tp; delete the key"),
+    Rejection("weight_quantization", bool, "changes the weights during training; delete the block"),
+    Rejection(
+        "managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete the key"
+    ),
+    Rejection(
+        "gradient_allreduce_op",
+        lambda v: str(v).lower() != "mean",
+        'makes the loss curve depend on the number of ranks; delete the key (the default is "mean")',
+    ),
+    Rejection(
+        "compile",
+        lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
+        "(DeepCompile) hides ZeRO's partitions from optimizers and checkpoints; delete the block and use --compile",
+    ),
+    Rejection("zero_optimization.legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
+    Rejection("zero_optimization.round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
+    Rejection("zero_optimization.zenflow", lambda v: True, "updates parameters late, which moves the curve; delete it"),
+    Rejection("zero_optimization.offload_param.device", lambda v: v == "nvme", _NVME),
+    Rejection("zero_optimization.offload_optimizer.device", lambda v: v == "nvme", _NVME),
+    Rejection("zero_optimization.offload_optimizer.ratio", lambda v: v != 1, f"below 1 {_CPU_ADAM}"),
+    Rejection("zero_optimization.offload_optimizer.super_offload", bool, _CPU_ADAM),
+    Rejection("zero_optimization.zero_quantized_weights", bool, _QUANTIZED.format("the weights"), (3,)),
+    Rejection(
+        "zero_optimization.zero_quantized_nontrainable_weights", bool, _QUANTIZED.format("the frozen weights"), (3,)
+    ),
+    Rejection("zero_optimization.zero_quantized_gradients", bool, _QUANTIZED.format("the gradients"), (3,)),
+    Rejection("zero_optimization.leaf_module", bool, _LEAVES, (3,)),
+    Rejection("zero_optimization.stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
+    Rejection(
+        "fp16.fp16_master_weights_and_grads",
+        bool,
+        f'{_CPU_ADAM}, or use bf16 with "bf16_master_weights_and_grads" and "bf16_optimizer_states"',
+    ),
+)
+
+
+def check_values(data: Mapping[str, Any], path: str) -> None:
+    """Reject values by the table `REJECTIONS`.
 
     Args:
-        data: as DeepSpeed reads it (`deepspeed_auto.settle`).
+        data: with the values that DeepSpeed reads (`deepspeed_json.read_values`).
         path: named in messages.
-
-    Raises:
-        UserError: names the key, the reason and the nearest thing that works.
     """
-    zero = data.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    check_zero(zero, stage, path)
-    every = data.get("steps_per_print", 1)
-    if every is not None and (isinstance(every, bool) or not isinstance(every, (int, float)) or every <= 0):
-        raise UserError(f"{path}: steps_per_print must be a number above 0, not {every!r}")
-    check_low_precision_masters(data, path)
-    check_scaling(data, stage, path)
-    check_monitors(data, path)
+    stage = value_of(data, "zero_optimization.stage") or 0
+    for rule in REJECTIONS:
+        value = value_of(data, rule.key)
+        if value is not None and stage in rule.stages and rule.matches(value):
+            raise UserError(f'{path}: "{rule.key}" {rule.reason}')
+
+
+# Keys that have no effect in ds_vit: DeepSpeed's own checkpoints, loaders, optimizers, experts and log level.
+_IDLE_NAMES = """
+    checkpoint datastates_ckpt aio compile disable_allgather dataloader_drop_last vocabulary_size
+    seq_parallel_communication_data_type use_data_before_expert_parallelism zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer log_level comms_logger optimizer.legacy_fusion
+    pipeline.stages pipeline.partition pipeline.seed_layers pipeline.use_reentrant pipeline.pipe_partitioned
+    pipeline.grad_partitioned
+    zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
+    zero_optimization.pipeline_loading_checkpoint zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save
+    zero_optimization.allgather_partitions zero_optimization.cpu_offload_use_pin_memory
+    zero_optimization.save_muon_momentum_buffer_in_memory
+"""
+# These have an effect in tensor-parallel models of DeepSpeed only; false is what holds anyway.
+_IDLE_IF_SET = """
+    partition_activations contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile
+"""
+_IN_STAGE_3 = """
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential sub_group_size zero_hpz_partition_size
+    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear
+    override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module
+"""
+# runtime/engine.py passes these to the optimizer of stages 1 and 2 only.
+_IN_STAGES_1_AND_2 = (
+    "use_multi_rank_bucket_allreduce allgather_bucket_size ignore_unused_parameters parameter_alignment"
+)
+# `reduce_bucket_size` at stage 0: engine/patches/overlap.py.
+_IN_EVERY_STAGE = "stage offload_param offload_optimizer reduce_bucket_size"
+STAGES_OF: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(_IN_STAGE_3.split(), (3,)),
+    **dict.fromkeys(_IN_STAGES_1_AND_2.split(), (1, 2)),
+    **dict.fromkeys(_IN_EVERY_STAGE.split(), (0, 1, 2, 3)),
+}
+"""The ZeRO stages at which a key of `zero_optimization` has an effect; the others have one at stages 1 to 3."""
+# Blocks with an "enabled" of their own, which is false by default.
+_SWITCHED = (
+    *("fp16", "bf16", "torch_autocast", *MONITORS, "flops_profiler"),
+    *("autotuning", "hybrid_engine", "data_efficiency", "expert_parallel"),
+)
+_FOR_NVME = {
+    "offload_param": "nvme_path buffer_count buffer_size max_in_cpu",
+    "offload_optimizer": "nvme_path buffer_count pipeline_read pipeline_write fast_init cpuadam_cores_perc",
+}
 
 
 def idle_keys(data: Mapping[str, Any]) -> list[str]:
-    """One line for each known key that does nothing in this run: "key: why"."""
-    return [f"{name}: {why}" for name, why in idle(data).items()]
+    """The dotted names of the known keys, or whole blocks, that have no effect in this run."""
+    zero = data.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    idle = {name for name in _IDLE_NAMES.split() if value_of(data, name) is not None}
+    idle |= {f"zero_optimization.{key}" for key in zero if stage not in STAGES_OF.get(key, (1, 2, 3))}
+    names = [f"activation_checkpointing.{key}" for key in _IDLE_IF_SET.split()]
+    idle |= {name for name in names if value_of(data, name)}
+    for block, names_of_nvme in _FOR_NVME.items():
+        settings = zero.get(block) or {}
+        if settings.get("device") == "cpu":
+            idle |= {f"zero_optimization.{block}.{key}" for key in names_of_nvme.split() if key in settings}
+        elif settings and settings.get("device", "none") == "none":
+            idle.add(f"zero_optimization.{block}")
+    idle |= {block for block in _SWITCHED if set(data.get(block, ())) - {"enabled"} and not switched_on(data[block])}
+    return sorted(idle)
+
+
+def without_idle(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without the keys that `idle_keys` names, so that none of them can make DeepSpeed fail."""
+    out = copy.deepcopy(dict(data))
+    for name in idle_keys(data):
+        block, _, last = name.rpartition(".")
+        del (value_of(out, block) if block else out)[last]
+    return out

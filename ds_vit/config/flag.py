@@ -1,82 +1,158 @@
-"""One flag: a dataclass field that says how it is written, what it is for and which values it takes."""
+"""One flag: a dataclass field with its spelling, help, valid values and scope."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from ds_vit.fault_tolerance.errors import UserError
 
 
+class Scope(enum.Flag):
+    """What a flag is part of. Without FREE it is part of the run's identity: a resumed run must keep its value."""
+
+    IDENTITY = 0
+    FREE = enum.auto()
+    """It may change when a run is resumed."""
+    START = enum.auto()
+    """It belongs to one start of the run and is not written to config.yaml."""
+    EVALUATION = enum.auto()
+    """Evaluation reads it; --eval-only rejects the other flags."""
+    RECORDED = enum.auto()
+    """`ds-vit eval` takes it from the run's config.yaml."""
+    WEIGHTS = enum.auto()
+    """Readers of trained weights (predict, embed, export) take it from the run's config.yaml."""
+
+
+FREE, START, EVALUATION = Scope.FREE, Scope.START | Scope.FREE, Scope.EVALUATION
+RECORDED = Scope.RECORDED | EVALUATION
+WEIGHTS = Scope.WEIGHTS | RECORDED
+
+
 class Rule(NamedTuple):
-    """Which values a flag takes: in words, as in "--epochs must be at least 1, not 0", and as a test."""
+    """A condition on a flag's value: its words, as in "--epochs must be at least 1, not 0", and its test."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-AT_LEAST_0 = Rule("must be at least 0", lambda x: x >= 0)
-AT_LEAST_1 = Rule("must be at least 1", lambda x: x >= 1)
-FROM_0_BELOW_1 = Rule("must be at least 0 and below 1", lambda x: 0 <= x < 1)
-ABOVE_0_TO_1 = Rule("must be above 0 and at most 1", lambda x: 0 < x <= 1)
-NOT_NEGATIVE = Rule("must be a number >= 0", lambda x: 0 <= x < float("inf"))
-PROBABILITY = Rule("is a probability between 0 and 1", lambda x: 0 <= x <= 1)
-RANGE = Rule("takes two positive numbers, the smaller first", lambda pair: len(pair) == 2 and 0 < pair[0] <= pair[1])
+class Range(NamedTuple):
+    """The numbers that a flag takes: finite ones between two bounds, and optionally one word."""
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    word: str = ""
+
+    @property
+    def words(self) -> str:
+        """As in "--epochs must be at least 1 and at most 1,000,000, not 0"."""
+        low = f"{'above' if self.above else 'at least'} {_format(self.low)}"
+        high = f"{'below' if self.below else 'at most'} {_format(self.high)}"
+        return f"must be {self.word and f'{self.word}, or '}{low} and {high}"
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number, or each of several, lies within the bounds."""
+        if isinstance(value, (tuple, list)):
+            return all(self.holds(item) for item in value)
+        is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number:
+            return bool(self.word) and value == self.word
+        over = self.low < value if self.above else self.low <= value
+        return over and (value < self.high if self.below else value <= self.high)
+
+
+def _format(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+PROBABILITY = Range(0, 1)
+FROM_0_BELOW_1 = Range(0, 1, below=True)
+ABOVE_0_TO_1 = Range(0, 1, above=True)
+SHARE = Range(0, 1, above=True, below=True)
+STEPS = Range(0, 10**9)
+STEPS_FROM_1 = Range(1, 10**9)
+EPOCHS = Range(0, 10**6)
+EPOCHS_FROM_1 = Range(1, 10**6)
+IMAGES = Range(1, 10**6)
+PIXELS = Range(1, 2**14)
+RATE = Range(0, 10**9)
+SECONDS = Range(0, 10**8)
+ASCENDING = Rule("takes two numbers, the smaller first", lambda pair: len(pair) == 2 and pair[0] <= pair[1])
 
 
 def flag(
     default: Any,
-    section: str,
     text: str,
+    scope: Scope = Scope.IDENTITY,
     *,
+    section: str = "",
+    span: Range | None = None,
     rule: Rule | None = None,
     short: Sequence[str] = (),
     neutral: Sequence[Any] = (),
     nargs: int | str | None = None,
     choices: Sequence[str] | None = None,
-    spelling: str | None = None,
     metavar: str | None = None,
     const: Any = None,
+    task: str = "",
+    key: str = "",
 ) -> Any:
-    """A field that is also a flag; its default and `neutral` values may be written even where they do nothing.
+    """A dataclass field that is also a flag; its default and `neutral` values are valid even where it has no effect.
 
-    `const` is the value of a flag that is written without one, and of a recipe's `true`.
+    Args:
+        default: its value if not given; it need not lie in `span` nor follow `rule`.
+        text: its help.
+        scope: see `Scope`.
+        section: its group in --help, if not the one of its class.
+        span: the numbers it takes, each of several; every flag of numbers has one.
+        rule: a further condition.
+        short: further spellings.
+        neutral: values that ask for nothing.
+        nargs: as argparse's.
+        choices: its valid words.
+        metavar: as argparse's.
+        const: the value of a flag that is written without one, and of a recipe's `true`.
+        task: the task that it belongs to; empty for all.
+        key: the dotted key of the DeepSpeed JSON that holds the same value.
     """
-    meta = {
-        "section": section,
-        "help": text,
-        "rule": rule,
-        "short": tuple(short),
-        "neutral": tuple(neutral),
-        "nargs": nargs,
-        "choices": choices,
-        "spelling": spelling,
-        "metavar": metavar,
-        "const": const,
-    }
+    meta: dict[str, Any] = {"help": text, "scope": scope, "section": section, "span": span, "rule": rule}
+    meta |= {"short": tuple(short), "neutral": tuple(neutral), "nargs": nargs, "choices": choices}
+    meta |= {"metavar": metavar, "const": const, "task": task, "key": key}
     if isinstance(default, (dict, list)):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
 
 
 def spelling_of(field: dataclasses.Field) -> str:
-    """How a flag is written on the command line: `drop_path` → `--drop-path`."""
-    return field.metadata["spelling"] or "--" + field.name.replace("_", "-")
+    """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
+    # DeepSpeed's launchers and documentation write this one with an underscore.
+    return "--" + (field.name if field.name == "deepspeed_config" else field.name.replace("_", "-"))
 
 
-def check_values(settings: Any) -> None:
-    """Hold each field of a dataclass of flags to its rule and its choices; None and the default always pass.
+def check_fields(settings: Any) -> None:
+    """Check each field of a dataclass of flags against its span, rule and choices; None and the default are valid.
 
     Raises:
-        UserError: names the flag, what it takes and what it got.
+        UserError: names each wrong flag, its valid values and the value.
     """
-    for field in dataclasses.fields(settings):
-        rule, choices, value = field.metadata["rule"], field.metadata["choices"], getattr(settings, field.name)
-        if value is None or value == field.default:
-            continue
-        if choices and value not in choices:
-            raise UserError(f"{spelling_of(field)} {value} is none of {', '.join(choices)}")
+    values = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    problems = [problem_of(field, value) for field, value in values if value is not None and value != field.default]
+    if any(problems):
+        raise UserError(*filter(None, problems))
+
+
+def problem_of(field: dataclasses.Field, value: Any) -> str:
+    """Why a flag rejects a value, for people; empty if it is valid."""
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        return f"{spelling_of(field)} {value} is none of {', '.join(choices)}"
+    for rule in (field.metadata["span"], field.metadata["rule"]):
         if rule and not rule.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
-            raise UserError(f"{spelling_of(field)} {rule.words}, not {shown}")
+            return f"{spelling_of(field)} {rule.words}, not {shown}"
+    return ""

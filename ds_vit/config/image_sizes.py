@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_vit import randomness
+from ds_vit.config.flag import PIXELS
 from ds_vit.fault_tolerance.errors import UserError
 
 FLAG = "--img-size-schedule"
@@ -112,8 +113,11 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     shares = [share for _, share in parts]
     if shares[0] != 0 or not all(0 <= share < 1 for share in shares) or sorted({*shares}) != shares:
         raise UserError(f"{FLAG} {text}: the shares of the run must begin with 0 and grow, all below 1")
-    if min(size for size, _ in parts) < 1 or max(size for size, _ in parts) != parts[-1][0]:
-        raise UserError(f"{FLAG} {text}: the last size is the model's own: no other may be larger, or below 1")
+    sizes = [size for size, _ in parts]
+    if not PIXELS.holds(sizes):
+        raise UserError(f"{FLAG} {text}: a size {PIXELS.words} pixels")
+    if max(sizes) != sizes[-1]:
+        raise UserError(f"{FLAG} {text}: the last size is the model's own: no other may be larger")
     return parts
 
 

@@ -1,30 +1,99 @@
-"""The run's configuration: flags, a YAML recipe and the DeepSpeed JSON come together here, and only here.
+"""The command line and recipes: flags, a YAML file and program values become one `RunConfig`.
 
-The command line and the recipe are generated from the table `RunConfig`. What cannot stand together is refused
-(`rules.py`), in plain words, before any process group exists.
+All of it is generated from the schema (`schema.py`); `rules.py` checks the result before any process group exists.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
-from ds_vit.config.flags import FIELDS, SECTIONS, TYPES, RunConfig, default_of, spelling
-from ds_vit.config.help import Parser, ShortHelp
-from ds_vit.config.rules import EITHER, check, idle_names
-from ds_vit.config.shipped import or_shipped
-from ds_vit.config.timm_hints import timm_hint
-from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
+import ds_vit
+from ds_vit.config.deepspeed_json import parse_set
+from ds_vit.config.rules import REPLACES, check, idle_names
+from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, SECTION_OF, SECTIONS, TYPES, RunConfig, default_of, spelling
+from ds_vit.config.timm_flags import Given, split_words, timm_answer
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
+
+FIRST = (
+    *("--deepspeed_config", "--recipe", "--model", "--data-dir", "--batch-size"),
+    *("--epochs", "--lr", "--output", "--resume", "--dry-run"),
+)
+"""The flags that the short --help explains."""
+_WIDTH = 79
+_PACKAGE = Path(ds_vit.__file__).resolve().parent
+
+
+def or_shipped(path: str) -> str:
+    """A path, or the file of this name that comes with ds_vit, as in `ds_configs/zero1_bf16.json`.
+
+    Args:
+        path: as a person wrote it. An existing file is used as it is.
+    """
+    if not path or Path(path).exists() or Path(path).parts[:1] not in (("ds_configs",), ("launch",)):
+        return path
+    roots = (_PACKAGE / "shipped", _PACKAGE.parent)  # of a wheel (setup.py puts them there), and of a clone
+    return next((str(root / path) for root in roots if (root / path).is_file()), path)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with `UserError`s that name the nearest valid word."""
+
+    def error(self, message: str) -> NoReturn:
+        """As `ArgumentParser.error`.
+
+        Raises:
+            UserError: always.
+        """
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message = message.replace("argument COMMAND: invalid choice:", "there is no command")
+            message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        if unknown := re.match(r"unrecognized arguments: (-[^ =]*)", message):
+            message = f"there is no flag {unknown[1]}{did_you_mean(unknown[1], self.known_flags())}"
+        raise UserError(message)
+
+    def known_flags(self) -> list[str]:
+        """The flags of this parser and of its commands."""
+        below = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers = [parser for action in below for parser in action.choices.values()]
+        return [*self._option_string_actions, *(flag for parser in parsers for flag in parser.known_flags())]
+
+
+class ShortHelp(argparse.Action):
+    """-h and --help of a program with more than a hundred flags: `FIRST` with texts, the others by name."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Print the short help and exit."""
+        formatter = argparse.RawDescriptionHelpFormatter(parser.prog, width=_WIDTH)
+        formatter.add_usage(parser.usage, [], [])
+        formatter.add_text(parser.description)
+        by_flag = parser._option_string_actions
+        formatter.start_section("the ten that matter first")
+        formatter.add_arguments([by_flag[flag] for flag in FIRST])
+        formatter.end_section()
+        formatter.start_section("all others, explained by --help-all")
+        explained = {by_flag[flag].dest for flag in FIRST}
+        for section in SECTIONS:
+            names = [spelling(name) for name in FIELDS if SECTION_OF[name] == section and name not in explained]
+            # A name is not broken at its dashes.
+            words = textwrap.fill(" ".join(names), _WIDTH - 20, break_on_hyphens=False, break_long_words=False)
+            formatter.add_text(f"{section:<13} " + words.replace("\n", "\n" + " " * 14))
+        formatter.end_section()
+        formatter.add_text(parser.epilog)
+        print(formatter.format_help(), end="")
+        parser.exit()
 
 
 def build_parser(
@@ -35,11 +104,11 @@ def build_parser(
     show_defaults: bool = True,
     examples: str = "",
 ) -> argparse.ArgumentParser:
-    """A command line, generated from RunConfig; a value left out is absent from the namespace.
+    """A command line, generated from the schema; a flag that is not given is absent from the namespace.
 
     Args:
         program: its name in messages.
-        description: what it does, for --help.
+        description: its purpose, for --help.
         only: the flags that it takes, by their recipe names; None for all.
         show_defaults: whether --help shows training's defaults.
         examples: commands, a line each, for the end of --help.
@@ -59,62 +128,51 @@ def build_parser(
     if whole:
         parser.add_argument("-h", "--help", action=ShortHelp, help="the flags that matter first, and all names")
         parser.add_argument("--help-all", action="help", help="every flag with its text")
-    parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line has the last word")
+    parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line overrides it")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, f in FIELDS.items():
         if only is not None and name not in only:
             continue
-        meta = f.metadata
-        group = groups[meta["section"]]
-        names = [*meta["short"], spelling(name)]
+        meta, group = f.metadata, groups[SECTION_OF[name]]
         dashed = "--" + name.replace("_", "-")
-        if dashed not in names:
-            names.append(dashed)
+        names = [*meta["short"], *dict.fromkeys((spelling(name), dashed))]
         options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
-        if isinstance(f.default, bool) or meta["const"] is not None:
-            # The twin has the last word over a recipe's "true".
+        is_switch = isinstance(f.default, bool)
+        if is_switch or meta["const"] is not None:
+            # The twin overrides a recipe's "true".
             twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
-            off = default_of(name)
-            group.add_argument(twin, action="store_const", const=off, dest=name, help=argparse.SUPPRESS)
-        if isinstance(f.default, bool):
+            off = {"action": "store_const", "const": default_of(name)}
+            group.add_argument(twin, dest=name, help=argparse.SUPPRESS, **off)
+        if is_switch:
             group.add_argument(*names, action="store_true", **options)
             continue
         options |= {key: meta[key] for key in ("nargs", "choices", "metavar", "const") if meta[key] is not None}
         if meta["const"] is not None:
             options["nargs"] = "?"
-        # --set may stand several times.
+        # --set may be given several times.
         group.add_argument(*names, type=TYPES[name], action="extend" if name == "set" else "store", **options)
     return parser
 
 
 def show_examples(commands: str) -> str:
-    """The end of a --help: commands that a person can copy, one a line."""
+    """The end of a --help: commands to copy, one a line."""
     return "examples:\n" + textwrap.indent(commands.strip(), "  ") if commands else ""
 
 
 def _help(name: str, show_default: bool) -> str:
     default = default_of(name) if show_default else None
-    shown = "" if default in (None, "", (), {}, False) else f" [{default}]"
-    if isinstance(default, tuple) and default:
-        shown = f" [{' '.join(f'{value:g}' for value in default)}]"
+    if isinstance(default, tuple):
+        default = " ".join(f"{value:g}" for value in default)
+    shown = "" if default in (None, "", {}, False) else f" [{default}]"
     return (FIELDS[name].metadata["help"] + shown).replace("%", "%%")
-
-
-def _literal(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """`["patch_size=4", "act_layer=gelu"]` → `{"patch_size": 4, "act_layer": "gelu"}`, as timm's --model-kwargs.
 
-    true and false are booleans however they are written; to timm "false" would be a true string.
+    true and false are booleans in any case; timm reads "false" as a true string.
 
     Raises:
         UserError: a piece without `=`.
@@ -123,17 +181,20 @@ def parse_kwargs(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         return dict(pairs)
     out: dict[str, Any] = {}
     for pair in pairs if isinstance(pairs, (list, tuple)) else [pairs]:
-        key, equals, value = str(pair).partition("=")
+        key, equals, text = str(pair).partition("=")
         if not equals or not key:
             raise UserError(f"--model-kwargs takes key=value pieces, not {pair!r}")
-        out[key.replace("-", "_")] = _literal(value)
+        try:
+            out[key.replace("-", "_")] = ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+        except (ValueError, SyntaxError):
+            out[key.replace("-", "_")] = text
     return out
 
 
 def load_recipe(path: str) -> dict[str, Any]:
     """Read a YAML file of flags (dashes or underscores) into recipe names and values of the flags' types.
 
-    A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is looked for beside the recipe first.
+    A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is first looked up next to the recipe.
 
     Raises:
         UserError: the file is missing, malformed, or has an unknown key or a value of another type.
@@ -147,14 +208,13 @@ def load_recipe(path: str) -> dict[str, Any]:
         raise UserError(f"{path}{where}: malformed YAML: {first_line(getattr(error, 'problem', error))}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a recipe is a table of flags, not a {type(data).__name__}")
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        name = str(key).replace("-", "_")
-        if name not in FIELDS:
-            raise UserError(f'{path}: there is no flag "{key}"{_instead(name)}')
-        if name in out:
-            raise UserError(f'{path}: "{key}" stands twice')
-        out[name] = _from_yaml(name, value, path)
+    names = [str(key).replace("-", "_") for key in data]
+    for key, name in zip(data, names, strict=True):
+        if names.count(name) > 1:
+            raise UserError(f'{path}: "{key}" is given twice')
+    values = dict(zip(names, data.values(), strict=True))
+    _check_names(values, f"{path}: there is no flag")
+    out = {name: _from_yaml(name, value, path) for name, value in values.items()}
 
     def beside(path: str) -> str:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
@@ -167,69 +227,61 @@ def load_recipe(path: str) -> dict[str, Any]:
 
 def _from_yaml(name: str, value: Any, path: str) -> Any:
     """Give a YAML value the type that the command line would have given it."""
-    f = FIELDS[name]
-    meta = f.metadata
+    meta, default = FIELDS[name].metadata, default_of(name)
     if value is None:
-        return default_of(name)
+        return default
     if name == "model_kwargs":
         return parse_kwargs(value)
-    wrong = UserError(f"{path}: {name}: {value!r} is not what {spelling(name)} takes")
-    if isinstance(f.default, bool):
-        if not isinstance(value, bool):
-            raise wrong
-        return value
-    if meta["const"] is not None and isinstance(value, bool):
-        return meta["const"] if value else f.default
-    convert = TYPES[name]
-
-    def one(item: Any) -> Any:
-        if isinstance(item, (bool, list, dict)) or (convert is int and isinstance(item, float) and item != int(item)):
-            raise wrong
-        try:
-            return convert(item)
-        except (TypeError, ValueError):
-            raise wrong from None
-
-    if meta["nargs"] is not None:
-        items = value if isinstance(value, list) else [value]
+    if isinstance(value, bool) and meta["const"] is not None:
+        return meta["const"] if value else default
+    items = value if isinstance(value, list) and meta["nargs"] is not None else [value]
+    is_switch = isinstance(default, bool)
+    try:
+        if any(isinstance(item, bool) != is_switch or isinstance(item, (list, dict)) for item in items):
+            raise TypeError
         if isinstance(meta["nargs"], int) and len(items) != meta["nargs"]:
-            raise wrong
-        return [one(item) for item in items]
-    out = one(value)
-    if meta["choices"] and out not in meta["choices"] and out != f.default:
-        raise UserError(f"{path}: {name}: {out!r} is not one of {', '.join(meta['choices'])}")
-    return out
+            raise ValueError
+        out = [TYPES[name](item) for item in items]
+        if any(isinstance(item, float) and item != value for item, value in zip(items, out, strict=True)):
+            raise ValueError  # 1.5 steps
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: {name}: {value!r} is not a value of {spelling(name)}") from None
+    if meta["choices"] and out[0] not in (*meta["choices"], default):
+        raise UserError(f"{path}: {name}: {out[0]!r} is not one of {', '.join(meta['choices'])}")
+    return out[0] if meta["nargs"] is None else out
 
 
-def _refuse_second_side(argv: Sequence[str], word: str) -> None:
-    """Height and width after --img-size, which takes one number; ValueError says so."""
-    place = argv.index(word)
-    if place >= 2 and argv[place - 2] == "--img-size":
-        sides = f"{argv[place - 1]} {word}"
-        raise UserError(f"--img-size takes one number, not {sides}: images are square here")
+def _check_names(values: Mapping[str, Any], complaint: str) -> None:
+    """Reject names that are not flags; see `_instead`."""
+    typed = {name: _words(value) for name, value in values.items()}
+    if unknown := [f'{complaint} "{name}"{_instead(name, typed)}' for name in values if name not in FIELDS]:
+        raise UserError(*unknown)
 
 
-def _refuse_folder(given: Mapping[str, Any]) -> None:
-    """A data folder that a flag has taken for its value, which may be left out."""
-    for name, f in FIELDS.items():
-        word, rule = given.get(name), f.metadata["rule"]
-        if f.metadata["const"] and isinstance(word, str) and word and not rule.holds(word) and Path(word).is_dir():
-            raise UserError(f"{spelling(name)} {rule.words}, not {word}: give the data folder by --data-dir {word}")
+def _instead(name: str, typed: Given) -> str:
+    """What replaces a name that is not a flag: the equivalent of timm's flag, else the nearest flag.
+
+    Args:
+        name: with underscores.
+        typed: everything that was given, with its words.
+    """
+    answer = timm_answer(name, typed[name], typed)
+    if answer is not None:
+        return f"; {answer.text}"
+    return did_you_mean("--" + name.replace("_", "-"), map(spelling, FIELDS), cutoff=0.6)
 
 
-def _instead(name: str) -> str:
-    """What to write in place of a name that is no flag: what stands for timm's flag, else the nearest of ours."""
-    hint = timm_hint(name)
-    if hint is not None:
-        return f"; {hint}"
-    close = difflib.get_close_matches(name, list(FIELDS), n=1, cutoff=0.6)
-    return f"; the nearest is {spelling(close[0])}" if close else ""
+def _words(value: Any) -> list[str]:
+    """A value of a recipe or a program as words of a command line."""
+    if isinstance(value, bool) or value is None:
+        return []
+    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def parse(
     argv: Sequence[str] | None = None, program: str = "train.py", examples: str = ""
 ) -> tuple[RunConfig, frozenset[str]]:
-    """Read the command line and its recipe into one frozen table.
+    """Read the command line and its recipe.
 
     Args:
         argv: the words; None for this process's.
@@ -237,52 +289,70 @@ def parse(
         examples: as for `build_parser`.
 
     Returns:
-        The table, and the names that were given (on the command line or in the recipe).
+        The settings, and the names that were given (on the command line or in the recipe).
 
     Raises:
-        UserError: an unknown flag (the nearest is named), a value of the wrong kind, or flags that cannot stand
-            together or would have no effect.
+        UserError: unknown flags (with the nearest), invalid values, incompatible flags and flags without effect; all
+            at once.
     """
-    return from_values(read_words(build_parser(program, examples=examples), argv))
+    values, problems = _read(build_parser(program, examples=examples), argv)
+    remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's" if len(problems) > 1 else ""
+    try:
+        parsed = from_values(values)
+    except UserError as error:
+        raise UserError(*problems, *error.problems, remedy=remedy) from None
+    if problems:
+        raise UserError(*problems, remedy=remedy)
+    return parsed
 
 
 def read_words(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, *, eval_only: bool = False
 ) -> dict[str, Any]:
-    """What stands on a command line of `build_parser`, over what stands in its --recipe; nothing is checked together.
+    """The values of a command line of `build_parser`, over its --recipe; combinations are not checked.
 
     Args:
         parser: from `build_parser`, with further arguments or without.
         argv: the words; None for this process's.
-        eval_only: whether the program is one that evaluates, whatever the words are.
+        eval_only: whether the program only evaluates.
 
     Raises:
-        UserError: an unknown flag (the nearest is named), or a value of the wrong kind.
+        UserError: unknown flags (with the nearest), or a value of the wrong type.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        _refuse_second_side(argv, unknown[0])
-        word = unknown[0].split("=")[0]
-        if word.startswith("-"):
-            raise UserError(f"there is no flag {word}{_instead(word.lstrip('-').replace('-', '_'))}")
-        folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
-        raise UserError(f"{word!r} follows no flag{folder}")
+    values, problems = _read(parser, argv, eval_only=eval_only)
+    if problems:
+        raise UserError(*problems)
+    return values
+
+
+def _read(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, eval_only: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of `read_words`, and the problems of the words that belong to no flag."""
+    namespace, unknown = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
     given = vars(namespace)
-    _refuse_folder(given)
+    flags, stray = split_words(unknown)
+    typed = {name: _words(value) for name, value in given.items()}
+    typed |= {name: words for name, (_, words) in flags.items()}
+    problems = [f"there is no flag {flag}{_instead(name, typed)}" for name, (flag, _) in flags.items()]
+    for word in stray:
+        folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
+        problems.append(f"{word!r} follows no flag{folder}")
+    if given.get("output") == "":  # a recipe's null is the default folder
+        raise UserError("--output '' names no folder; name one, or drop the flag")
     for name in ("local_rank", "deepspeed"):
         given.pop(name, None)
     recipe = given.pop("recipe", None)
     if "model_kwargs" in given:
         given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
-    return over_recipe(load_recipe(recipe), given, eval_only=eval_only) if recipe else given
+    return (over_recipe(load_recipe(recipe), given, eval_only=eval_only) if recipe else given), problems
 
 
 def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_only: bool = False) -> dict[str, Any]:
-    """What is given, over a recipe; what the recipe says and this makes idle, or excludes, is left aside.
+    """The given values over a recipe's, without the recipe's values that they exclude or leave without effect.
 
-    A training run's config.yaml serves for its evaluation, and `--no-aug` needs no edited recipe. What is idle by the
-    recipe itself stays in, for `check` to refuse.
+    So a training run's config.yaml serves for its evaluation, and `--no-aug` needs no edited recipe. Values without
+    effect in the recipe itself stay, for `check` to reject.
 
     Args:
         recipe: from `load_recipe`.
@@ -290,21 +360,23 @@ def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_onl
         eval_only: as in `read_words`.
     """
     values = {**recipe, **given}
-    aside: set[str] = set()
+    dropped: set[str] = set()
     if "set" in values:
-        aside |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(given.get("set", ()))}
+        dropped |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(given.get("set", ()))}
         excluded = {KEY_OF_FLAG.get(name) for name in given}
         kept = [pair for pair in recipe.get("set", ()) if pair.partition("=")[0] not in excluded]
         values["set"] = [*kept, *given.get("set", ())]
     if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
-        aside.add("pp_partition")  # bounds of another number of stages
+        dropped.add("pp_partition")  # bounds for another number of stages
     own = {name: value for name, value in values.items() if name in FIELDS}
     own["data_dir"] = _one_or_several(own.get("data_dir"))
-    idle = idle_names(RunConfig(**{**own, **({"eval_only": True} if eval_only else {})}))
-    aside |= idle - idle_names(RunConfig(**recipe))
+    if eval_only:
+        own["eval_only"] = True
+    dropped |= idle_names(RunConfig(**own)) - idle_names(RunConfig(**recipe))
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
-    aside |= {other for pair in EITHER for name, other in (pair, pair[::-1]) if name in chosen and other not in given}
-    return {name: value for name, value in values.items() if name in given or name not in aside}
+    pairs = [*REPLACES, *((other, name) for name, other in REPLACES)]
+    dropped |= {other for name, other in pairs if name in chosen}
+    return {name: value for name, value in values.items() if name in given or name not in dropped}
 
 
 def _one_or_several(folders: Any) -> Any:
@@ -315,15 +387,14 @@ def _one_or_several(folders: Any) -> Any:
 
 
 def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
-    """The table from the values that were given, by their recipe names; see `parse`.
+    """The settings from values by their recipe names; see `parse`.
 
     Raises:
-        UserError: an unknown name (the nearest flag is named), or flags that cannot stand together.
+        UserError: an unknown name (with the nearest flag), or invalid or incompatible flags.
     """
+    _check_names(values, "there is no setting")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in values.items():
-        if name not in FIELDS:
-            raise UserError(f'there is no setting "{name}"{_instead(name)}')
         const = FIELDS[name].metadata["const"]
         if const is not None and isinstance(value, bool):
             values[name] = const if value else default_of(name)
@@ -342,7 +413,7 @@ def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """A recipe that says the same again."""
+    """A recipe with these values."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (tuple, list)):

@@ -1,195 +1,199 @@
-"""Which flags cannot stand together: contradictions, numbers out of range, and flags that would have no effect."""
+"""Rules between flags: values out of range, contradictions, and flags without effect."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import Any
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.config.deepspeed_set import KEY_OF_FLAG, parse_set
-from ds_vit.config.durations import Interval, parse_seconds, parse_steps
-from ds_vit.config.flag import check_values
-from ds_vit.config.flags import FIELDS, RunConfig, is_asked_for, spelling
+from ds_vit.config.deepspeed_json import parse_set
+from ds_vit.config.flag import Scope, check_fields
 from ds_vit.config.image_sizes import all_sizes
-from ds_vit.config.sizes import parse_bytes
+from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_asked_for, names_with, spelling
+from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_steps
 from ds_vit.fault_tolerance.errors import UserError
 
-EITHER = (
+EXCLUSIVE = (
     ("warmup_steps", "warmup_epochs"),
     ("freeze", "linear_probe"),
     ("pretrained", "initial_checkpoint"),
-    ("val_fraction", "val_split"),
     ("img_size_schedule", "train_img_sizes"),
-    *((name, by_hand) for name in ("auto_batch", "memory") for by_hand in ("batch_size", "grad_accum_steps")),
+    ("auto_batch", "batch_size"),
+    ("auto_batch", "grad_accum_steps"),
 )
-"""Flags of which one excludes the other."""
-
-# What evaluation alone looks at; every other flag is about training.
-_EVALUATION_NAMES = """
-    deepspeed_config set pp tp tp_across_hosts sequence_parallel class_parallel pp_partition task mask_ratio decoder_dim
-    decoder_depth decoder_heads norm_pix_loss model model_kwargs num_classes
-    img_size pretrained initial_checkpoint resample_patch_embed
-    dataset data_dir train_split val_split val_fraction dataset_download workers on_bad_image
-    allow_empty_classes mean std
-    interpolation crop_pct crop_mode bce_loss norm_dtype compile compile_mode tf32 batch_size output seed
-    validation_batch_size eval_only eval_knn eval_linear_probe stall_seconds dry_run verbose
-"""
-_EVALUATION = frozenset(_EVALUATION_NAMES.split())
+"""Pairs of flags of which a run takes one."""
+REPLACES = (*EXCLUSIVE, ("val_fraction", "val_split"), ("memory", "batch_size"), ("memory", "grad_accum_steps"))
+"""Pairs of flags of which one on the command line replaces the other in a recipe."""
 
 
 def check(config: RunConfig, explicit: frozenset[str]) -> None:
-    """Refuse what cannot be, what contradicts itself, and what would have no effect.
+    """Reject invalid values, contradictions and flags without effect, all of them at once.
 
     Raises:
-        UserError: says which flags, with their numbers, and what to do.
+        UserError: names the flags, with their numbers and what to do.
     """
+    problems = list(_invalid_values(config))
+    problems += [] if problems else _contradictions(config)
+    for name, reason in _idle_flags(config).items():
+        if is_asked_for(name, config, explicit):
+            problems.append(f"{spelling(name)} has no effect {reason}; drop it")
+    if problems:
+        raise UserError(*problems)
 
+
+def _invalid_values(config: RunConfig) -> Iterator[str]:
+    """Problems of single flags, and missing flags."""
     if not config.deepspeed_config:
-        raise UserError(
+        yield (
             "--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision: begin with "
             "ds_configs/zero1_bf16.json on GPUs, with ds_configs/cpu_zero1_fp32.json on a CPU"
         )
-    check_values(config)
-    _ = config.augment, config.mix  # which look at their values together
-    _check_checkpoints(config)
+    checks: list[Callable[[], Any]] = [
+        lambda: check_fields(config),
+        lambda: (config.augment, config.mix),  # their constructors check combinations
+        lambda: Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
+        lambda: config.time_limit and parse_seconds(config.time_limit, "--time-limit"),
+        lambda: parse_steps(config.profile_steps, "--profile-steps"),
+        lambda: config.memory and parse_bytes(config.memory, "--memory"),
+        lambda: parse_set(config.set),
+        lambda: all_sizes(config.img_size_schedule, config.train_img_sizes),
+    ]
+    for number, run_check in enumerate(checks):
+        try:
+            run_check()
+        except UserError as error:
+            yield from error.problems
+            if number == 0:
+                return  # the other checks would report the same values
+    if config.output.isspace():
+        yield f"--output {config.output!r} names no folder; name one, or drop the flag"
     if not config.dataset and not config.data_dir:
-        raise UserError("no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits")
-    num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
-    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
-        raise UserError(
-            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give "
-            "one for each"
-        )
-    if config.compile and config.drop_path_compute == "kept":
-        raise UserError(
-            "--drop-path-compute kept gives each step other numbers of rows, and --compile a graph is of one; drop one "
-            "of them"
-        )
-    if config.compile and config.grad_checkpointing == "selective":
-        raise UserError(
-            "--grad-checkpointing selective tells single operations apart, which --compile makes one graph of; use "
-            "--grad-checkpointing full, or drop --compile"
-        )
-    if config.img_size_schedule or config.train_img_sizes:
-        _check_image_sizes(config)
-    if config.freeze and config.linear_probe:
-        raise UserError("--linear-probe freezes all but the head already; drop --freeze")
-    if config.warmup_steps is not None and config.warmup_epochs is not None:
-        raise UserError("--warmup-steps and --warmup-epochs are both given; keep one")
-    if config.pretrained and config.initial_checkpoint:
-        raise UserError(
-            f"--pretrained and --initial-checkpoint {config.initial_checkpoint} both say what to start from; keep one"
-        )
-    if config.drop and "drop_rate" in config.model_kwargs:
-        rate = config.model_kwargs["drop_rate"]
-        raise UserError(f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one")
-    for name in ("batch_size", "grad_accum_steps"):
-        if config.auto_batch and getattr(config, name) is not None:
-            raise UserError(f"--auto-batch finds what {spelling(name)} {getattr(config, name)} says; keep one")
-    if config.memory:
-        parse_bytes(config.memory, "--memory")
+        yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    """Problems between valid flags."""
+
+    def written(name: str) -> str:
+        value = getattr(config, name)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        return spelling(name) + ("" if value is True else f" {shown}")
+
+    for pair in EXCLUSIVE:
+        if all(getattr(config, name) != default_of(name) for name in pair):
+            yield f"{written(pair[0])} and {written(pair[1])} are both given; keep one"
     values = parse_set(config.set)
     for name, key in KEY_OF_FLAG.items():
         if key in values and getattr(config, name) is not None:
-            raise UserError(f"{spelling(name)} {getattr(config, name)} and --set {key} are both given; keep one")
-    for name, reason in _idle_flags(config):
-        if is_asked_for(name, config, explicit):
-            raise UserError(f"{spelling(name)} has no effect {reason}; drop it")
-
-
-def _check_image_sizes(config: RunConfig) -> None:
-    """What stands beside --img-size-schedule or --train-img-sizes."""
-    if config.img_size_schedule and config.train_img_sizes:
-        raise UserError("--img-size-schedule and --train-img-sizes both say which size a step has; keep one")
-    flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
-    largest = all_sizes(config.img_size_schedule, config.train_img_sizes)[-1]
-    if config.img_size not in (None, largest):
-        raise UserError(
-            f"{flag} goes up to {largest}, at which the run is evaluated, and --img-size is {config.img_size}; make "
-            "them the same, or drop --img-size"
+            yield f"{written(name)} and --set {key} are both given; keep one"
+    if config.drop and "drop_rate" in config.model_kwargs:
+        rate = config.model_kwargs["drop_rate"]
+        yield f"--drop {config.drop} and --model-kwargs drop_rate={rate} are both given; keep one"
+    if config.resume == "auto" and not config.output:
+        yield "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
+    if config.rollback and Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
+        yield (
+            f"--rollback {config.rollback} would return to a step that depends on the clock with --checkpoint-interval "
+            f"{config.checkpoint_interval}; give --checkpoint-interval in steps, or epoch"
+        )
+    num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
+    if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
+        yield (
+            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give "
+            "one for each"
+        )
+    sizes_flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
+    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
+    if sizes and config.img_size not in (None, sizes[-1]):
+        yield (
+            f"{sizes_flag} ends at {sizes[-1]}, the size of evaluation, and --img-size is {config.img_size}; make them "
+            "equal, or drop --img-size"
         )
     if config.compile:
-        raise UserError(f"{flag} gives the blocks other shapes on the way, and --compile a graph is of one; drop one")
+        for is_set, words in (
+            (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
+            (config.grad_checkpointing == "selective", "--grad-checkpointing selective needs single operations"),
+            (bool(sizes), f"{sizes_flag} changes the shapes"),
+        ):
+            if is_set:
+                yield f"{words}, and --compile makes one graph of fixed shapes; drop one of them"
 
 
-def _check_checkpoints(config: RunConfig) -> None:
-    """What the flags of checkpoints and interruption must be."""
-    Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
-    if config.time_limit:
-        parse_seconds(config.time_limit, "--time-limit")
-    parse_steps(config.profile_steps, "--profile-steps")
-    if config.resume == "auto" and not config.output:
-        raise UserError("--resume auto looks for checkpoints in the run's folder: give it by --output DIR")
+# A flag's name → the flags that have an effect only with it.
+_NEEDED_BY = {
+    "reprob": "remode recount",
+    "bce_loss": "bce_sum bce_target_thresh",
+    "drop_path": "drop_path_compute",
+    "model_ema": "model_ema_decay model_ema_warmup",
+    "compile": "compile_mode",
+    "auto_batch": "memory",
+    "color_jitter": "color_jitter_prob",
+}
+_AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
+_NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))
+_OF_VALIDATION = (
+    "val_fraction eval_interval validation_batch_size crop_pct crop_mode eval_knn eval_linear_probe interpolation"
+)
+# (flags, the condition under which they have no effect, the end of "--flag has no effect …"); the first reason counts.
+_IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
+    (_AUGMENT_NAMES, lambda c: c.no_aug, "under --no-aug"),
+    # 3-Augment is the one policy that keeps the jitter.
+    (
+        "color_jitter color_jitter_prob",
+        lambda c: c.aa not in ("", "none") and "3a" not in c.aa,
+        "under --aa, which replaces the colour jitter",
+    ),
+    ("decode", lambda c: c.train_crop_mode == "rkrc", "with --train-crop-mode rkrc, which takes whole images"),
+    ("decode", lambda c: c.train_crop_mode == "rkrr", "with --train-crop-mode rkrr, which takes whole images"),
+    ("max_bad_images", lambda c: c.on_bad_image == "error", "with --on-bad-image error"),
+    ("mixup_prob mixup_switch_prob mixup_off_epoch", lambda c: not c.active, "without --mixup or --cutmix"),
+    (
+        "mixup_switch_prob",
+        lambda c: c.active and (c.mixup == 0 or (c.cutmix == 0 and c.cutmix_minmax is None)),
+        "unless --mixup and --cutmix are both on",
+    ),
+    ("cutmix", lambda c: c.cutmix_minmax is not None, "with --cutmix-minmax, which draws the box itself"),
+    (
+        "rollback",
+        lambda c: c.checkpoint_interval == "0" and c.resume == "none",
+        "with --checkpoint-interval 0: there is no checkpoint to return to",
+    ),
+    ("allow_batch_change allow_schedule_change", lambda c: c.resume == "none", "without --resume"),
+    (_NOT_OF_EVALUATION, lambda c: c.eval_only, "with --eval-only (weights are given by --initial-checkpoint)"),
+    (_OF_VALIDATION, lambda c: not c.eval_only and not c.val_split, "with --val-split '': nothing is evaluated"),
+    ("val_split", lambda c: c.val_fraction is not None, "with --val-fraction, which splits --train-split"),
+    ("sequence_parallel class_parallel tp_across_hosts", lambda c: c.tp == 1, "without --tp"),
+    ("pp_partition", lambda c: c.pp == 1, "without --pp"),
+    ("data_weights", lambda c: isinstance(c.data_dir, str), "with one --data-dir"),
+    ("data_dir val_split dataset_download", lambda c: c.dataset == "digits", "with --dataset digits"),
+    ("dataset_download", lambda c: not c.dataset.startswith("torch/"), "unless --dataset is a torch/… name"),
+    ("warmup_lr", lambda c: 0 in (c.warmup_steps, c.warmup_epochs), "without warm-up"),
+    ("min_lr", lambda c: c.sched == "constant", "with --sched constant"),
+    ("wsd_decay_fraction", lambda c: c.sched != "wsd", "unless --sched wsd"),
+    (
+        "resample_patch_embed",
+        lambda c: not (c.pretrained or c.initial_checkpoint),
+        "without --pretrained or --initial-checkpoint",
+    ),
+    ("lr_base_size", lambda c: c.lr_scale_by_batch == "none", "without --lr-scale-by-batch"),
+)
 
 
 def idle_names(config: RunConfig) -> set[str]:
-    """The flags that do nothing beside these others, by their recipe names."""
-    return {name for name, _ in _idle_flags(config)}
+    """The flags without effect in this combination, by their recipe names."""
+    return {*_idle_flags(config)}
 
 
-def _idle_flags(config: RunConfig) -> list[tuple[str, str]]:
-    """(flag, why it does nothing here) for this combination."""
-    idle: list[tuple[str, str]] = []
+def _idle_flags(config: RunConfig) -> dict[str, str]:
+    """Each flag without effect in this combination → why."""
+    idle: dict[str, str] = {}
+    for names, applies, reason in _IDLE:
+        if applies(config):
+            idle = {**dict.fromkeys(names.split(), reason), **idle}
+    for needed, names in _NEEDED_BY.items():
+        if not getattr(config, needed):
+            idle = {**dict.fromkeys(names.split(), f"without {spelling(needed)}"), **idle}
     if config.no_aug:
-        names = [f.name for f in fields(AugmentConfig) if f.name != "no_aug"]
-        idle += [(name, "under --no-aug") for name in names]
-    if config.aa not in ("", "none") and "3a" not in config.aa:  # 3-Augment is the one policy that keeps the jitter
-        names = ["color_jitter", "color_jitter_prob"]
-        idle += [(name, "under --aa, which replaces the colour jitter") for name in names]
-    elif not config.color_jitter:
-        idle += [("color_jitter_prob", "without --color-jitter")]
-    if config.train_crop_mode in ("rkrc", "rkrr"):
-        idle += [("decode", f"with --train-crop-mode {config.train_crop_mode}, which takes whole images")]
-    if not config.reprob:
-        idle += [(name, "without --reprob") for name in ("remode", "recount")]
-    if not config.active:
-        idle += [(n, "without --mixup or --cutmix") for n in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch")]
-    elif config.mixup == 0 or (config.cutmix == 0 and config.cutmix_minmax is None):
-        idle += [("mixup_switch_prob", "unless --mixup and --cutmix are both on")]
-    if config.cutmix_minmax is not None:
-        idle += [("cutmix", "beside --cutmix-minmax, which draws the box itself")]
-    if not config.bce_loss:
-        idle += [(name, "without --bce-loss") for name in ("bce_sum", "bce_target_thresh")]
-    if config.checkpoint_interval == "0" and config.resume == "none":
-        idle += [("rollback", "with --checkpoint-interval 0: there is nothing to go back to")]
-    if config.resume == "none":
-        idle += [(name, "without --resume") for name in ("allow_batch_change", "allow_schedule_change")]
-    if config.eval_only:
-        names = [name for name in FIELDS if name not in _EVALUATION]
-        idle += [(name, "with --eval-only (weights are given by --initial-checkpoint)") for name in names]
-    elif not config.val_split:
-        names = ["val_fraction", "eval_interval", "validation_batch_size", "crop_pct", "crop_mode"]
-        names += ["eval_knn", "eval_linear_probe"]
-        names += [] if config.no_aug else ["interpolation"]  # which training without augmentation resizes by
-        idle += [(name, "with --val-split '': nothing is evaluated") for name in names]
-    if config.val_fraction is not None:
-        idle += [("val_split", "with --val-fraction, which takes the images of evaluation from --train-split")]
-    if not config.drop_path:
-        idle += [("drop_path_compute", "without --drop-path")]
-    if config.tp == 1:
-        names = ["sequence_parallel", "class_parallel", "tp_across_hosts"]
-        idle += [(name, "without --tp") for name in names]
-    if config.pp == 1:
-        idle += [("pp_partition", "without --pp")]
-    if isinstance(config.data_dir, str):
-        idle += [("data_weights", "with one --data-dir")]
-    if config.dataset == "digits":
-        idle += [(n, "with --dataset digits") for n in ("data_dir", "val_split", "dataset_download")]
-    elif not config.dataset.startswith("torch/"):
-        idle += [("dataset_download", "unless --dataset is a torch/… name")]
-    if config.warmup_steps == 0 or config.warmup_epochs == 0:
-        idle += [("warmup_lr", "without warm-up")]
-    if config.sched == "constant":
-        idle += [("min_lr", "with --sched constant")]
-    if not (config.pretrained or config.initial_checkpoint):
-        idle += [("resample_patch_embed", "without --pretrained or --initial-checkpoint")]
-    if config.lr_scale_by_batch == "none":
-        idle += [("lr_base_size", "without --lr-scale-by-batch")]
-    if not config.model_ema:
-        idle += [(name, "without --model-ema") for name in ("model_ema_decay", "model_ema_warmup")]
-    if not config.compile:
-        idle += [("compile_mode", "without --compile")]
-    if not config.auto_batch:
-        idle += [("memory", "without --auto-batch")]
-    if config.sched != "wsd":
-        idle += [("wsd_decay_fraction", "unless --sched wsd")]
+        idle.pop("interpolation", None)  # training without augmentation resizes by it
     return idle

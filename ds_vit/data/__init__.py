@@ -1,10 +1,11 @@
-"""The way of the data: sources, sample order, augmentation, mixing, micro-batches, and the model's inputs.
+"""Data: sources, sample order, augmentation, mixing, micro-batches, and the model's inputs.
 
     sources/       where images come from
-    sampler.py     which sample stands at which row of which step, and whose row it is
+    sampler.py     which sample is at which row of which step, and on which rank
     settings.py    the model's input: size, normalisation, evaluation's crop
     decode.py      an image file's bytes to pixels
     augment/       the transforms, erasing and mixing; each random step is a keyed draw and its application
+    batches.py     what a micro-batch holds
     loader.py      micro-batches read in worker processes
     device.py      the model's inputs from them, on the device
 
@@ -19,12 +20,9 @@ from ds_vit.data.device import finish_images, finish_keys, finish_targets, finis
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.sources.class_checks import unreadable_classes
+from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.folders import NoSuchSplit
-from ds_vit.data.sources.mixture import mixed
-from ds_vit.data.sources.source import Source
-from ds_vit.data.sources.subset import hold_out
+from ds_vit.data.sources.source import NoSuchSplit, Source, unreadable_classes
 
 __all__ = [
     "AugmentConfig",

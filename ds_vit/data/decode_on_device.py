@@ -40,9 +40,8 @@ def require_fast_on_device() -> None:
         from torchcodec.decoders import decode_jpeg  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:  # as it is where it was built for another torch
         raise UserError(
-            "--decode fast with --augment-on device needs torchcodec 0.16 or later, which cannot be imported "
-            f"({first_line(error)}): pip install 'torchcodec>=0.16' (for torch 2.11 and later), or drop "
-            "one of the two"
+            f"--decode fast with --augment-on device cannot import torchcodec ({first_line(error)}): pip install "
+            "'torchcodec>=0.16' (for torch 2.11 and later), or drop one of the two"
         ) from error
 
 
@@ -66,31 +65,35 @@ def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[torch.Ten
     where = device if device.type == "cuda" else torch.device("cpu")
     sizes = itertools.accumulate(3 * height * width for _, _, (height, width) in files)
     for _, together in itertools.groupby(zip(files, sizes, strict=True), lambda pair: pair[1] // _AT_ONCE):
-        some = [file for file, _ in together]
-        found: Sequence[torch.Tensor | None] | None = _decoded([file.data for file in some], where)
-        if found is None:  # one of them spoils all
-            _require_able(where)
-            found = [(_decoded([file.data], where) or [None])[0] for file in some]
-            refused = [file.name for file, pixels in zip(some, found, strict=True) if pixels is None]
-            if refused and where not in _said:
-                _said.add(where)
+        group = [file for file, _ in together]
+        decoded: Sequence[torch.Tensor | None] | None = _decode([file.data for file in group], where)
+        if decoded is None:  # one of them spoils all
+            _require_decoder(where)
+            decoded = [(_decode([file.data], where) or [None])[0] for file in group]
+            refused = [file.name for file, pixels in zip(group, decoded, strict=True) if pixels is None]
+            if refused:
                 warnings.warn(
-                    f"{refused[0]} cannot be decoded on {where}; each such file has its micro-batch decoded a file at "
-                    "a time: where there are many, --decode exact is faster",
+                    f"{refused[0]} cannot be decoded on {where}, so that its micro-batch is decoded a file at a time; "
+                    "with many such files --decode exact is faster",
                     stacklevel=2,
                 )
-        for pixels, file in zip(found, some, strict=True):
-            yield _sound(pixels, file).to(device)
+        for pixels, file in zip(decoded, group, strict=True):
+            # A file that EXIF rotates has another shape here; Pillow does not rotate it.
+            if pixels is None or pixels.shape != (3, *file.size):
+                image = decode(file.data.numpy().tobytes(), file.name)
+                pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+            yield pixels.to(device)
 
 
-def _decoded(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor] | None:
+def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor] | None:
+    """torchcodec's pixels; None if it refuses a file."""
     from torchcodec.decoders import decode_jpeg
 
     try:
         if where.type != "cuda":
             return decode_jpeg(files, mode="RGB", device=where)
-        # torchcodec waits for the stream that it decodes on; on the training's own that would be for the whole step.
-        training, own = torch.cuda.current_stream(where), _own_stream(where)
+        # torchcodec waits for the stream that it decodes on; on the training's stream that would be for the whole step.
+        training, own = torch.cuda.current_stream(where), _decoder_stream(where)
         with torch.cuda.stream(own):
             found = decode_jpeg(files, mode="RGB", device=where)
     except RuntimeError as error:
@@ -104,23 +107,13 @@ def _decoded(files: list[torch.Tensor], where: torch.device) -> list[torch.Tenso
 
 
 @cache
-def _own_stream(where: torch.device) -> torch.cuda.Stream:
+def _decoder_stream(where: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(where)
 
 
-_said: set[torch.device] = set()  # where a first file was refused
-
-
-def _sound(pixels: torch.Tensor | None, file: File) -> torch.Tensor:
-    """The pixels, or Pillow's where there are none, or some of another shape (turned by EXIF, which Pillow leaves)."""
-    if pixels is not None and pixels.shape == (3, *file.size):
-        return pixels
-    return torch.from_numpy(np.array(decode(file.data.numpy().tobytes(), file.name))).permute(2, 0, 1)
-
-
 @cache
-def _require_able(where: torch.device) -> None:
-    """Raise UserError where not even a sound file can be decoded: each image would then be left to Pillow."""
+def _require_decoder(where: torch.device) -> None:
+    """Raise UserError if not even a sound file can be decoded: each image would then be left to Pillow."""
     from torchcodec.decoders import decode_jpeg
 
     file = io.BytesIO()

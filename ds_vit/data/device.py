@@ -12,10 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data.augment.batched import augmented
-from ds_vit.data.augment.erasing import erase
-from ds_vit.data.augment.handover import Crops
-from ds_vit.data.augment.mixing import mix_images, mix_targets
+from ds_vit.data.augment.mixing import erase, mix_images, mix_targets
+from ds_vit.data.augment.on_device import Crops, augmented
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.settings import ImageConfig
 

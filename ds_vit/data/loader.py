@@ -13,10 +13,9 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
-import shutil
 import signal
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -28,12 +27,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
-from ds_vit.data.augment.handover import worker_transform
+from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.augment.transforms import eval_transform
 from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
-from ds_vit.data.slots import PREFETCHED, InSlot
+from ds_vit.data.slots import PREFETCHED, InSlot, shared_memory_advice
 from ds_vit.data.sources.source import Source
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
@@ -47,10 +46,10 @@ class Loader:
         numbers: which of them, in this order.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
-        cores: that the processes are to run on, where there are enough for all; empty for any.
+        cores: to run the processes on, if there are enough for all; empty for any.
 
-    Iterating raises the UserError or OSError that a worker met, as it was: one line that names the file; and WorkerLost
-    where a worker was killed, which names the file that it was at.
+    Iterating raises a worker's UserError or OSError, one line that names the file; and WorkerLost if a worker was
+    killed, which names the file that it was reading.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Loader:
             sampler=numbers,
             num_workers=num_workers,
             prefetch_factor=PREFETCHED if num_workers else None,
-            collate_fn=_inlined if num_workers else _as_it_is,
+            collate_fn=partial(_each_tensor, _sendable) if num_workers else _unchanged,
             worker_init_fn=partial(_begin, cores if num_workers <= len(cores) else None) if num_workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
@@ -82,11 +81,11 @@ class Loader:
 
     def __iter__(self) -> Generator[MicroBatch, None, None]:
         others = set(multiprocessing.active_children())
-        # An iterator that was given up may still wait for the garbage collector. Collected in a worker, it would close
-        # files whose numbers are those of the worker's own queues. What is frozen here, no worker collects.
+        # An abandoned iterator may still wait for the garbage collector. Collected in a worker, it would close files
+        # whose numbers are those of the worker's queues. No worker collects what is frozen here.
         gc.freeze()
         own_handler = signal.getsignal(signal.SIGCHLD)
-        # Of this iteration alone: the workers of another, given up, may still write.
+        # Of this iteration only: the workers of an abandoned one may still write.
         slots = self._batches.slots(self._loader.num_workers) if self._loader.num_workers else None
         self._reader.slots = slots
         items = iter(self._loader)
@@ -96,56 +95,41 @@ class Loader:
         _end_with_this_process(workers)
         if workers:
             with contextlib.suppress(ValueError):  # this is not the main thread
-                signal.signal(signal.SIGCHLD, own_handler)  # torch's would raise an error wherever the run is
+                signal.signal(signal.SIGCHLD, own_handler)  # torch's would raise an error anywhere in the run
         while True:
             self._check(workers)
             try:
                 item = next(items)
             except StopIteration:
                 return
-            except Exception:  # torch waits for a worker that is no more, or finds its end of a socket closed
+            except Exception:  # torch waits for a worker that has ended, or finds its end of a socket closed
                 multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
                 self._check(workers)
                 raise
             if isinstance(item, Failure):
                 raise item.error
-            yield _restored(item)
+            yield _each_tensor(_received, item)
 
     def _check(self, workers: Sequence[BaseProcess]) -> None:
         """Raise WorkerLost if a worker has ended, which none does before the last batch is out."""
         for number, worker in enumerate(workers):
             if (code := worker.exitcode) is None:
                 continue
-            at = -1 if self._reader.reading is None else int(self._reader.reading[number])
-            last = f"; it had begun to read {self._reader.source.describe(at)}" if at >= 0 else ""
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
-            why = _FULL.format(_size_of("/dev/shm")) if code == -signal.SIGBUS else _NO_MEMORY
-            raise WorkerLost(
-                f"loader process {number} (pid {worker.pid}) {how}{last}; {why}; start again with --resume auto"
-            )
-
-
-_NO_MEMORY = "where the machine had no memory left (dmesg says), use fewer --workers"
-# Who writes to shared memory that there is no room for gets SIGBUS.
-_FULL = (
-    "images are handed over through /dev/shm ({}): where it was full, make it larger (docker run --shm-size 8g, or "
-    "--ipc=host; in Kubernetes an emptyDir of medium Memory there), or use fewer --workers or a smaller micro-batch"
-)
+            index = -1 if self._reader.reading is None else int(self._reader.reading[number])
+            image = f"; it was reading {self._reader.source.describe(index)}" if index >= 0 else ""
+            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with code {code}"
+            advice = "if the machine had no memory left (see dmesg), use fewer --workers"
+            if code == -signal.SIGBUS:  # a write to shared memory that has no room left
+                advice = shared_memory_advice()
+            process = f"loader process {number} (pid {worker.pid})"
+            raise WorkerLost(f"{process} {end}{image}; {advice}; start again with --resume auto")
 
 
 def _begin(cores: frozenset[int] | None, worker: int) -> None:
-    """What a worker process does first."""
+    """Initialize a worker process."""
     ignore_in_worker(worker)
     if cores:
         os.sched_setaffinity(0, cores)
-
-
-def _size_of(folder: str) -> str:
-    try:
-        size = shutil.disk_usage(folder)
-    except OSError as error:
-        return error.strerror or str(error)
-    return f"{size.total / 2**20:,.0f} MiB, {size.free / 2**20:,.0f} MiB of which are free now"
 
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
@@ -155,8 +139,8 @@ _workers_of = 0  # the process that they are to end with
 def _end_with_this_process(workers: Iterable[BaseProcess]) -> None:
     """Have worker processes killed when this process ends.
 
-    An iteration that is given up in the middle, and still held (by DeepSpeed's pipeline), leaves workers
-    behind. Python would send them SIGTERM, which they ignore, and wait for them for ever.
+    An abandoned iteration that is still referenced (by DeepSpeed's pipeline) leaves workers behind. Python would send
+    them SIGTERM, which they ignore, and wait for them for ever.
     """
     global _workers_of
     _workers.update(workers)
@@ -174,39 +158,39 @@ def _kill_workers() -> None:
         worker.join()
 
 
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 
-_MOST_INLINED = 2**16  # bytes
+def _each_tensor(function: Callable[[Any], Any], item: Any) -> Any:
+    """An item with a function applied to its parts, also those in NamedTuples."""
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_each_tensor(function, part) for part in item))
+    return function(item)
 
 
-def _inlined(item: Any) -> Any:
-    """A micro-batch with its small tensors as arrays, which go through the worker's pipe with the rest.
+_MOST_IN_PIPE = 2**16  # bytes
 
-    A tensor goes by a file of shared memory that is opened, passed on and mapped for it alone: 1 ms of both processes;
-    unless it lies in the slots, which are both processes'.
+
+def _sendable(part: Any) -> Any:
+    """A tensor in the form in which a worker sends it.
+
+    A small one is sent as an array through the worker's pipe, one in the slots by its place there. Any other takes a
+    file of shared memory that is opened, passed on and mapped: 1 ms of both processes.
     """
-    if isinstance(item, torch.Tensor):
-        worker = get_worker_info()
-        slots = worker.dataset.reader.slots if worker is not None else None
-        if slots is not None and slots.hold(item):
-            return slots.sent(item)
-        return item.numpy() if item.nbytes <= _MOST_INLINED else item
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_inlined(part) for part in item))
-    return item
+    if not isinstance(part, torch.Tensor):
+        return part
+    slots = get_worker_info().dataset.reader.slots
+    if slots is not None and slots.hold(part):
+        return slots.sent(part)
+    return part.numpy() if part.nbytes <= _MOST_IN_PIPE else part
 
 
-def _restored(item: Any) -> Any:
-    """What `_inlined` was given."""
-    if isinstance(item, InSlot):
-        return item.copied()
-    if isinstance(item, np.ndarray):
-        return torch.from_numpy(item)
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_restored(part) for part in item))
-    return item
+def _received(part: Any) -> Any:
+    """What `_sendable` was given."""
+    if isinstance(part, InSlot):
+        return part.copied()
+    return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
 def train_loader(
@@ -219,6 +203,7 @@ def train_loader(
     mix: MixConfig,
     start_step: int = 0,
     stop_step: int,
+    skipped_batches: int = 0,
     sizes: ImageSizes | None = None,
     load_images: bool = True,
     load_targets: bool = True,
@@ -236,6 +221,9 @@ def train_loader(
         image: the size and normalisation they get.
         augment: what is drawn for each image.
         mix: what is drawn for each batch.
+        start_step: first one, in the order of samples.
+        stop_step: the one behind the last.
+        skipped_batches: how far that order is ahead of the optimizer steps, by which mixing ends.
         sizes: the side of a step's images, where it is not always that of `image`.
         load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
             unless bad images are skipped: then a target depends on what can be decoded.
@@ -243,7 +231,7 @@ def train_loader(
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
-        cores: that the processes are to run on, where there are enough for all; empty for any.
+        cores: to run the processes on, if there are enough for all; empty for any.
 
     Raises:
         UserError: settings that cannot work together, with the numbers. Iterating raises ImageDecodeError.
@@ -251,20 +239,16 @@ def train_loader(
     assert order.num_samples == len(source), f"an order of {order.num_samples} samples for {len(source)}"
     assert share.global_batch == order.global_batch, f"{share} does not cut a global batch of {order.global_batch}"
     if mix.active and order.global_batch % 2:
-        raise UserError(
-            f"--mixup and --cutmix mix pairs, which a global batch of {order.global_batch} rows "
-            f"({share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}) does not divide into; "
-            "make one of the three even, or turn mixing off"
-        )
-    reader = Reader(
-        source, worker_transform(image, augment), image, load_images, load_targets, on_bad_image, augment.decode
-    )
+        factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
+        raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
+    transform = worker_transform(image, augment)
+    reader = Reader(source, transform, image.img_size, load_images, load_targets, on_bad_image, augment.decode)
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
         size: worker_transform(replace(image, img_size=(size, size)), augment)
         for size in (sizes.sizes if sizes else ())
     }
-    batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms)
+    batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms, skipped_batches)
     return Loader(batches, numbers, num_workers, pin_memory, cores)
 
 
@@ -287,6 +271,6 @@ def eval_loader(
     Every rank gets the same number of batches of `batch` rows. Under `on_bad_image="skip"` a row that cannot be
     decoded is not valid, and counted. The other arguments are those of `train_loader`.
     """
-    reader = Reader(source, eval_transform(image), image, load_images, load_targets, on_bad_image)
+    reader = Reader(source, eval_transform(image), image.img_size, load_images, load_targets, on_bad_image)
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
     return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)

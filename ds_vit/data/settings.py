@@ -69,7 +69,7 @@ def resolve_pixels(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     """The fields of `PIXEL_FLAGS`: as given, else the model's own (timm's resolve_data_config).
 
     Args:
-        given: by their names; None and "" stand for what is not given.
+        given: by their names; None and "" mean that it is not given.
         model: timm's, or one with its `pretrained_cfg`.
     """
     wanted = {name: given[name] for name in PIXEL_FLAGS if given.get(name) not in (None, "")}

@@ -1,6 +1,6 @@
 """One face over DeepSpeed's engines: initialise, train a step, run the model, sum and mean over the ranks.
 
-What DeepSpeed's engines do otherwise than we need is worked around here, in start.py, norms.py and workarounds.py, with
+What DeepSpeed's engines do otherwise than we need is worked around here, in start.py and patches/, with
 a canary test each in tests/engine/test_deepspeed_canaries.py.
 """
 
@@ -20,34 +20,28 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.config.deepspeed_rules import sums_are_plain
-from ds_vit.engine.flat_gradients import put_where_they_are_stepped_on
-from ds_vit.engine.norms import (
-    clip_on_the_device,
-    judge_by_the_norm_alone,
-    leave_the_verdict_to_the_device,
-    take_norms_at_once,
+from ds_vit.engine.patches.flat_gradients import write_gradients_in_place
+from ds_vit.engine.patches.norms import clip_without_sync, defer_norm_check, detect_overflow_by_norm
+from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
+from ds_vit.engine.patches.zero import (
+    allow_empty_norm,
+    gather_whole_blocks,
+    grow_scale_after_step,
+    hold_scheduler_on_skipped_steps,
+    match_norm_collectives,
+    reduce_flat_gradients_in_place,
+    skip_reduction_of_one_rank,
 )
 from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import SquareNorms, StepGuard, StepResult
-from ds_vit.engine.workarounds import (
-    advance_where_applied,
-    ask_numactl_once,
-    copy_buckets_at_once,
-    copy_reduced_at_once,
-    count_groups_of_other_stages,
-    count_nothing_where_there_is_nothing,
-    gather_around,
-    import_muon_uncompiled,
-    leave_gradients_of_one_rank,
-    partition_at_once,
-    settle_the_scale_after_the_step,
-    sum_flat_gradients_where_they_are,
-)
-from ds_vit.models import blocks_of, set_image_size, timm_names
+from ds_vit.models import SequentialViT, Towers, blocks_of, set_image_size, timm_names
 from ds_vit.optim.build import rules_of
+from ds_vit.optim.ema import TeacherAverage
 from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.rows import gather_rows
+from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.parallel.zero_map import build_zero_map
-from ds_vit.tasks import Batch
+from ds_vit.tasks import Batch, StepContext
 
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
 # two such chunks a run can be stopped.
@@ -56,16 +50,44 @@ EVAL_CHUNK = 32
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+class RankContext(StepContext):
+    """What the contexts of both engines have in common.
+
+    Args:
+        groups: of the run.
+        device: of the towers.
+        class_parallel: as in `StepContext`.
+        accumulation: as in `StepContext`.
+    """
+
+    def __init__(
+        self, groups: Groups, device: torch.device, class_parallel: TensorParallel | None, accumulation: int
+    ) -> None:
+        self.groups = groups
+        self.device = device
+        self.class_parallel = class_parallel
+        self.accumulation = accumulation
+        self.step = 0
+        self.schedules: Mapping[str, float] = {}
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `StepContext.gather`."""
+        return gather_rows(rows, self.groups.dp)
+
+
 class Engine(ABC):
     """What is common to the plain and the pipeline engine.
 
     Args:
         model: what DeepSpeed shall train.
-        optimizer: over the model's trained parameters; None for evaluation alone.
+        optimizer: over the model's trained parameters; None for evaluation only.
         config: the DeepSpeed JSON with every "auto" resolved.
         groups: of the run.
         input_names: the fields of a batch that the model takes, in its order; the keys follow them.
         whole_outputs: puts outputs together that are cut over classes (a collective of the tensor-parallel group).
+
+    Attributes:
+        on_close: restores the process-wide state that the run changed.
     """
 
     def __init__(
@@ -87,9 +109,7 @@ class Engine(ABC):
         self._whole_outputs = whole_outputs
         self._clip = float(own["gradient_clipping"])
         self._norm: torch.Tensor | None = None
-        # What the norm of the step under way is made of: parameters, and the norms of this rank's pieces of their
-        # gradients.
-        self._piece_norms: list[tuple[Sequence[torch.Tensor | None], torch.Tensor]] = []
+        self._norms: tuple[list[str], torch.Tensor] | None = None  # ZeRO-0: names and gradient norms of this rank
         if self.stage == 0:
             # Without ZeRO DeepSpeed throws the norm away, and in a pipeline clips by a wrong one; see _clip_gradients.
             own["gradient_clipping"] = 0.0
@@ -102,11 +122,12 @@ class Engine(ABC):
         # BF16_Optimizer prints its memory line by line, past every log level.
         quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         import_muon_uncompiled()
+        self.on_close = contextlib.ExitStack()
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
             self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         if self.stage == 3:
-            ask_numactl_once()
-            gather_around(self.engine.optimizer, blocks_of(self.engine.module))
+            self.on_close.enter_context(cached_numa_cores())
+            gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
         plain_sums = sums_are_plain(own)
         if self.stage == 0:
             self._clip_before_the_step(plain_sums)
@@ -114,15 +135,14 @@ class Engine(ABC):
             self._adapt_the_optimizer(plain_sums)
 
     def _clip_before_the_step(self, plain_sums: bool) -> None:
-        """Without ZeRO: clip by the norm over all stages, and sum without DeepSpeed's copies."""
-        copy_reduced_at_once(self.engine)
+        """Without ZeRO: clip by the norm over all pipeline stages."""
         if self.groups.layout.dp == 1 and plain_sums:
-            leave_gradients_of_one_rank(self.engine)
+            skip_reduction_of_one_rank(self.engine)
         take_step = self.engine._take_model_step
 
         def clip_and_take_step(*args: Any, **kwargs: Any) -> None:
             self._norm = self._clip_gradients()
-            # torch's GradScaler then leaves an optimizer that is not fused out, and tells nobody.
+            # torch's GradScaler skips an optimizer that is not fused, and reports nothing.
             if self.engine.torch_autocast_z0_gradscaler is not None and not math.isfinite(float(self._norm)):
                 self.guard.overflowed(self.zero_map.gradients(1.0))
             take_step(*args, **kwargs)
@@ -133,24 +153,20 @@ class Engine(ABC):
         """Have DeepSpeed's wrapper of the optimizer sum, clip and judge as we need it, and guard its steps."""
         groups, optimizer = self.groups, self.engine.optimizer
         if plain_sums:
-            sum_flat_gradients_where_they_are(self.engine)
+            reduce_flat_gradients_in_place(self.engine)
         if groups.layout.pp > 1:
-            count_groups_of_other_stages(optimizer, self.device)
+            match_norm_collectives(optimizer, self.device)
         if groups.grid is not None:
-            count_nothing_where_there_is_nothing(optimizer, self.device)
-        settle_the_scale_after_the_step(optimizer)
-        judge_by_the_norm_alone(optimizer)
-        clip_on_the_device(optimizer)
-        take_norms_at_once(optimizer, self._keep_norms)
-        alone = groups.layout.pp == groups.layout.tp == self.accumulation == 1
-        in_the_order_of_the_model = self.engine.module.parameters()
-        if not (alone and put_where_they_are_stepped_on(optimizer, in_the_order_of_the_model)):
-            copy_buckets_at_once(optimizer)
-        partition_at_once(optimizer)
+            allow_empty_norm(optimizer, self.device)
+        grow_scale_after_step(optimizer)
+        detect_overflow_by_norm(optimizer)
+        clip_without_sync(optimizer)
+        if groups.layout.pp == groups.layout.tp == self.accumulation == 1:
+            write_gradients_in_place(optimizer, self.engine.module.parameters())
         self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
         device_judges = self._device_can_judge()
         if device_judges and self.stage > 0:
-            leave_the_verdict_to_the_device(optimizer, lambda: self.guard.device_judges)
+            defer_norm_check(optimizer, lambda: self.guard.device_judges)
         self.guard = StepGuard(
             self.zero_map,
             self._current_norm,
@@ -160,7 +176,15 @@ class Engine(ABC):
             square_norms=self._square_norms if device_judges else None,
         )
         if self.engine.lr_scheduler is not None:
-            advance_where_applied(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
+            hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
+
+    def _context_arguments(self, class_parallel: TensorParallel | None) -> dict[str, Any]:
+        return {
+            "groups": self.groups,
+            "device": self.device,
+            "class_parallel": class_parallel,
+            "accumulation": self.accumulation,
+        }
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}
@@ -169,6 +193,12 @@ class Engine(ABC):
     def module(self) -> nn.Module:
         """The part of the model that DeepSpeed trains on this rank."""
         return self.engine.module
+
+    def tower(self, name: str) -> SequentialViT:
+        """One tower of the task; not in a pipeline, whose stages have parts of it."""
+        module = self.module
+        assert isinstance(module, Towers)
+        return module[name]
 
     @property
     def device(self) -> torch.device:
@@ -196,6 +226,23 @@ class Engine(ABC):
         """
         set_image_size(self.module, size, patch_size)
 
+    @property
+    def teachers(self) -> TeacherAverage | None:
+        """The task's teachers, which a checkpoint has to hold in fp32; None without any."""
+        return None
+
+    def begin_step(self, step: int, schedules: Mapping[str, float]) -> None:
+        """Set the scheduled values of the next step.
+
+        Args:
+            step: its number, counted from 1.
+            schedules: of `Task.schedules`.
+        """
+        if "weight_decay" in schedules:
+            for group in self.engine.optimizer.param_groups:
+                if group["weight_decay"] > 0:
+                    group["weight_decay"] = schedules["weight_decay"]
+
     def set_lr(self, lr: float) -> None:
         """Set the base learning rate of the next step (not to be called where the JSON has a scheduler)."""
         for group in self.engine.optimizer.param_groups:
@@ -215,7 +262,7 @@ class Engine(ABC):
         return float(self.engine.optimizer.cur_scale)
 
     def progress(self) -> dict[str, Any]:
-        """What the engine knows beside tensors and must not forget: plain numbers, the same on every rank."""
+        """The engine's state without tensors, for a checkpoint: plain numbers, the same on every rank."""
         scaler = self.engine.torch_autocast_z0_gradscaler
         scheduler = self.engine.lr_scheduler
         out: dict[str, Any] = {"lr": self.lr(), "skipped_steps": int(self.engine.skipped_steps)}
@@ -229,7 +276,7 @@ class Engine(ABC):
         return out
 
     def restore_progress(self, progress: Mapping[str, Any], step: int) -> None:
-        """Take up what `progress` gave; a loss scale is taken up where both runs have one of the same kind.
+        """Restore what `progress` gave; a loss scale is restored if both runs have one of the same kind.
 
         Args:
             progress: from a checkpoint.
@@ -282,12 +329,12 @@ class Engine(ABC):
         """
 
     def _whole(self, outputs: torch.Tensor, features: bool) -> torch.Tensor:
-        """Outputs of the last layer in fp32, put together where they are cut, as features are not."""
+        """Outputs of the last layer in fp32, gathered where they are sharded over classes; features never are."""
         return (outputs if features else self._whole_outputs(outputs)).float()
 
     def _inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
-        """What the first layer takes; a rank whose stage is another has the keys alone."""
-        return (*(batch.get(name) for name in self._input_names), batch["keys"])
+        """The towers' inputs without the keys, the main one's first; None on the other pipeline stages."""
+        return tuple(batch.get(name) for name in self._input_names)
 
     def _result(self, loss: torch.Tensor) -> StepResult:
         norm = self._norm if self.stage == 0 else self.engine.get_global_grad_norm()
@@ -298,7 +345,7 @@ class Engine(ABC):
         return self._norm if self.stage == 0 else self.engine.optimizer._global_grad_norm
 
     def _device_can_judge(self) -> bool:
-        """Whether a step whose norm is not finite can be turned down without asking the host.
+        """Whether a step whose norm is not finite can be rejected without reading a number on the host.
 
         It can where the optimizer's kernel takes a flag for it, and nobody else has to know before the next step: no
         loss scale, no scheduler of DeepSpeed's, no other pipeline stage. ZeRO-3 asks on its own.
@@ -316,30 +363,15 @@ class Engine(ABC):
             and engine.lr_scheduler is None
         )
 
-    def _keep_norms(self, parameters: Sequence[torch.Tensor | None], norms: torch.Tensor) -> None:
-        if self.guard.device_judges:
-            self._piece_norms.append((parameters, norms))
-
     def _square_norms(self) -> SquareNorms:
-        """What the norm of the step under way is made of, to be read later: each gradient is one rank's to count."""
-        kept, self._piece_norms = self._piece_norms, []
-        # Without ZeRO, and with BF16_Optimizer, every data-parallel rank has the whole gradient.
-        counts = hasattr(self.engine.optimizer, "single_partition_of_fp32_groups") or self.groups.dp_rank == 0
-
-        def read() -> Iterator[tuple[str, float]]:
-            timm = timm_names(self.module)
-            names = {id(parameter): timm[name] for name, parameter in self.module.named_parameters()}
-            for parameters, norms in kept if counts else ():
-                for parameter, square in zip(parameters, norms.double().square().tolist(), strict=True):
-                    if parameter is not None:
-                        yield names[id(parameter)], square
-
-        return read
+        """Squared gradient norms of the current step with the names of their parameters, to be read later."""
+        names, norms = self.zero_map.gradient_norms() if self._norms is None else self._norms
+        return lambda: zip(names, norms.double().square().tolist(), strict=True)
 
     def _norm_is_judged(self) -> bool:
         """Whether DeepSpeed reads the norm, and skips the step where it is not finite, before it calls the optimizer.
 
-        It does but for bf16 in ZeRO-1 and ZeRO-2 under `check_grad_overflow: false`.
+        It does except for bf16 in ZeRO-1 and ZeRO-2 under `check_grad_overflow: false`.
         """
         optimizer = self.engine.optimizer
         return self.stage > 0 and (getattr(optimizer, "check_grad_overflow", True) or optimizer.dtype != torch.bfloat16)
@@ -368,7 +400,10 @@ class Engine(ABC):
         counted = [p for p in trained if first or getattr(p, "tensor_model_parallel", False)]
         grads = [p.grad for p in counted]
         norms = torch.stack(torch._foreach_norm(grads, 2)) if grads else torch.zeros(0, device=self.device)
-        self._keep_norms(counted, norms)
+        if self.groups.dp_rank == 0:
+            self._norms = [self.zero_map.shard_of(p).names[0] for p in counted], norms
+        else:
+            self._norms = [], norms[:0]
         norm = torch.linalg.vector_norm(norms)
         if self.groups.replica is not None:
             square = norm.square()
@@ -389,10 +424,11 @@ class Engine(ABC):
         return value
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Give figures to the monitors that the JSON switches on (rank 0 alone has any)."""
+        """Give figures to the monitors that the JSON switches on (rank 0 only has any)."""
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(list(events))
 
     def close(self) -> None:
-        """Let go of DeepSpeed's hooks and buffers."""
+        """Release DeepSpeed's hooks and buffers, and restore the process-wide state that the run changed."""
         self.engine.destroy()
+        self.on_close.close()

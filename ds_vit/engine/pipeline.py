@@ -1,6 +1,6 @@
 """The pipeline engine: a ViT cut into stages, DeepSpeed's 1F1B schedule (Narayanan et al. 2019), ZeRO 0 or 1.
 
-The layers are those of the plain model. What crosses a stage boundary is their tuple: the tokens and, beside them, the
+The layers are those of the plain model. What crosses a stage boundary is their tuple: the tokens and, next to them, the
 int64 sample keys, so that no stage draws anything that another layout would draw otherwise.
 """
 
@@ -9,18 +9,40 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_vit.engine.base import Engine
+from ds_vit.engine.base import Engine, RankContext
+from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.engine.workarounds import one_grid
-from ds_vit.models import BlockLayer, DecoderBlockLayer, giving_features, run_layers
+from ds_vit.models import BlockLayer, giving_features, run_layers
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import Batch, Loss
+from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.tasks import Batch, Task
+
+
+class StageContext(RankContext):
+    """As `StepContext`, on the last stage: the pipeline has run the towers, and `forward` gives their outputs.
+
+    Attributes:
+        outputs: of the towers for the micro-batch under way, by name.
+    """
+
+    outputs: Mapping[str, torch.Tensor]
+
+    def forward(
+        self, tower: str, inputs: Sequence[torch.Tensor | None], batch: Batch, *, grad: bool = True
+    ) -> torch.Tensor:
+        """As `StepContext.forward`."""
+        return self.outputs[tower] if grad else self.outputs[tower].detach()
+
+    def update_teachers(self, momentum: float) -> None:
+        """As `StepContext.update_teachers`."""
+        raise NotImplementedError("resolve_model rejects teachers in a pipeline")
 
 
 class StagedViT(PipelineModule):
@@ -30,8 +52,9 @@ class StagedViT(PipelineModule):
         layers: all layers of the model; those of this stage are filled, the others may stay on the meta device.
         bounds: first layer of each stage, and the number of layers: stage i has `layers[bounds[i]:bounds[i + 1]]`.
         groups: of the run.
-        loss: the mean over a micro-batch.
-        target_names: the fields of a batch that the loss takes; the keys come with them.
+        task: defines the step, which the last stage takes.
+        tower_names: of the task, in the order of the last layer's outputs.
+        target_names: the fields of a batch that the last stage takes; the keys come with them.
         checkpoint_interval: recompute every so many blocks (0: none).
         checkpoint_function: `checkpoint_function(function, *tensors)`.
     """
@@ -41,25 +64,44 @@ class StagedViT(PipelineModule):
         layers: Sequence[nn.Module],
         bounds: Sequence[int],
         groups: Groups,
-        loss: Loss,
+        task: Task,
+        tower_names: Sequence[str],
         target_names: Sequence[str],
         *,
         checkpoint_interval: int,
         checkpoint_function: Callable,
     ) -> None:
         self._bounds = list(bounds)
-        encoder = [isinstance(layer, BlockLayer) and not isinstance(layer, DecoderBlockLayer) for layer in layers]
-        self._last_encoder_block = max(index for index, is_block in enumerate(encoder) if is_block)
+        reads = [isinstance(layer, BlockLayer) and layer.reads_frequencies for layer in layers]
+        self._reads_frequencies = reads
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
         self.target_names = (*target_names, "keys")
-
-        def of_tuple(outputs: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-            return loss(outputs, dict(zip(self.target_names, targets, strict=True)))
+        self.tower_names = tuple(tower_names)
+        self._task = task
+        self.context: StageContext | None = None  # from the engine
+        self.pieces: Iterator[Mapping[str, torch.Tensor]] = iter(())  # of a coupled task's second pass, in order
+        self.coupled_loss: torch.Tensor | None = None
 
         assert groups.grid is not None, "a pipeline has a grid"
-        with contextlib.redirect_stdout(io.StringIO()), one_grid(groups.grid):  # it prints seeds, which are not ours
-            super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=of_tuple)
+        with contextlib.redirect_stdout(io.StringIO()), shared_grid(groups.grid):  # it prints seeds, which are not ours
+            super().__init__(list(layers), topology=groups.grid.topology(), loss_fn=self._loss)
+
+    def outputs_by_tower(self, outputs: torch.Tensor | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs of the last layer by the tower that they are of."""
+        each = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        return dict(zip(self.tower_names, each, strict=True))
+
+    def _loss(self, outputs: torch.Tensor | Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The last stage's part of the task's step."""
+        assert self.context is not None
+        self.context.outputs = self.outputs_by_tower(outputs)
+        batch = dict(zip(self.target_names, targets, strict=True))
+        if self.coupled_loss is None:
+            return self._task.step(self.context, batch)
+        share = self._task.step(self.context, batch, next(self.pieces))
+        # The gradient is the share's. The value is the loss of the global batch, which DeepSpeed averages and reports.
+        return share - share.detach() + self.coupled_loss
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds
@@ -72,9 +114,11 @@ class StagedViT(PipelineModule):
 
     def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""
-        if self.parts[self.stage_id + 1] > self._last_encoder_block:
-            outputs = outputs[:2]  # nothing behind has a use for learned rotary frequencies
-        # Point-to-point transfers take contiguous tensors alone; a model without class token has others.
+        stop = self.parts[self.stage_id + 1]
+        one_tower = len(self.tower_names) == 1  # else the head at the end of the tower drops them
+        if one_tower and self._reads_frequencies[stop - 1] and not any(self._reads_frequencies[stop:]):
+            outputs = outputs[:-1]  # no later layer reads the learned rotary frequencies
+        # Point-to-point transfers take contiguous tensors only; a model without class token has others.
         outputs = tuple(tensor.contiguous() for tensor in outputs)
         if not torch.is_grad_enabled():
             return outputs
@@ -94,13 +138,28 @@ class PipeEngine(Engine):
     """DeepSpeed's pipeline engine behind the common face."""
 
     def __init__(
-        self, model: StagedViT, optimizer: torch.optim.Optimizer | None, config: Mapping[str, Any], **shared: Any
+        self,
+        model: StagedViT,
+        optimizer: torch.optim.Optimizer | None,
+        task: Task,
+        config: Mapping[str, Any],
+        *,
+        class_parallel: TensorParallel | None = None,
+        **shared: Any,
     ) -> None:
         config = dict(config)
         # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.
         config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
         config.pop("activation_checkpointing", None)
         super().__init__(model, optimizer, config, **shared)
+        self._task, self._staged = task, model
+        self._context = model.context = StageContext(**self._context_arguments(class_parallel))
+        task.setup(self._context)
+
+    def begin_step(self, step: int, schedules: Mapping[str, float]) -> None:
+        """As `Engine.begin_step`."""
+        super().begin_step(step, schedules)
+        self._context.step, self._context.schedules = step, schedules
 
     def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
         """As `Engine.take_images_of`; the stages tell each other their shapes anew."""
@@ -116,12 +175,36 @@ class PipeEngine(Engine):
         """As `Engine.train_step`; stages between the first and the last take nothing from `batches`."""
         meanwhile()
         self.guard.begin()
+        if self._task.coupled:
+            batches = iter(self._couple(batches))
         loss = self.engine.train_batch(self._pair(batch) for batch in batches)
         return self._result(loss.float())
 
+    def _couple(self, batches: Iterator[Batch]) -> list[Batch]:
+        """The first of two passes over the micro-batches: without gradients, up to the loss of the global batch."""
+        engine, staged, context = self.engine, self._staged, self._context
+        at_end = engine.is_first_stage() or engine.is_last_stage()
+        chunk = list(islice(batches, self.accumulation)) if at_end else []
+        with keep_training_mode(self.module):
+            outputs = self._run_forward(chunk, self.accumulation)
+        if engine.is_last_stage():
+            collected = []
+            for of_batch, batch in zip(outputs, chunk, strict=True):
+                context.outputs = staged.outputs_by_tower(of_batch)
+                with torch.no_grad():
+                    collected.append(self._task.collect(context, batch))
+            coupled = self._task.couple(context, collected)
+            staged.coupled_loss, staged.pieces = coupled.loss.detach(), iter(coupled.pieces)
+        return chunk
+
     def _pair(self, batch: Batch) -> tuple[tuple, tuple]:
-        """(what the first stage takes, what the loss takes); DeepSpeed looks at a stage's own part alone."""
-        return self._inputs(batch), tuple(batch.get(name) for name in self.module.target_names)
+        """(what the first stage takes, what the loss takes); DeepSpeed reads only the part of its stage."""
+        return self._stage_inputs(batch), tuple(batch.get(name) for name in self.module.target_names)
+
+    def _stage_inputs(self, batch: Batch) -> tuple[torch.Tensor | None, ...]:
+        """(input of the first tower, keys, inputs of the others …)."""
+        first, *others = self._inputs(batch)
+        return (first, batch["keys"], *others)
 
     def _current_loss(self) -> tuple[torch.Tensor | None, int]:
         total = self.engine.total_loss if self.engine.is_last_stage() else None
@@ -133,29 +216,36 @@ class PipeEngine(Engine):
         """As `Engine.forward_batches`."""
         engine = self.engine
         at_end = engine.is_first_stage() or engine.is_last_stage()
-        monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
         chunk = [next(batches) for _ in range(num_batches)] if at_end else []
-        engine.total_loss = None  # eval_batch would go on adding to training's
-        engine.reset_activation_shape()
         with giving_features(self.module, features):
-            outputs = engine.eval_batch(
-                # The loss is not asked for: the last stage's part may be any tensor.
-                iter([(self._inputs(batch), batch["keys"]) for batch in chunk]),
-                compute_loss=False,
-                reduce_output=None,
-                bcast_loss=False,
-                num_micro_batches=num_batches,
-            )
-        # DeepSpeed would hold all of these until the next chunk has run, or through the steps of training.
-        engine.fwd_outputs, engine.loss, engine.total_loss = [], None, None
-        for buffer in engine.pipe_buffers.values():
-            buffer[:] = [None] * len(buffer)
+            outputs = self._run_forward(chunk, num_batches)
         if engine.is_last_stage():
             outputs.reverse()
             chunk.reverse()
             while outputs:
-                whole, batch = self._whole(outputs.pop(), features), chunk.pop()
+                main = next(iter(self._staged.outputs_by_tower(outputs.pop()).values()))
+                whole, batch = self._whole(main, features), chunk.pop()
                 if self.counts_rows:
                     yield whole, batch
+
+    def _run_forward(self, chunk: Sequence[Batch], num_batches: int) -> list[Any]:
+        """Outputs of the last layer for each batch, on the last stage, by DeepSpeed's inference schedule."""
+        engine = self.engine
+        monitoring, engine.monitor.enabled = engine.monitor.enabled, False  # it would log a loss that is not there
+        engine.total_loss = None  # eval_batch would keep adding to training's
+        engine.reset_activation_shape()
+        outputs = engine.eval_batch(
+            # The loss is not asked for: the last stage's part may be any tensor.
+            iter([(self._stage_inputs(batch), batch["keys"]) for batch in chunk]),
+            compute_loss=False,
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=num_batches,
+        )
+        # DeepSpeed would hold all of these until the next chunk has run, or through the steps of training.
+        engine.fwd_outputs, engine.loss, engine.total_loss = [], None, None
+        for buffer in engine.pipe_buffers.values():
+            buffer[:] = [None] * len(buffer)
         engine.reset_activation_shape()
         engine.monitor.enabled = monitoring
+        return outputs

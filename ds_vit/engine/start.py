@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_vit.engine.gloo import exchange_in_place
-from ds_vit.launching.process import port_in_words
+from ds_vit.engine.patches.gloo import use_in_place_collectives
+from ds_vit.engine.patches.process import without_compiled_collectives
+from ds_vit.launching.process import explain_taken_port
 
 
 def quiet_deepspeed(verbose: bool) -> None:
@@ -24,7 +24,7 @@ def quiet_deepspeed(verbose: bool) -> None:
     if not any(isinstance(f, WarningsOnly) for f in logger.filters):
         logger.addFilter(WarningsOnly())
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
-    # torch 2.15's word for it, forward_sync_buffers, is not known to 2.10 (engine/overlap.py).
+    # torch 2.15's word for it, forward_sync_buffers, is not known to 2.10 (engine/patches/overlap.py).
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # timm's 4 workers on a small machine
     warnings.filterwarnings("ignore", message=".*c10d::.*autograd kernel was not registered.*")
@@ -44,26 +44,6 @@ class WarningsOnly(logging.Filter):
         return record.levelno >= logging.WARNING and not any(piece in text for piece in self._EXPECTED)
 
 
-@contextlib.contextmanager
-def without_compiled_collectives() -> Iterator[None]:
-    """Keep `deepspeed.init_distributed` on a CPU from compiling one: 50 s, and an error where ninja is missing.
-
-    The table in which it looks for the operator is made when it is first asked for, by trying the compiler on all
-    operators; another one in its place saves that too.
-    """
-    import deepspeed
-
-    made = vars(deepspeed.ops).get("__compatible_ops__")
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    try:
-        yield
-    finally:
-        if made is None:
-            del deepspeed.ops.__compatible_ops__
-        else:
-            deepspeed.ops.__compatible_ops__ = made
-
-
 def init_distributed(arguments: Mapping[str, Any]) -> bool:
     """Meet the other ranks, unless the process group exists already.
 
@@ -76,9 +56,9 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
     import deepspeed
 
     mine = not dist.is_initialized()
-    with port_in_words(), without_compiled_collectives():
+    with explain_taken_port(), without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
-    exchange_in_place(deepspeed.comm.comm.cdb)
+    use_in_place_collectives(deepspeed.comm.comm.cdb)
     return mine
 
 

@@ -1,7 +1,7 @@
 """Steps that would do harm: a gradient that is not finite, a loss or a gradient norm far above its recent mean.
 
 The decision falls before the update, from numbers that are the same on every rank, so all ranks make the same one. A
-step that is turned down changes nothing: neither weights nor moments.
+rejected step changes nothing: neither weights nor moments.
 
 Where the optimizer's kernel takes a flag (`found_inf` of torch's fused ones), the device decides on its own, and the
 host reads the verdict when it is asked for: by then the device has other work, and nothing has waited.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ds_vit.monitoring.gradients import layer_norms, layer_norms_of
+from ds_vit.engine.gradient_statistics import layer_norms, layer_norms_of
 from ds_vit.parallel.zero_map import ZeroMap
 
 SquareNorms = Callable[[], Iterable[tuple[str, float]]]
@@ -103,7 +103,7 @@ class LateVerdict(Verdict):
     """A verdict that the device has come to; the first question about it may wait for it, and is for all ranks to ask.
 
     Args:
-        norm: the global gradient norm, before clipping; not finite where the step was turned down.
+        norm: the global gradient norm, before clipping; not finite if the step was rejected.
         worst_layer: where the gradient is not finite, and its norm there (a collective).
     """
 
@@ -125,7 +125,8 @@ class LateVerdict(Verdict):
         if self._arrived is not None:
             self._arrived.synchronize()
         norm = float(self._norm.numpy())
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or norm < 0:  # BF16_Optimizer marks a norm that is not finite by -1
+            norm = math.inf if norm < 0 else norm
             self._applied = False
             self._rejection = Rejection("nonfinite", None, norm, None, self._worst_layer())
 
@@ -148,7 +149,7 @@ class StepResult:
 
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
-        grad_norm: the global gradient norm before clipping; None where DeepSpeed was told not to compute it.
+        grad_norm: the global gradient norm before clipping; None if DeepSpeed is configured not to compute it.
         verdict: whether the step was applied. To ask at once may wait for the device.
     """
 
@@ -173,7 +174,7 @@ class StepGuard:
     Args:
         zero_map: the map of this rank.
         norm: the global gradient norm of the step under way, before clipping.
-        loss: this rank's sum and number of losses of the step under way; looked at for spikes alone.
+        loss: this rank's sum and number of losses of the step under way; read to detect spikes only.
         clipped_by: what clipping multiplied the gradients of the step under way by.
         judged: whether DeepSpeed calls the optimizer only where the norm is finite. Reading a number waits for the
             device, so it is then not read again.
@@ -208,15 +209,15 @@ class StepGuard:
         zero_map.on_overflow(self.overflowed)
 
     def watch_spikes(self, factor: float) -> None:
-        """Turn down steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
+        """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
         self._losses, self._norms = Recent(factor), Recent(factor)
 
     def recent(self) -> list[list[float]]:
-        """The losses and norms that spikes are told by, for a checkpoint."""
+        """The losses and norms that spikes are compared with, for a checkpoint."""
         return [list(recent.values) if recent is not None else [] for recent in (self._losses, self._norms)]
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
-        """Take up what `recent` gave, where spikes are watched for."""
+        """Restore what `recent` gave, if spikes are watched for."""
         for recent, old in zip((self._losses, self._norms), values, strict=True):
             if recent is not None:
                 recent.values.clear()
@@ -224,7 +225,7 @@ class StepGuard:
 
     @property
     def device_judges(self) -> bool:
-        """Whether the device decides and the host reads later; spikes are told by the host.
+        """Whether the device decides and the host reads later; the host detects spikes.
 
         So is the first step: torch's fused SGD would keep a momentum that its kernel, turned away, never wrote.
         """
@@ -271,7 +272,7 @@ class StepGuard:
         def worst_layer() -> tuple[str, float]:
             return _largest(layer_norms_of(self._zero_map, square_norms()))
 
-        self._base.found_inf = norm.isfinite().logical_not().float()
+        self._base.found_inf = (norm.isfinite() & (norm >= 0)).logical_not().float()
         self._late = LateVerdict(norm, worst_layer)
 
     def _judge(self) -> Rejection | None:

@@ -1,56 +1,82 @@
-"""Errors for people: what is said in one line, and the exit code of a program that ends by it.
+"""Errors for people: a one-line message and an exit code.
 
-Every other exception is a bug: it shows its traceback, and a launcher may start the run again.
+Every other exception is a bug: it shows its traceback, and a launcher may restart the run.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 from ds_vit.fault_tolerance import exit_codes
 
 
 def first_line(error: object) -> str:
-    """What a library's exception says first: some go on with a page."""
+    """The first line of a library's exception."""
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 class UserError(ValueError):
-    """Input that cannot be. The message is one line: what is wrong, with the numbers, and what to do."""
+    """Invalid input: what is wrong, with the numbers, and what to do. One line per problem.
+
+    Attributes:
+        problems: one line each.
+    """
 
     exit_code = exit_codes.BAD_INPUT
+    alike = False  # whether all ranks raise it together, so that one rank per host prints it
+
+    def __init__(self, *problems: str, remedy: str = "") -> None:
+        """`remedy`: a last line for all problems."""
+        self.problems = tuple(dict.fromkeys(problems))
+        head = (f"{len(self.problems)} things are wrong:",) if len(self.problems) > 1 else ()
+        last = f"\n{remedy}" if remedy else ""
+        super().__init__("\n  ".join((*head, *self.problems)) + last)
+
+
+class EndedTogether(UserError):
+    """All ranks end at the same step, which is saved, with the same message."""
+
+    alike = True
 
 
 class NotSaved(UserError):
-    """What was trained could not be written, on any rank alike."""
+    """Weights or checkpoints could not be written; every rank raises it."""
 
     exit_code = exit_codes.UNSAVED
 
 
 class WorkerLost(UserError):
-    """A process that loads images was killed, or ended by itself; nothing is wrong with what was given."""
+    """A loader process was killed or ended by itself; the input is valid."""
 
     exit_code = exit_codes.LOST
 
 
 class ReplicasDiffer(UserError):
-    """Ranks that should hold the same weights do not: the machine or a reduction is at fault, and the run with it."""
+    """Replicas hold different weights: a machine or a reduction is faulty."""
 
     exit_code = exit_codes.DRIFTED
 
 
 def read_text(path: str | Path, named_by: str) -> str:
-    """The text of a file that somebody named.
+    """The text of a file.
 
     Args:
         path: of the file.
-        named_by: what stands before it in a message, such as "--recipe ".
+        named_by: prefix of its name in a message, such as "--recipe ".
 
     Raises:
-        UserError: it cannot be read, or is no text.
+        UserError: it cannot be read, or is not UTF-8.
     """
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else "not a text file: it is not UTF-8"
         raise UserError(f"{named_by}{path}: {reason}") from None
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """A clause that names the nearest known word, as in "; the nearest is --lr"; empty where none is near."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)
+    return f"; the nearest is {close[0]}" if close else ""

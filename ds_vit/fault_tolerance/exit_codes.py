@@ -1,18 +1,18 @@
-"""How a run ends, as its exit code and as the word in summary.json.
+"""Exit codes of a run, and the word in summary.json.
 
 | code | meaning | what to do |
 |---|---|---|
 | 0 | completed | |
-| 1 | a bug, or what nobody foresaw: its traceback is shown | start again, and report it |
-| 2 | input that cannot be: found before training, but for an image that is damaged | read the one line |
-| 3 | diverged: loss or gradient not finite, or a spike | the line says where it began; older checkpoints are intact |
-| 4 | `--check-replicas` found ranks with other weights than their replicas | go back to what was saved before |
-| 65 | `ds-vit predict`, `embed`: done, but for images that could not be read; each was named | look at the files |
-| 71 | a rank made no progress for `--stall-seconds`: all have shown where they stood | start again |
-| 72 | a rank, or a process that loads images, was lost or ended with an error: it has been named | start again |
-| 74 | trained, and a checkpoint, the weights or rows of metrics.jsonl found no room | see the warnings; make room |
-| 75 | interrupted by a signal, Ctrl-C or a time limit, and saved | start again with `--resume auto` |
-| 130 | Ctrl-C while nothing was trained, or twice: nothing was saved | |
+| 1 | a bug: its traceback is shown | restart, and report it |
+| 2 | invalid input: found before training, except for damaged images | read the message |
+| 3 | diverged: loss or gradient not finite, or a spike | the message names the layer; older checkpoints are intact |
+| 4 | `--check-replicas` found replicas with different weights | return to an earlier checkpoint |
+| 65 | `ds-vit predict`, `embed`: done, except for unreadable images, which were named | check the files |
+| 71 | a rank made no progress for `--stall-seconds`; all ranks printed their stacks | restart |
+| 72 | a rank or a loader process was lost or failed, and was named | restart |
+| 74 | trained, but a checkpoint, weights or metrics rows could not be written | see the warnings; free space |
+| 75 | interrupted by a signal, Ctrl-C or a time limit, and saved | restart with `--resume auto` |
+| 130 | Ctrl-C before training, or twice: nothing was saved | |
 """
 
 from __future__ import annotations
@@ -34,4 +34,4 @@ OF_WORD = {"completed": OK, "dry run": OK, "not all saved": UNSAVED, "interrupte
 
 
 class Diverged(RuntimeError):
-    """Training has run away; the message says where and since when."""
+    """Training has diverged; the message says where and since which step."""

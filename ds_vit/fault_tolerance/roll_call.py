@@ -1,12 +1,12 @@
-"""Who of a run is lost: each rank's signs of life, as rank 0 hears them, and the verdict. No threads, no store."""
+"""Which ranks are lost: each rank's heartbeat as rank 0 receives it, and the decision. No threads, no store."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 
-_CUT_OFF_SECONDS = 10.0  # the same, once some rank's connection to another has broken
-RAISED_SECONDS = 5.0  # for ranks that meet the same error, each in its own time
+_CUT_OFF_SECONDS = 10.0  # limit of silence once a connection between ranks has broken
+RAISED_SECONDS = 5.0  # for ranks that raise the same error at different times
 GRACE_SECONDS = 10.0  # for all ranks to read a verdict; for a store to come back
 
 
@@ -25,12 +25,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank tells the others: that it lives, and where it stands.
+    """A heartbeat: that a rank lives, and where it is.
 
     Attributes:
-        number: one more each time.
-        state: "runs", "left" (its work is done), "raised" (it ends with `error`) or "cut off" (its connection to
-            another rank broke).
+        number: counts the heartbeats.
+        state: "runs", "left" (finished), "raised" (it ends with `error`) or "cut off" (its connection to another rank
+            broke).
         idle_seconds: since its last progress.
     """
 
@@ -54,14 +54,14 @@ class Sign:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The run is given up: `kind` "stall" or "lost", and the line that says why."""
+    """The decision to end the run: `kind` "stall" or "lost", and the message."""
 
     kind: str
     line: str
 
 
 class Roll:
-    """Rank 0's list of who was last heard of when (pure but for the times that it is given).
+    """Rank 0's record of each rank's last heartbeat (pure, except for the times that it receives).
 
     Args:
         world_size: number of ranks.
@@ -76,13 +76,13 @@ class Roll:
         self._trouble: float | None = None
 
     def hear(self, rank: int, sign: Sign, now: float) -> None:
-        """Note what a rank says; a sign that was seen before is no sign of life."""
+        """Record a heartbeat; one that was seen before does not count."""
         if rank not in self.signs or sign.number != self.signs[rank].number:
             self._heard[rank] = now
         self.signs[rank] = sign
 
     def judge(self, now: float) -> Verdict | None:
-        """Whether a rank is lost, or ended with an error and left the others waiting."""
+        """Check whether a rank is lost, or ended with an error while others wait."""
         running = [r for r in self._heard if r not in self.signs or self.signs[r].state in ("runs", "cut off")]
         raised = [r for r, sign in self.signs.items() if sign.state == "raised"]
         cut_off = [r for r in running if r in self.signs and self.signs[r].state == "cut off"]
@@ -93,7 +93,7 @@ class Roll:
             first = raised[0]
             return Verdict("lost", f"{self._name(first)} ended with an error: {self.signs[first].error}")
         limit = min(self.lost_seconds, _CUT_OFF_SECONDS) if cut_off else self.lost_seconds
-        # After the first broken connection a rank gets the whole of the shorter limit, not what is left of it.
+        # After the first broken connection a rank gets the whole shorter limit.
         lost = [r for r in running if now - self._heard[r] >= limit and (not cut_off or waited >= limit)]
         if lost:
             silent = max(now - self._heard[r] for r in lost)
@@ -111,12 +111,12 @@ class Roll:
         return None
 
     def present(self, since: float) -> int:
-        """How many ranks run, or try to, and were heard of after `since`."""
+        """The number of running ranks with a heartbeat after `since`."""
         running = [r for r, sign in self.signs.items() if sign.state in ("runs", "cut off")]
         return sum(self._heard[r] >= since for r in running)
 
     def behind(self) -> str:
-        """Who stands furthest back, for the line about a stall."""
+        """The ranks that are furthest behind, for the message about a stall."""
         running = {r: s for r, s in self.signs.items() if s.state == "runs"}
         if len(running) < 2:
             return ""

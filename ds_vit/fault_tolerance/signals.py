@@ -1,11 +1,10 @@
-"""Being told to stop: signals, the end of a job's time, and how all ranks come to the same answer.
+"""Signals and time limits, and how all ranks agree to stop at the same step.
 
-A scheduler that takes the machine back sends SIGTERM or SIGUSR1, to one rank or to all, at any time; Ctrl-C is SIGINT,
-to all on this machine. A signal is noted and nothing else; at the next boundary between steps the ranks ask each other
-whether any has had one, so that all of them save the same step. Before the ranks have met there is nothing to save and
-no rank to ask: the process ends.
+A scheduler sends SIGTERM or SIGUSR1 to one rank or to all, at any time; Ctrl-C sends SIGINT to all of a machine. A
+signal is only recorded. Between two steps the ranks exchange whether any has received one, so all of them save the same
+step. Before the process group exists there is nothing to save, and the process ends.
 
-Nothing heavy is imported here: `end_at_signals` is there before torch is.
+Imports nothing heavy: `end_at_signals` runs before torch is imported.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Interrupted(Exception):
 
 
 def end_at_signals(program: str) -> None:
-    """Let `SIGNALS` end this process with code 75 (Ctrl-C: 130) wherever `Signals` does not note them.
+    """End this process with code 75 (Ctrl-C: 130) on `SIGNALS`, until `Signals` records them.
 
-    For the first line of a program: importing torch and DeepSpeed takes seconds, in which a signal would kill.
+    For the first line of a program: importing torch and DeepSpeed takes seconds.
     """
 
     def end(number: int, frame: Any) -> None:
@@ -58,7 +57,7 @@ def end_at_signals(program: str) -> None:
 
 
 def _heard() -> list[signal.Signals]:
-    """`SIGNALS`, without SIGINT in a job that a script has put into the background: that Ctrl-C is for another."""
+    """`SIGNALS`, without SIGINT if this is a background job of a script."""
     return [number for number in SIGNALS if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
 
@@ -67,35 +66,35 @@ def _name(number: int) -> str:
 
 
 def _code(number: int) -> int:
-    """The exit code of a process that a signal ends before there is anything to save."""
+    """The exit code if a signal ends the process before there is anything to save."""
     return exit_codes.CTRL_C if number == signal.SIGINT else exit_codes.INTERRUPTED
 
 
 class Signals:
-    """Notes `SIGNALS` while `installed`; a second Ctrl-C ends the process at once.
+    """Records `SIGNALS` while `installed`; a second Ctrl-C ends the process at once.
 
     Attributes:
-        received: number of the first signal, 0 before one has come.
-        ranks_have_met: until this is set, a signal ends the process at once; a run that only evaluates leaves it so.
-        moment: when a signal came that ends the process at once, for people.
-        on_first: called with the first signal's name, from another thread, once the ranks have met.
+        received: number of the first signal; 0 without one.
+        ranks_have_met: until this is set, a signal ends the process at once; a run that only evaluates never sets it.
+        moment: printed when a signal ends the process at once.
+        before_end: called, from another thread, before a signal ends the process at once.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.ranks_have_met = False
         self.moment = "before the ranks have met"
-        self.on_first: Callable[[str], None] | None = None
+        self.before_end: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def installed(self, *, is_local_main: bool = True) -> Iterator[Signals]:
-        """Note signals within the block; only the main thread may do this, elsewhere nothing is noted.
+        """Record signals within the block; does nothing outside the main thread.
 
-        A process that waits inside a library for the other ranks runs no Python handler. The number of a signal
-        therefore also goes into a pipe, from which a thread can read it.
+        A process that waits for other ranks inside a library runs no Python handler. Signal numbers therefore also go
+        into a pipe, which a thread reads.
 
         Args:
-            is_local_main: say so when a signal ends this process before the ranks have met.
+            is_local_main: print a line when a signal ends this process before the ranks have met.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -112,7 +111,7 @@ class Signals:
             signal.set_wakeup_fd(old_descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            # Not by closing: a loader's worker that was forked from here holds the pipe open.
+            # Closing would not end the thread: a forked loader worker holds the pipe open.
             os.write(writing, _END)
             thread.join()
             os.close(writing)
@@ -134,11 +133,9 @@ class Signals:
                 self.received = self.received or number
                 if not self.ranks_have_met:
                     say(f"{_name(number)} {self.moment}: nothing to save")
+                    if self.before_end is not None:
+                        self.before_end()
                     os._exit(_code(number))
-                on_first, self.on_first = self.on_first, None
-                if on_first is not None:
-                    with contextlib.suppress(Exception):  # this thread has a second Ctrl-C to hear
-                        on_first(_name(number))
                 if number != signal.SIGINT:
                     continue
                 if first is None:
@@ -150,20 +147,20 @@ class Signals:
 
 
 def ignore_in_worker(worker: int = 0) -> None:
-    """For a loader's worker process: leave the stopping to its rank, which still needs it to reach the boundary.
+    """For a loader's worker process: ignore signals, because its rank needs it until the step ends.
 
-    Launchers and schedulers signal whole process trees; a worker that died of it would take its rank along.
+    Launchers and schedulers signal whole process trees.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class Deadline:
-    """When a run has to have stopped by itself.
+    """The time at which a run stops by itself.
 
     Args:
         end: as `time.time()`; None for never.
-        before_seconds: how much earlier to stop, for the save.
+        before_seconds: time reserved for saving.
     """
 
     def __init__(self, end: float | None, before_seconds: float) -> None:
@@ -171,22 +168,22 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether it is time to stop."""
+        """Whether the run must stop now."""
         return self.at is not None and time.time() >= self.at
 
 
 class Ballot:
-    """The ranks' common answer to small questions, once a step.
+    """Agreement of all ranks on small numbers, once per step.
 
     Args:
-        group: of all ranks, over gloo, so that no device is waited for; None where there is one rank.
+        group: of all ranks, over gloo, so no device is synchronised; None for one rank.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Of each value the largest over all ranks (a collective)."""
+        """The maximum of each value over all ranks (a collective)."""
         if self._group is None:
             return list(values)
         import torch

@@ -1,4 +1,4 @@
-"""Where a rank stands still, in words: its innermost collective, and what torch's flight recorder has of others."""
+"""Where a rank is stuck: its innermost collective, and pending collectives in torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def innermost(frame: Any) -> str:
-    """`, in all_reduce, called by ds_vit/engine/base.py:253 (sum)`: what a stack says to people; "" for no stack."""
+    """`, in all_reduce, called by ds_vit/engine/base.py:253 (sum)`: a stack in one line; "" for no stack."""
     collective, caller = "", ""
     while frame is not None and not caller:
         path = Path(frame.f_code.co_filename)

@@ -1,12 +1,11 @@
-"""No silent hang: a rank that stands still, or is gone, ends the run on every rank, in bounded time and in plain words.
+"""A rank that makes no progress, or is lost, ends the run on every rank in bounded time, with a message.
 
-Two daemon threads a rank. One tells the others, through the process group's store, that this process lives and where
-it stands, and reads whether a rank has given the run up. The other has the clocks: it decides when this rank's main
-thread has stood still for too long, and when the store has been silent for too long. Rank 0 alone reads what all ranks
-tell, so that a thousand ranks cost the store a few hundred requests a second.
+Each rank has two daemon threads. One sends heartbeats through the process group's store and reads whether a rank has
+ended the run. The other has the clocks: it decides when this rank's main thread, or the store, has been silent for too
+long. Only rank 0 reads all heartbeats, so a thousand ranks cost the store a few hundred requests per second.
 
-A stall makes every rank print where it stands, with the stacks of its threads, and end with code 71. A rank
-that died, or whose host or link is gone, is named in one line, and the others end with code 72.
+In a stall every rank prints its place and the stacks of its threads, and ends with code 71. A rank that died, or whose
+host or link is gone, is named, and the others end with code 72.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ from ds_vit.fault_tolerance.roll_call import GRACE_SECONDS, RAISED_SECONDS, Plac
 from ds_vit.fault_tolerance.stack import innermost, pending_collectives
 
 LOST_SECONDS = 60.0
-"""How long a rank may give no sign of life; half of `stall_seconds` where that is shorter.
+"""Longest time without a heartbeat; half of `stall_seconds` if that is shorter.
 
-A frozen rank stalls the others too: the reason has to be found before its consequence.
+A frozen rank stalls the others too, and must be found before they time out.
 """
 
-_FALLBACK_SECONDS = 60.0  # a main thread that never lets go of the interpreter gets this much longer
+_FALLBACK_SECONDS = 60.0  # additional time for a main thread that never releases the GIL
 _COMMUNICATION = re.compile(
-    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed out|timeout|socket|remote peer",
+    # Not a bare "timed out": DataLoader and CUDA kernels say that too.
+    r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|(wait|operation) timeout|socket|remote peer",
     re.IGNORECASE,
 )
 _run_number = itertools.count()
@@ -49,23 +49,23 @@ T = TypeVar("T")
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Whether an exception says that a peer or the way to it is gone, rather than what went wrong here."""
+    """Whether an exception means that a peer or its connection is gone, not that this rank failed."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
 
 
 class Watchdog:
-    """Watches one run; a context manager around everything from building the model to the last file.
+    """Watches one run, as a context manager from building the model to the last file.
 
     Args:
-        stall_seconds: how long the main thread may go without `beat`; 0 for no watch at all.
+        stall_seconds: longest time between two calls of `beat`; 0 disables the watchdog.
         rank: of this process.
         world_size: the number of ranks.
         local_rank: of this process on its host.
-        folder: where the flight recorder's dump goes (`stall/` in it).
-        store: where ranks meet (default: the process group's, on a connection of its own).
-        end: ends the process with a code (a test's way to see that it would).
+        folder: for the flight recorder's dump (`stall/` in it).
+        store: for heartbeats (default: the process group's, on a separate connection).
+        end: ends the process with a code; tests replace it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Watchdog:
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.lost_seconds = min(stall_seconds / 2, LOST_SECONDS)
         self._folder = folder
-        self._store: Any = store  # where ranks are to meet: made in `__enter__`, unless it is given
+        self._store: Any = store  # created in `__enter__`, unless given
         self._end = end
         self._host = socket.gethostname()
         self._period = min(2.0, max(0.2, self.lost_seconds / 10))
@@ -102,20 +102,20 @@ class Watchdog:
     # ---- for the training loop ------------------------------------------------------------------------------------
 
     def beat(self, step: int, phase: str, *, micro_batch: int = 0, patience: float = 1.0) -> None:
-        """Progress: the clock of this rank starts anew. Costs a fraction of a microsecond and waits for nothing.
+        """Record progress: restart this rank's clock. Takes less than a microsecond.
 
         Args:
             step: counts from 1.
-            phase: what comes now, in words for people.
+            phase: the current activity, for messages.
             micro_batch: counts from 1 within the step.
-            patience: what comes now may take so many times `stall_seconds`.
+            patience: the activity may take this many times `stall_seconds`.
         """
         self._place = Place(step, micro_batch, phase)
         self._patience = patience
         self._progress = time.monotonic()
 
     def micro_batches(self, batches: Iterator[T]) -> Generator[T, None, None]:
-        """Pass batches on, with a beat before (waiting for data) and after each is there; phase and patience stay."""
+        """Pass batches through, with a beat before (waiting for data) and after each; phase and patience are kept."""
         while True:
             place, patience = self._place, self._patience
             self.beat(place.step, "waiting for data", micro_batch=place.micro_batch)
@@ -145,7 +145,7 @@ class Watchdog:
         if self.stall_seconds <= 0:
             return
         if error is not None and self.world_size > 1 and is_communication_error(error):
-            # Who is to blame is known when the others have been silent for long enough; the threads end this process.
+            # The lost rank is known after a time of silence; the threads then end this process.
             self._error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             self._state = "cut off"
             self._stopped.wait(self.lost_seconds + 4 * GRACE_SECONDS)
@@ -171,7 +171,7 @@ class Watchdog:
         self._threads.append(thread)
 
     def _talk(self) -> None:
-        """Until the run ends: say where this rank stands, and look for a verdict."""
+        """Until the run ends: send heartbeats and check for a decision to end it."""
         broken: float | None = None
         while not self._stopped.wait(self._period if self._number else 0.0):
             try:
@@ -198,7 +198,7 @@ class Watchdog:
         self._store.set(f"rank/{self.rank}", sign.pack())
 
     def _call_roll(self, roll: Roll) -> Verdict | None:
-        """Rank 0 reads what all tell."""
+        """Read all heartbeats (rank 0)."""
         known = [r for r in range(self.world_size) if r in roll.signs or self._store.check([f"rank/{r}"])]
         now = time.monotonic()
         for rank, text in zip(known, self._store.multi_get([f"rank/{r}" for r in known]), strict=True):
@@ -206,7 +206,7 @@ class Watchdog:
         return roll.judge(now)
 
     def _leave(self, seconds: float) -> None:
-        """Say goodbye; rank 0, whose process may hold the store, waits until the others have said it."""
+        """Send the last heartbeat; rank 0, whose process may hold the store, waits for the others."""
         if self.world_size == 1:
             return
         deadline = time.monotonic() + seconds
@@ -223,21 +223,21 @@ class Watchdog:
                 pause = min(2 * pause, self._period / 4)
 
     def _others_have_left(self) -> bool:
-        """Whether all other ranks have said goodbye by now, whether or not the roll has been called since."""
+        """Whether all other ranks have sent their last heartbeat."""
         keys = [f"rank/{rank}" for rank in range(1, self.world_size)]
         if not self._store.check(keys):
             return False
         return all(Sign.unpack(text).state in ("left", "raised") for text in self._store.multi_get(keys))
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Tell all ranks that the run is over; of several verdicts the first counts."""
+        """Publish the decision to end the run; the first one counts."""
         packed = json.dumps(asdict(verdict))
         mine = self._store.compare_set("verdict", "", packed) == packed.encode()
         if mine and verdict.kind == "lost":
             self._say(f"{verdict.line}; the other ranks end with code {exit_codes.LOST}")
 
     def _carry_out(self, verdict: Verdict) -> None:
-        """Print what is to be printed, let all ranks read the verdict, and end."""
+        """Print the message, wait until all ranks have read the decision, and end."""
         if not self._ending.acquire(blocking=False):
             return
         if verdict.kind == "stall":
@@ -249,8 +249,8 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             read = self._store.add("read", 1)
             deadline = time.monotonic() + GRACE_SECONDS
-            # Nobody leaves before all have read it: the store may go with rank 0's process, and the sockets of any
-            # other break what its peers are in.
+            # No rank ends before all have read it: the store may end with rank 0's process, and a closed socket
+            # raises errors in the peers' collectives.
             while not self._store.check(["go"]) and time.monotonic() < deadline:
                 if self._roll and read >= self._roll.present(time.monotonic() - 3 * self._period - 1.0):
                     self._store.set("go", "1")
@@ -263,11 +263,11 @@ class Watchdog:
     # ---- the clocks ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the run ends: has this rank moved, has the store answered?"""
+        """Until the run ends: check this rank's progress and the store's answers."""
         while not self._stopped.wait(self._period):
             now = time.monotonic()
             limit = self.stall_seconds * self._patience
-            # A main thread that never lets go of the interpreter stops this loop too: then C code ends the process.
+            # A main thread that never releases the GIL stops this loop too; then C code ends the process.
             faulthandler.dump_traceback_later(limit + _FALLBACK_SECONDS, exit=True, file=2)
             if now - self._progress >= limit and self._state == "runs":
                 self._stall(now - self._progress)
@@ -278,7 +278,7 @@ class Watchdog:
         place = f"rank {self.rank} (host {self._host}) has made no progress for {seconds:.0f} s at {self._place}"
         verdict = Verdict("stall", f"{place} (--stall-seconds {self.stall_seconds:g})")
         if self.world_size > 1:
-            # From here on the other thread, which reads the verdict; a store that hangs is seen by the next rounds.
+            # The other thread reads the decision; a store that hangs is found in the next rounds.
             asked = threading.Thread(target=self._ask_all_to_stop, args=(verdict,), daemon=True)
             asked.start()
             asked.join(GRACE_SECONDS)
@@ -294,7 +294,7 @@ class Watchdog:
             self._give_up(verdict)
 
     def _store_lost(self) -> None:
-        """Rank 0's process, its host or the way there is gone: it cannot say so, so each host does."""
+        """Rank 0's process, its host or the connection is gone; each host prints it."""
         if not self._ending.acquire(blocking=False):
             return
         if self.local_rank == 0:
@@ -310,7 +310,7 @@ class Watchdog:
         print(f"train.py: error: {line}", file=sys.stderr, flush=True)
 
     def _show_place(self) -> None:
-        """Where this rank stands: its place, the collective its main thread is in, all stacks, pending collectives."""
+        """Print this rank's place, the collective of its main thread, all stacks and pending collectives."""
         idle = time.monotonic() - self._progress
         where = innermost(sys._current_frames().get(self._main))
         self._say(f"rank {self.rank} (host {self._host}): {self._place} for {idle:.0f} s{where}; stacks follow")
@@ -320,7 +320,7 @@ class Watchdog:
             self._say(f"rank {self.rank}: {line}")
 
     def _flight_recorder(self) -> list[str]:
-        """Torch's record of collectives: written to `stall/` whole, its unfinished ones as lines."""
+        """Write torch's record of collectives to `stall/`, and return the unfinished ones as lines."""
         import torch._C._distributed_c10d as c10d
 
         text, entries = b"", []

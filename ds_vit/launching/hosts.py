@@ -1,4 +1,4 @@
-"""Which hosts a run has, and how many slots each: hostfiles, Slurm, PBS and LSF in; a DeepSpeed hostfile out.
+"""Which hosts a run has, and how many slots each: hostfiles, Slurm and PBS in; a DeepSpeed hostfile out.
 
     ds-vit hosts --from slurm --output hostfile
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
-SCHEDULERS = ("slurm", "pbs", "lsf")
+SCHEDULERS = ("slurm", "pbs")
 """What `read_hosts` takes besides a file."""
 
 # Names reach ssh and pdsh as arguments: no leading dash (an option), nothing that a shell or pdsh's own lists expand.
@@ -162,34 +162,11 @@ def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
     return parse_names(read_text(path, "PBS_NODEFILE="), path)
 
 
-def from_lsf(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of an LSF job, by LSB_MCPU_HOSTS (`a 4 b 2`), LSB_HOSTS (`a a b`) or the file LSB_DJOB_HOSTFILE.
-
-    Raises:
-        UserError: not inside a job, or a list that is not of that form.
-    """
-    pairs = environ.get("LSB_MCPU_HOSTS", "").split()
-    if pairs:
-        if len(pairs) % 2 or not all(count.isdecimal() for count in pairs[1::2]):
-            raise UserError(f"LSB_MCPU_HOSTS={' '.join(pairs)!r} is not a list of `host count` pairs")
-        slots: Counter[str] = Counter()
-        for name, count in zip(pairs[::2], pairs[1::2], strict=True):
-            slots[name] += int(count)
-        return tuple(_host(name, count, "LSB_MCPU_HOSTS: ") for name, count in slots.items())
-    if environ.get("LSB_HOSTS", "").split():
-        return tuple(_host(n, c, "LSB_HOSTS: ") for n, c in Counter(environ["LSB_HOSTS"].split()).items())
-    path = environ.get("LSB_DJOB_HOSTFILE")
-    if path:
-        return parse_names(read_text(path, "LSB_DJOB_HOSTFILE="), path)
-    raise UserError("neither LSB_MCPU_HOSTS nor LSB_HOSTS is set: this is not inside an LSF job (bsub)")
-
-
 def scheduler_of(environ: Mapping[str, str]) -> str | None:
     """The scheduler whose job this process is in: one of `SCHEDULERS`, or None."""
     signs = {
         "slurm": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
         "pbs": ("PBS_NODEFILE",),
-        "lsf": ("LSB_MCPU_HOSTS", "LSB_HOSTS", "LSB_DJOB_HOSTFILE"),
     }
     return next((name for name, variables in signs.items() if any(environ.get(v) for v in variables)), None)
 
@@ -198,7 +175,7 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
     """The hosts of a run.
 
     Args:
-        source: "slurm", "pbs", "lsf", a file (a hostfile, or names alone), or None for the scheduler of this job.
+        source: "slurm", "pbs", a file (a hostfile, or a list of names), or None for the scheduler of this job.
         environ: where a scheduler left its lists.
         slots: ranks a host, in place of what the source says.
 
@@ -209,8 +186,10 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
         source = scheduler_of(environ)
         if source is None:
             raise UserError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
+    if source == "lsf":
+        raise UserError("--from lsf was removed; write a hostfile (`name slots=N` a line) and give --from FILE")
     if source in SCHEDULERS:
-        hosts = {"slurm": from_slurm, "pbs": from_pbs, "lsf": from_lsf}[source](environ)
+        hosts = {"slurm": from_slurm, "pbs": from_pbs}[source](environ)
     else:
         text = read_text(source, "")
         with_slots = any("slots" in line for _, line in _lines(text))

@@ -1,7 +1,7 @@
-"""The launchers: which command starts a run's ranks on which hosts, and how a signal reaches them.
+"""The launchers: the command that starts a run's ranks on its hosts, and how a signal reaches them.
 
-Each is made once a run and asked for a new `Command` at every attempt, since the port must be free at that moment.
-What a launcher passes through a shell (DeepSpeed's pdsh command) is quoted here, or refused where it cannot be.
+A launcher is created once per run and makes a new `Command` for every attempt, with a port that is free at that time.
+Arguments that pass through a shell (DeepSpeed's pdsh command) are quoted here, or refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,9 @@ from ds_vit.launching.hosts import Host, expand_nodelist, read_hosts
 from ds_vit.launching.ports import free_port
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
 
-RANK_PY = Path(__file__).resolve().parents[2] / "launch" / "rank.py"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = _PACKAGE / "shipped"  # of a wheel
+RANK_PY = (_SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent) / "launch" / "rank.py"
 _SSH_SECONDS = 60
 
 
@@ -48,9 +50,9 @@ class Launcher(ABC):
     """How the ranks of one run are started.
 
     Attributes:
-        run: unique name of the run, by which its ranks are found on a host.
+        run: unique name of the run, which identifies its ranks on a host.
         environ: the environment of the launching process.
-        port: the port at which the ranks meet; None for a free one at every attempt.
+        port: of the rendezvous; None for a free one at every attempt.
     """
 
     run: str
@@ -81,7 +83,7 @@ class Local(Launcher):
     """DeepSpeed's launcher on this machine.
 
     Attributes:
-        num_ranks: None for one rank a GPU.
+        num_ranks: None for one rank per GPU.
         include: DeepSpeed's, e.g. "localhost:0,2".
     """
 
@@ -105,9 +107,8 @@ class Hostfile(Launcher):
     Attributes:
         hostfile: as DeepSpeed reads it.
         include, exclude: DeepSpeed's filters, `name@name:0,2`.
-        address: where rank 0 is reached; None for the first host's name.
-        ssh_port: of every sshd; None for ssh's own choice.
-        say: told what is found on the hosts, a line at a time.
+        address: of rank 0; None for the first host's name.
+        ssh_port: of every sshd; None for ssh's default.
     """
 
     hostfile: Path = Path("hostfile")
@@ -115,24 +116,23 @@ class Hostfile(Launcher):
     exclude: str = ""
     address: str | None = None
     ssh_port: int | None = None
-    say: Callable[[str], None] = print
     _folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
 
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts that take part, rank 0's first."""
+        """The hosts of the run, rank 0's first."""
         return filtered(read_hosts(str(self.hostfile), self.environ), self.include, self.exclude)
 
     def command(self, job: Job) -> Command:
         if _unsafe(sys.executable):
             raise UserError(
                 f"DeepSpeed writes the path of Python, {sys.executable!r}, into remote commands without quotes; "
-                "make the environment at a path of letters, digits and . _ - / alone"
+                "create the environment at a path with only letters, digits and . _ - /"
             )
         if shutil.which("pdsh", path=self.environ.get("PATH")) is None:
             raise UserError("pdsh is not installed on this machine: apt-get install pdsh, or use launch/mpi.sh")
         hosts = self.hosts()
         port = self._probe(hosts)
-        self._on_hosts(hosts, ["--signal=KILL"])  # what an earlier attempt may have left behind
+        self._on_hosts(hosts, ["--signal=KILL"])  # processes of an earlier attempt
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="ds-vit-")
         variables = dict(job.environ)
         variables["PYTHONPATH"] = os.pathsep.join(
@@ -145,17 +145,17 @@ class Hostfile(Launcher):
         address = self.address or hosts[0].name.rpartition("@")[2]
         argv = [*_deepspeed(), "--hostfile", str(self.hostfile.resolve()), "--force_multi", "--no_ssh_check", *names]
         argv += ["--master_addr", address, "--master_port", str(port)]
-        # pdsh gives what follows to a shell on every host; DeepSpeed quotes arguments with blanks in them, no others.
+        # pdsh passes the rest to a shell on every host; DeepSpeed quotes only arguments with blanks.
         script, *words = self._rank_words(replace(job, environ={}))
         # From the root folder, whose name needs no quotes: DeepSpeed writes `cd <here>;` into the remote command.
         return Command((*argv, shlex.quote(script), *words), Path("/"), self._launcher_environ(env_file))
 
     def _launcher_environ(self, env_file: Path) -> dict[str, str]:
-        """The environment of the launching DeepSpeed, less what it would hand to remote shells badly quoted."""
+        """The environment of DeepSpeed's launcher, without variables that it would not quote correctly."""
         exported = forwarded(self.environ)
         environ = {name: value for name, value in self.environ.items() if name not in exported or not _unsafe(value)}
         keep_alive = "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
-        # Of an option that is there twice ssh takes the first.
+        # ssh uses the first of a repeated option.
         environ["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {keep_alive}".strip()
         return environ | {"DS_ENV_FILE": str(env_file)}
 
@@ -166,8 +166,7 @@ class Hostfile(Launcher):
         """Find this clone on every host, and a free port on the first.
 
         Raises:
-            UserError: naming every host that cannot be reached or has no clone, with ssh's own words; or those that
-                do not fit together.
+            UserError: hosts that cannot be reached or have no clone, with ssh's message; or incompatible hosts.
         """
         port = [f"--port={self.port}"] if self.port else []
         answers = self._on_hosts(hosts[:1], ["--probe", *port]) | self._on_hosts(hosts[1:], ["--probe"])
@@ -176,15 +175,15 @@ class Hostfile(Launcher):
         if bad:
             lines = [f"{name}: {' '.join(text.split()) or 'no answer'}" for name, text in bad.items()]
             raise UserError(
-                f"{len(bad)} of {len(hosts)} hosts cannot take part; {'; '.join(lines)}. "
+                f"{len(bad)} of {len(hosts)} hosts cannot be used; {'; '.join(lines)}. "
                 f"Check with: ssh HOST {shlex.quote(sys.executable)} {shlex.quote(str(RANK_PY))} --probe"
             )
-        told = {name: json.loads(match.group(1)) for name, match in found.items() if match}
-        refuse_unfit(hosts, told)
-        return told[hosts[0].name]["port"]
+        facts = {name: json.loads(match.group(1)) for name, match in found.items() if match}
+        check_hosts(hosts, facts)
+        return facts[hosts[0].name]["port"]
 
     def _on_hosts(self, hosts: Sequence[Host], words: Sequence[str]) -> dict[str, str]:
-        """Run launch/rank.py with these words on every host at once; host → all that it printed."""
+        """Run launch/rank.py with these arguments on every host at once; host → its output."""
         remote = shlex.join([sys.executable, str(RANK_PY), f"--run={self.run}", *words])
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
         options += ["-p", str(self.ssh_port)] if self.ssh_port else []
@@ -212,10 +211,10 @@ class Mpi(Launcher):
     """mpirun of Open MPI, MPICH or Intel MPI.
 
     Attributes:
-        num_ranks: over all hosts.
-        mpirun: the command, with arguments of its own.
-        hostfile: as DeepSpeed reads it; None for this machine, or for what a scheduler tells mpirun.
-        address: where rank 0 is reached; None for the first host of the hostfile, else this machine.
+        num_ranks: on all hosts.
+        mpirun: the command and its options.
+        hostfile: as DeepSpeed reads it; None for this machine or the scheduler's hosts.
+        address: of rank 0; None for the first host of the hostfile, else this machine.
     """
 
     num_ranks: int = 1
@@ -230,7 +229,7 @@ class Mpi(Launcher):
         address = self.address or (hosts[0].name.rpartition("@")[2] if hosts else _own_address())
         meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(self._local_port())}
         job = replace(job, environ={**job.environ, **meeting})
-        # No binding: a rank bound to one core would share it with all its loader workers.
+        # No binding: a rank would share one core with all its loader workers.
         if family == "openmpi":
             argv = [*self.mpirun, "-np", str(self.num_ranks), "--bind-to", "none"]
             argv += ["--hostfile", str(self.hostfile.resolve())] if self.hostfile else []
@@ -241,11 +240,11 @@ class Mpi(Launcher):
         return Command((*argv, sys.executable, "-u", *self._rank_words(job)), Path(job.cwd), self.environ)
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        # mpirun passes SIGUSR1 on to all ranks. SIGTERM it takes as "kill them": a second later, unsaved.
+        # mpirun forwards SIGUSR1 to all ranks. On SIGTERM it kills them a second later, without saving.
         os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     def _family(self) -> str:
-        """Which MPI this mpirun is of, by what `--version` says."""
+        """The MPI of this mpirun, from the output of `--version`."""
         program = shutil.which(self.mpirun[0], path=self.environ.get("PATH"))
         if program is None:
             raise UserError(f"{self.mpirun[0]} is not on PATH: load the cluster's MPI, or `bash launch/setup.sh mpi`")
@@ -267,7 +266,7 @@ class Slurm(Launcher):
     """srun inside a job of sbatch or salloc: one task a rank.
 
     Attributes:
-        srun: the command, with arguments of its own.
+        srun: the command and its options.
     """
 
     srun: tuple[str, ...] = ("srun",)
@@ -279,25 +278,25 @@ class Slurm(Launcher):
         first = expand_nodelist(nodes)[0]
         if self.port or first.partition(".")[0] == socket.gethostname().partition(".")[0]:
             port = self._local_port()
-        else:  # on a login node: the first node cannot be asked without a step, and the job has it for itself
+        else:  # on a login node the first node cannot be probed without a step, but the job has it exclusively
             port = 20000 + int(self.environ["SLURM_JOB_ID"]) % 10000
         job = replace(job, environ={**job.environ, "MASTER_ADDR": first, "MASTER_PORT": str(port)})
         argv = [*self.srun, "--kill-on-bad-exit=1", sys.executable, "-u", *self._rank_words(job)]
         return Command(tuple(argv), Path(job.cwd), self.environ)
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        # srun passes SIGUSR1 on to all tasks, and ends the step on SIGTERM.
+        # srun forwards SIGUSR1 to all tasks, and ends the step on SIGTERM.
         os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
-    """The hosts that DeepSpeed's `--include` or `--exclude` leave, in the hostfile's order; slots are not followed.
+    """The hosts that DeepSpeed's `--include` or `--exclude` select, in the hostfile's order.
 
     Raises:
         UserError: both are given, a host is not in the hostfile, or none is left.
     """
     if include and exclude:
-        raise UserError("--include and --exclude exclude each other; give one")
+        raise UserError("--include and --exclude cannot be combined; give one")
     slots = {host.name: host.slots for host in hosts}
     left = dict.fromkeys(slots, 0) if include else dict(slots)
     for item in filter(None, (include or exclude).split("@")):
@@ -314,12 +313,12 @@ def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, .
     return chosen
 
 
-def refuse_unfit(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) -> None:
+def check_hosts(hosts: Sequence[Host], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare what the hosts have told of themselves.
 
     Args:
         hosts: with the slots that the run would use.
-        told: host → `ds_vit.launching.rank.probe` there.
+        facts: host → `ds_vit.launching.rank.probe` there.
 
     Raises:
         UserError: two names for one machine, more ranks than GPUs, or other code or packages than on the first host.
@@ -327,22 +326,22 @@ def refuse_unfit(hosts: Sequence[Host], told: Mapping[str, Mapping[str, Any]]) -
     first, *others = (host.name for host in hosts)
     names: dict[str, str] = {}
     for host in hosts:
-        here = told[host.name]
+        here = facts[host.name]
         other = names.setdefault(here["machine"], host.name)
         if other != host.name:
             raise UserError(f"{other} and {host.name} are one machine: keep one of the names in the hostfile")
         if here["gpus"] and host.slots > here["gpus"]:
             raise UserError(f"{host.name}: {host.slots} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
     for name in others:
-        for package, version in told[first]["versions"].items():
-            if (there := told[name]["versions"].get(package)) != version:
+        for package, version in facts[first]["versions"].items():
+            if (there := facts[name]["versions"].get(package)) != version:
                 raise UserError(
                     f"{package} is {version} on {first} and {there} on {name}: install the same environment on both"
                 )
-        if told[name]["code"] != told[first]["code"]:
+        if facts[name]["code"] != facts[first]["code"]:
             raise UserError(
-                f"the code of ds_vit on {name} is not that on {first} (checksums {told[name]['code']} and "
-                f"{told[first]['code']}): git status and git pull there, or put the clone on a shared disk"
+                f"the code of ds_vit on {name} is not that on {first} (checksums {facts[name]['code']} and "
+                f"{facts[first]['code']}): git status and git pull there, or put the clone on a shared disk"
             )
 
 
@@ -364,15 +363,15 @@ def mpi_family(version: str) -> str:
 
 
 def _deepspeed() -> list[str]:
-    """DeepSpeed's launcher, through this interpreter: a script's first line cannot name a path with a blank."""
+    """DeepSpeed's launcher, run by this interpreter: a script's first line cannot contain a path with a blank."""
     script = Path(sys.executable).with_name("deepspeed")
     return [sys.executable, str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
 def _own_address() -> str:
-    """This machine's address as others see it; loopback where it has no other."""
+    """This machine's address on its default route; loopback without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the interface of the default route
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel selects the interface of the default route
         return probe.getsockname()[0]
     return "127.0.0.1"
 

@@ -1,6 +1,6 @@
-"""Which cores are near a GPU, on a machine whose cores and memory are in several parts (NUMA nodes).
+"""The CPU cores on a GPU's NUMA node.
 
-What a loader's process writes lies in the memory of its own node; from another node's the GPU fetches it more slowly.
+A loader process writes into the memory of its NUMA node, and a GPU reads another node's memory more slowly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cores_to_share(
 
 
 def addresses_of_ranks(device: torch.device, local_world_size: int | None) -> list[str | None]:
-    """The devices of this host's ranks; where each rank sees its own alone, as if all hung on the same node."""
+    """The devices of this host's ranks; if each rank sees only its own, they count as being on one node."""
     ranks = local_world_size or 1
     if device.type != "cuda" or torch.cuda.device_count() < ranks:
         return [pci_address(device)] * ranks

@@ -1,6 +1,6 @@
-"""This process among the run's ranks: what the launcher's environment says of it, and how the ranks meet.
+"""This process's rank from the launcher's environment, and the rendezvous of the ranks.
 
-No other file of the trainer reads from the environment which rank it is.
+No other file of the trainer reads its rank from the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ds_vit.launching.hosts import expand_counts, expand_nodelist
 from ds_vit.launching.ports import free_port
 
 _OMPI = "OMPI_COMM_WORLD_"
-# (launcher, rank, world size, local rank, local world size), in the order in which they are looked for. DeepSpeed's
-# launcher calls the local world LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; both set RANK, WORLD_SIZE and LOCAL_RANK. mpirun
-# inside a Slurm job has srun's variables of its own daemons around it, so they come last.
+# (launcher, rank, world size, local rank, local world size), in order of precedence. DeepSpeed's launcher sets
+# LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; both set RANK, WORLD_SIZE and LOCAL_RANK. In a Slurm job mpirun's ranks also
+# have the variables of srun, which started mpirun's daemons, so srun comes last.
 _LAUNCHERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
     ("openmpi", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", (_OMPI + "LOCAL_SIZE",)),
@@ -29,13 +29,13 @@ _LAUNCHERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Process:
-    """This process among the run's ranks, as the launcher's environment tells, before any process group exists.
+    """This process among the run's ranks, before any process group exists.
 
     Attributes:
         launcher: "env" (deepspeed, torchrun), "openmpi", "mpich", "slurm" (srun), or "none" for plain python.
         rank: 0 to world_size - 1 over all hosts.
-        local_rank: this host's 0 to local_world_size - 1; picks the accelerator.
-        local_world_size: ranks on this host, or None where the launcher does not say.
+        local_rank: 0 to local_world_size - 1 on this host; selects the accelerator.
+        local_world_size: ranks on this host, or None if the launcher does not set it.
     """
 
     launcher: str
@@ -46,21 +46,33 @@ class Process:
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether ranks run on other hosts too (taken for true where the launcher does not say)."""
+        """Whether ranks run on other hosts too (assumed if the launcher does not say)."""
         return self.world_size > 1 and self.local_world_size != self.world_size
 
 
+def launch_words(process: Process, environ: Mapping[str, str] = os.environ) -> str:
+    """The launcher and its arguments that start the same ranks on one host; "" for one rank, or if unknown."""
+    if process.world_size == 1 or process.spans_hosts:
+        return ""
+    count = process.world_size
+    if process.launcher == "env" and "TORCHELASTIC_RUN_ID" in environ:
+        return f"torchrun --nproc-per-node {count}"
+    if process.launcher == "env" and "LOCAL_SIZE" in environ:
+        return f"deepspeed --num_accelerators {count}"
+    return {"openmpi": f"mpirun -n {count} python", "mpich": f"mpirun -n {count} python"}.get(process.launcher, "")
+
+
 def discover(environ: Mapping[str, str] = os.environ) -> Process:
-    """Read this process's place from the launcher's environment; plain `python` is one rank of one.
+    """Read this process's rank from the launcher's environment; plain `python` is one rank of one.
 
     Raises:
-        UserError: the launcher set a rank but not the world size, or something that is not a number.
+        UserError: a rank without a world size, or a value that is not a number.
     """
     for launcher, rank_name, world_name, local_name, local_world_names in _LAUNCHERS:
-        if rank_name not in environ or _is_not_told(launcher, environ):
+        if rank_name not in environ or _belongs_to_another(launcher, environ):
             continue
         if world_name not in environ:
-            raise UserError(f"{rank_name} is set but {world_name} is not; unset it to run alone, or use a launcher")
+            raise UserError(f"{rank_name} is set but {world_name} is not; unset it to run one rank, or use a launcher")
         try:
             rank, world = int(environ[rank_name]), int(environ[world_name])
             local = int(environ.get(local_name, "0"))
@@ -70,13 +82,13 @@ def discover(environ: Mapping[str, str] = os.environ) -> Process:
         except ValueError:
             raise UserError(f"{rank_name}, {world_name} and {local_name} must be whole numbers") from None
         if not 0 <= rank < world:
-            raise UserError(f"{rank_name}={rank} lies outside the world of {world_name}={world} ranks")
+            raise UserError(f"{rank_name}={rank} is not in 0 to {world - 1} ({world_name}={world})")
         return Process(launcher, rank, world, local, local_world)
     return Process("none", 0, 1, 0, 1)
 
 
-def _is_not_told(launcher: str, environ: Mapping[str, str]) -> bool:
-    """Whether a rank's variable is there, but is not this process's.
+def _belongs_to_another(launcher: str, environ: Mapping[str, str]) -> bool:
+    """Whether a rank's variable is set, but not for this process.
 
     The script of a Slurm job has SLURM_PROCID=0 without being a task; `srun --mpi=pmi2` sets PMI_RANK without
     the local rank that MPICH's and Intel's own mpirun add.
@@ -87,7 +99,7 @@ def _is_not_told(launcher: str, environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """This node's tasks of a Slurm step: its place in a list such as 4(x2),3."""
+    """This node's number of tasks of a Slurm step, from a list such as 4(x2),3."""
     counts, node = environ.get("SLURM_STEP_TASKS_PER_NODE"), environ.get("SLURM_NODEID")
     if counts is None or node is None:
         return None
@@ -96,22 +108,22 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When the scheduler will end this job, as `time.time()`; None where it does not say (Slurm does)."""
+    """When the scheduler will end this job, as `time.time()`; None if unknown (Slurm sets it)."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() else None
 
 
 def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ) -> dict[str, object]:
-    """The arguments of `deepspeed.init_distributed` that make this launcher's ranks meet.
+    """The arguments of `deepspeed.init_distributed` for this launcher's ranks.
 
-    A plain `python` is given the environment of a launcher's only rank, on a free port of the loopback interface. Under
-    srun the ranks meet at MASTER_ADDR and MASTER_PORT, else on the step's first node at a port made from the job's
-    number. Under mpirun they meet there if both are set, else mpi4py tells them where.
+    Plain `python` gets the environment of a single rank, on a free port of the loopback interface. srun's ranks use
+    MASTER_ADDR and MASTER_PORT, else the step's first node and a port derived from the job number. mpirun's ranks use
+    both variables if they are set, else mpi4py finds the address.
     """
     if process.launcher == "none":
         port = str(free_port())
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ.update(alone)
+        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ.update(single)
     if process.launcher in ("none", "env"):
         return {"auto_mpi_discovery": False}
     if process.launcher == "slurm" and "MASTER_ADDR" not in environ:
@@ -126,8 +138,8 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
 
 
 @contextlib.contextmanager
-def port_in_words(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Within the block ranks meet, of which one listens at MASTER_PORT.
+def explain_taken_port(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """For the block in which ranks connect to MASTER_PORT.
 
     Raises:
         UserError: the port is taken.
@@ -139,7 +151,7 @@ def port_in_words(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
             raise
         port = int(environ.get("MASTER_PORT", "29500"))
         raise UserError(
-            f"port {port}, at which the ranks were to meet, is taken on {socket.gethostname()}, as by another run: "
-            f"give this one its own, by --master_port {port + 1} before launch/train.py (of deepspeed and torchrun) or "
+            f"port {port} of the rendezvous is in use on {socket.gethostname()}, perhaps by another run; choose one "
+            f"with --master_port {port + 1} before launch/train.py (deepspeed and torchrun) or with "
             f"MASTER_PORT={port + 1} in the environment"
         ) from None

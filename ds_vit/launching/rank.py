@@ -1,11 +1,11 @@
-"""What a launcher starts on every host, once a rank: the rank's own log, its signals, and why it ended.
+"""The process that a launcher starts for each rank: it keeps the rank's log, forwards signals and reports failures.
 
     python launch/rank.py --run=ID PAYLOAD         run a rank (started by launch/run.py through the launcher)
     python launch/rank.py --run=ID --signal=USR1   send a signal to this run's ranks on this host
-    python launch/rank.py --probe [--port=P]       what is here, and is the port free? prints a free one
+    python launch/rank.py --probe [--port=P]       print facts about this host and a free port
 
-The payload holds the command, folder and environment of the rank in an alphabet that no shell touches: whatever lies
-between here and the launching machine (ssh, pdsh's shell, srun, mpirun) cannot split or expand any of it.
+The payload contains the command, folder and environment of the rank in characters that no shell changes, so ssh, pdsh,
+srun and mpirun cannot split or expand it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ds_vit.launching.ports import free_port
 from ds_vit.launching.process import Process, discover
 
 MARK = "ds-vit-rank "
-"""Beginning of the line by which a failed rank reports to the launching host_identity, on stderr; JSON follows."""
+"""Prefix of the line in which a failed rank reports to the launching process, on stderr; JSON follows."""
 
 PROBED = "ds-vit-host "
-"""Beginning of the line by which a host answers; JSON follows."""
+"""Prefix of the line in which a host answers; JSON follows."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = 0.25
@@ -46,14 +46,14 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of a run have in common.
+    """The part of a run that is the same for all ranks.
 
     Attributes:
         command: script and arguments for this Python.
         cwd: folder to run in.
-        environ: set on top of what the launcher left.
+        environ: added to the launcher's.
         logs: folder of the ranks' logs; relative to `cwd`.
-        stop_seconds: what a rank gets to save and end once its launcher is gone.
+        stop_seconds: time to save and end after the launcher is gone.
     """
 
     command: tuple[str, ...]
@@ -63,12 +63,12 @@ class Job:
     stop_seconds: float = 120.0
 
     def encode(self) -> str:
-        """This job in letters, digits, `-`, `_` and `=` alone."""
+        """This job as letters, digits, `-`, `_` and `=`."""
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
 
     @classmethod
     def decode(cls, payload: str) -> Job:
-        """The job that `encode` was given."""
+        """The inverse of `encode`."""
         fields = json.loads(base64.urlsafe_b64decode(payload))
         return cls(**fields | {"command": tuple(fields["command"])})
 
@@ -76,11 +76,11 @@ class Job:
 def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     """Run this rank to its end. Its output goes to its log, and rank 0's to stdout as well.
 
-    Signals wait (blocked, see launch/rank.py) until the rank is there to have them. "Save and end" (SIGUSR1) that comes
-    before the rank has a handler ends it, and that is an interruption like any other: there was nothing to save.
+    Signals are blocked (see launch/rank.py) until the rank exists. A SIGUSR1 ("save and end") that arrives before the
+    rank has a handler ends it, which counts as an interruption: there was nothing to save.
 
     Returns:
-        The rank's exit code, 128 + n where signal n ended it; 75 where that was a SIGUSR1 passed on from here.
+        The rank's exit code; 128 + n if signal n ended it, or 75 if that was a forwarded SIGUSR1.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     process = discover(environ)
@@ -97,7 +97,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     passed: set[int] = set()
 
     def pass_on(number: int, frame: object) -> None:
-        # SIGUSR1 may come again and again, for those who missed it (see Supervisor): the rank has it once.
+        # The supervisor repeats SIGUSR1 for ranks that missed it; forward it once.
         if number != signal.SIGUSR1 or number not in passed:
             child.send_signal(number)
         passed.add(number)
@@ -124,13 +124,13 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
 def _follow(
     child: subprocess.Popen, log: BinaryIO | None, finder: ErrorFinder, *, is_main: bool, stop_seconds: float
 ) -> None:
-    """Copy the child's output until it has ended; ask it to end when the launcher is gone."""
+    """Copy the child's output until it has ended; ask it to end if the launcher is gone."""
     assert child.stdout is not None
     pipe = child.stdout.fileno()
     os.set_blocking(pipe, False)
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    for own in (1, 2):  # no event but the reader's end, which is always reported
+    for own in (1, 2):  # only the end of the reader, which is always reported
         poll.register(own, 0)
     deadline = None
     while True:
@@ -148,8 +148,8 @@ def _follow(
                     with contextlib.suppress(OSError):
                         os.write(1, chunk)
                 continue
-            poll.unregister(pipe)  # closed; the process itself may live on
-        if ended:  # what loader workers may still hold open is not waited for
+            poll.unregister(pipe)  # closed; the process may still run
+        if ended:  # loader workers may still hold the pipe open
             child.wait()
             return
         if deadline is None and any(events.get(own, 0) & (select.POLLERR | select.POLLHUP) for own in (1, 2)):
@@ -163,7 +163,7 @@ def _follow(
 
 
 def _open_log(job: Job, process: Process) -> tuple[BinaryIO | None, str]:
-    """The rank's log, which says where and what it is; None, and a line on stderr, where it cannot be written."""
+    """The rank's log with a header line; None, and a line on stderr, if it cannot be written."""
     host = socket.gethostname()
     path = Path(job.cwd, job.logs, f"rank-{process.rank:04d}.{host}.log")
     try:
@@ -188,27 +188,27 @@ def _write(log: BinaryIO | None, data: bytes) -> None:
 
 
 def _begin_rank(parent: int) -> None:
-    """In the new process: let the kernel kill it when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+    """In the new process: have the kernel kill it when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-        if os.getppid() != parent:  # killed before the kernel was told
+        if os.getppid() != parent:  # killed before the call
             os._exit(128 + signal.SIGKILL)
 
 
 def signal_ranks(run: str, signum: int) -> int:
-    """Send a signal to this run's ranks on this host; gives how many there are.
+    """Send a signal to this run's ranks on this host; returns their number.
 
-    SIGKILL goes to the process that keeps the log, with which its rank ends.
+    SIGKILL goes to the process that keeps the log, and its rank ends with it.
     """
     count = 0
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # ended, or another user's
             words = (folder / "cmdline").read_bytes().split(b"\0")
             names = {pair.partition(b"=")[0] for pair in (folder / "environ").read_bytes().split(b"\0")}
-            # A launcher on this host has the same words, but is no rank.
+            # A launcher on this host has the same arguments, but no RANK.
             if f"--run={run}".encode() in words and b"RANK" in names:
                 os.kill(int(folder.name), signum)
                 count += 1
@@ -216,7 +216,7 @@ def signal_ranks(run: str, signum: int) -> int:
 
 
 def probe(port: int = 0) -> dict[str, Any]:
-    """What the launching machine must know of this host.
+    """Facts about this host for the launching machine.
 
     Returns:
         {"port": a free one, "machine", "code", "versions", "gpus"}; see ds_vit/launching/host_identity.py.

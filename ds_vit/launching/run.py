@@ -27,26 +27,13 @@ from ds_vit.launching.supervise import Supervisor
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `launch/run.py`."""
-    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    common.add_argument(
-        "--restarts", type=int, default=0, metavar="N", help="start a failed run again, N times at most [0]"
-    )
-    common.add_argument(
-        "--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]"
-    )
-    common.add_argument(
-        "--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]"
-    )
-    common.add_argument(
-        "--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host"
-    )
-    common.add_argument("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
-    common.add_argument("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     kinds = parser.add_subparsers(dest="launcher", required=True)
 
     def kind(name: str, text: str) -> argparse.ArgumentParser:
-        return kinds.add_parser(name, help=text, parents=[common], allow_abbrev=False)
+        added = kinds.add_parser(name, help=text, allow_abbrev=False)
+        add_common_arguments(added)
+        return added
 
     local = kind("local", "this machine")
     local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
@@ -72,20 +59,57 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every launcher."""
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="start a failed run again, N times at most [0]"
+    )
+    parser.add_argument(
+        "--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]"
+    )
+    parser.add_argument(
+        "--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host"
+    )
+    parser.add_argument("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
+    parser.add_argument("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ds-vit launch`: those of `run.py local`, with a command of `ds-vit` instead of a script."""
+    add_common_arguments(parser)
+    parser.add_argument("-n", "--ranks", dest="num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
+    parser.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
+    parser.add_argument("program", choices=("train", "eval", "bench"), help="what each rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
+    parser.set_defaults(launcher="local")
+
+
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run `launch/run.py`.
 
     Returns:
-        0; 2 for input that cannot be or hosts that cannot take part, with one line that says why; 75 where the run was
-        interrupted and saved; else the code of the first rank that failed.
+        0; 2 for invalid input or unusable hosts, with one line that says why; 75 if the run was interrupted and saved;
+        else the code of the first rank that failed.
     """
     arguments = build_parser().parse_args(argv)
     try:
-        supervisor = build(arguments, environ)
-        code = supervisor.run()
+        return launch(arguments, environ)
     except UserError as error:
         print(f"run.py: error: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+def launch(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+    """Start the run that a command line asks for, and watch it to its end; gives the exit code, as `main`.
+
+    Raises:
+        UserError: as `build`, or unusable hosts.
+    """
+    supervisor = build(arguments, environ)
+    code = supervisor.run()
     if code == INTERRUPTED and isinstance(supervisor.launcher, Slurm):
         requeue(supervisor, environ)
     return code
@@ -98,6 +122,8 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         UserError: flags that contradict each other, or files that cannot be read.
     """
     cwd = Path.cwd()
+    if arguments.restarts and getattr(arguments, "program", "train") != "train":
+        raise UserError(f"--restarts resumes a training from its checkpoint, and {arguments.program} writes none")
     if arguments.restarts and not any(a == "--output" or a.startswith("--output=") for a in arguments.arguments):
         raise UserError(
             "--restarts needs --output DIR among the training's flags: else it starts in a new folder each time"
@@ -106,11 +132,10 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         raise UserError("--restarts, --backoff and --grace cannot be negative")
     if getattr(arguments, "master_addr", None):
         Host(arguments.master_addr, 1)  # raises where it is no host's name
-    script = Path(arguments.script)
-    if not script.is_file():
-        raise UserError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
+    if arguments.launcher == "local" and arguments.num_ranks is not None and arguments.num_ranks < 1:
+        raise UserError(f"the number of ranks must be at least 1, not {arguments.num_ranks}")
     job = Job(
-        command=(str(script.absolute()), *arguments.arguments),
+        command=(*_program(arguments), *arguments.arguments),
         cwd=str(cwd),
         environ=collected(environ, cwd, arguments.env_file),
         logs=arguments.logs or f"logs/{time.strftime('%Y%m%d-%H%M%S')}",
@@ -121,6 +146,16 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     supervisor = Supervisor(launcher, job, *limits, before, ends_when_interrupted=isinstance(launcher, Slurm))
     supervisor.say(f"a log a rank: {Path(cwd, job.logs)}")
     return supervisor
+
+
+def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """What each rank's Python runs: a script, or a command of `ds-vit`, which needs no clone."""
+    if "program" in arguments:
+        return ("-m", "ds_vit.cli", arguments.program)
+    script = Path(arguments.script)
+    if not script.is_file():
+        raise UserError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
+    return (str(script.absolute()),)
 
 
 def _launcher(arguments: argparse.Namespace, environ: dict[str, str]) -> Launcher:
@@ -140,7 +175,7 @@ def requeue(supervisor: Supervisor, environ: Mapping[str, str]) -> None:
     """Put an interrupted job of sbatch back into Slurm's queue while it has restarts left.
 
     Slurm ends this process in doing so, and starts the script again with SLURM_RESTART_COUNT one higher. A job that was
-    cancelled (SIGTERM) is left alone; one that is pre-empted gets the same signal, and Slurm requeues it by itself.
+    cancelled (SIGTERM) is not requeued; a pre-empted one gets the same signal, and Slurm requeues it.
     """
     used, job = int(environ.get("SLURM_RESTART_COUNT", "0")), environ["SLURM_JOB_ID"]
     if used >= supervisor.restarts or {signal.SIGINT, signal.SIGTERM} & set(supervisor.asked):

@@ -1,4 +1,4 @@
-"""Watch a run: pass its output on, collect why ranks ended, stop what hangs, start again with `--resume auto`."""
+"""Supervise a run: forward its output, collect failures, kill hanging ranks, restart with `--resume auto`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTE
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
-# The same start would end the same way; and what is saved after a drift has it in it, so that a person must choose.
+# A restart would end the same way; after replicas have diverged, a person must choose the checkpoint.
 _FINAL = (OK, BAD_INPUT, DIVERGED, DRIFTED, UNSAVED)
 _KILLED = 128 + signal.SIGKILL
-_TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, _KILLED)  # by the launcher, after another's end
+_TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, _KILLED)  # by the launcher, after another rank failed
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
-_CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # on each of its processes
+_CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # DeepSpeed's lines per process
 _MAX_BACKOFF_SECONDS = 600
-_ASK_AGAIN_SECONDS = 5.0  # doubled each time: a rank that had not started yet has missed the first
+_ASK_AGAIN_SECONDS = 5.0  # doubled each time: a rank that had not started missed the first signal
 
 
 @dataclass
 class Outcome:
-    """How an attempt ended.
+    """The result of an attempt.
 
     Attributes:
         code: as in `ds_vit.fault_tolerance.exit_codes`, or another code of the first rank that failed.
-        reports: what failed ranks told, in the order of arrival; see `rank.run_rank`.
-        lost: hosts to which the connection broke.
-        stopping: the ranks were asked to save and end, and have not been killed since.
+        reports: of failed ranks, in the order of arrival; see `rank.run_rank`.
+        lost: hosts whose connection broke.
+        stopping: the ranks were asked to save and end, and were not killed since.
     """
 
     code: int
@@ -54,13 +54,13 @@ class Supervisor:
     """Runs attempts of one job.
 
     Attributes:
-        restarts: how often a run that failed or was interrupted is started again.
+        restarts: maximum number of restarts after a failure or an interruption.
         backoff_seconds: wait before the first restart; doubled each time, ten minutes at most.
-        grace_seconds: what the other ranks get to end by themselves once one has failed.
-        first_restart: restarts already used up, by a scheduler that started this job again.
+        grace_seconds: time for the other ranks to end after one has failed.
+        first_restart: restarts already used, if a scheduler requeued this job.
         ends_when_interrupted: leave restarts after an interruption to the scheduler.
-        say: told what happens, a line at a time.
-        asked: the signals by which this process was asked to stop.
+        say: prints a line.
+        asked: received signals to stop.
     """
 
     launcher: Launcher
@@ -74,10 +74,10 @@ class Supervisor:
     asked: list[int] = field(default_factory=list)
 
     def run(self) -> int:
-        """Run to the end, restarts included; gives the exit code of the last attempt."""
+        """Run to the end, with restarts; returns the exit code of the last attempt."""
         for signum in _SIGNALS:
             signal.signal(signum, lambda number, _: self.asked.append(number))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # launch/run.py lets them wait for this
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # launch/run.py blocks them until now
         used = self.first_restart
         while True:
             job = self.job if used == 0 else replace(self.job, command=(*self.job.command, "--resume", "auto"))
@@ -96,7 +96,7 @@ class Supervisor:
                 return outcome.code
             used += 1
             wait = min(self.backoff_seconds * 2 ** (used - self.first_restart - 1), _MAX_BACKOFF_SECONDS)
-            self.say(f"starting again in {wait:g} s with --resume auto (restart {used} of {self.restarts})")
+            self.say(f"restarting in {wait:g} s with --resume auto (restart {used} of {self.restarts})")
             end = time.monotonic() + wait
             while time.monotonic() < end:
                 time.sleep(0.1)
@@ -115,7 +115,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C comes here alone, and reaches the ranks as "save and end"
+            start_new_session=True,  # Ctrl-C reaches only this process, which asks the ranks to save and end
         )
         outcome = Outcome(0)
         with guarded(self.launcher, process, job.stop_seconds):
@@ -129,8 +129,8 @@ class Supervisor:
         return outcome
 
     def _watch(self, process: subprocess.Popen, outcome: Outcome) -> None:
-        """Pass lines on until the launcher has ended, or must be made to."""
-        told, deadline, wait, again = 0, None, _ASK_AGAIN_SECONDS, 0.0
+        """Forward lines until the launcher has ended, or must be killed."""
+        handled, deadline, wait, again = 0, None, _ASK_AGAIN_SECONDS, 0.0
         with selectors.DefaultSelector() as selector:
             for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert pipe is not None
@@ -145,9 +145,9 @@ class Supervisor:
                 if ended and not events:
                     return
                 now = time.monotonic()
-                if len(self.asked) > told:
-                    told = len(self.asked)
-                    if told == 1:
+                if len(self.asked) > handled:
+                    handled = len(self.asked)
+                    if handled == 1:
                         self.say(
                             f"{signal.Signals(self.asked[0]).name}: asking the ranks to save and end (again: kill them)"
                         )
@@ -164,7 +164,7 @@ class Supervisor:
                     return
 
     def _kill(self, process: subprocess.Popen) -> None:
-        """End the ranks on every host that can be reached, then the launcher and its children here."""
+        """Kill the ranks on every reachable host, then the launcher and its children here."""
         with contextlib.suppress(OSError, UserError):
             self.launcher.send(process, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -176,17 +176,16 @@ class Supervisor:
 
 @contextlib.contextmanager
 def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> Iterator[None]:
-    """Within the block, end the ranks if this process is killed: a second process notices, and asks them to save.
+    """Within the block, a second process asks the ranks to save and end if this process is killed.
 
-    Nobody else would tell ranks on other hosts: pdsh outlives DeepSpeed's launcher, and ssh is silent as long as its
-    rank is.
+    Ranks on other hosts would not notice: pdsh outlives DeepSpeed's launcher, and ssh is silent while its rank is.
     """
     reading, writing = os.pipe()
     guard = os.fork()
     if guard == 0:
         os.setsid()
         os.dup2(reading, 0)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # a launcher shall see that its output is no longer read
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # so that a launcher notices that its output is no longer read
         for signum in _SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
@@ -204,7 +203,7 @@ def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) 
 
 
 def _end_orphans(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> None:
-    """Ask the ranks to save and end; kill what is left of the run after `stop_seconds`."""
+    """Ask the ranks to save and end; kill the rest of the run after `stop_seconds`."""
     end = time.monotonic() + stop_seconds
     with contextlib.suppress(Exception):
         launcher.send(process, signal.SIGUSR1)
@@ -218,13 +217,13 @@ def _end_orphans(launcher: Launcher, process: subprocess.Popen, stop_seconds: fl
 
 
 class _Lines:
-    """Copies a stream line by line, and takes the ranks' reports out of it."""
+    """Copies a stream line by line, and removes the ranks' reports from it."""
 
     def __init__(self, to: BinaryIO, outcome: Outcome) -> None:
         self._to, self._outcome, self._rest = to, outcome, b""
 
     def copy(self, descriptor: int) -> bool:
-        """Take what is there; False at the end of the stream."""
+        """Copy the available data; False at the end of the stream."""
         chunk = os.read(descriptor, 65536)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if not chunk and self._rest:
@@ -245,7 +244,7 @@ class _Lines:
             self._outcome.lost.append(lost.group(1))
         if _CHATTER.search(text):
             return
-        with contextlib.suppress(OSError):  # the reader may be gone; the run goes on
+        with contextlib.suppress(OSError):  # the run continues without a reader
             self._to.write(line + b"\n")
             self._to.flush()
 
@@ -255,7 +254,7 @@ def _failed(code: int) -> bool:
 
 
 def first_failure(reports: Sequence[Mapping]) -> Mapping | None:
-    """The report of the rank whose first error was printed first; those that were merely ended by others come last.
+    """The report of the rank whose first error was printed first; ranks that the launcher ended come last.
 
     A launcher kills ranks after one has failed. A killed rank that reports before all others was killed by the kernel.
     """
@@ -266,13 +265,13 @@ def first_failure(reports: Sequence[Mapping]) -> Mapping | None:
 
 
 def exit_code(launcher_code: int, outcome: Outcome) -> int:
-    """One code for an attempt; the launcher's own is not to be trusted where a rank died of a signal."""
+    """The exit code of an attempt; the launcher's is wrong if a rank died of a signal."""
     first = first_failure(outcome.reports)
     if first is not None and (_failed(first["code"]) or outcome.reports[0]["code"] == _KILLED):
         return first["code"]
     if any(report["code"] == INTERRUPTED for report in outcome.reports) or launcher_code == INTERRUPTED:
         return INTERRUPTED
-    # Processes that had no handler yet: mpirun's, DeepSpeed's, or a Python that had just begun.
+    # Processes without a handler: mpirun, DeepSpeed's launcher, or a Python that is starting.
     if outcome.stopping and not outcome.lost and (outcome.reports or launcher_code):
         return INTERRUPTED
     if first is not None:
@@ -283,17 +282,17 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
 
 
 def describe(outcome: Outcome) -> list[str]:
-    """The last lines to print about an attempt; none where it succeeded."""
+    """The last lines to print about an attempt; none if it succeeded."""
     if outcome.code == OK:
         return []
     if outcome.code == INTERRUPTED:
-        return ["interrupted, after saving what there was to save (code 75): start again with --resume auto"]
+        return ["interrupted and saved (code 75): resume with --resume auto"]
     lines = [f"the connection to {host} broke: the host or its network is down" for host in outcome.lost]
     first = first_failure(outcome.reports)
     if first is None and lines:
         return lines
     if first is None:
-        return [f"failed with code {outcome.code}; no rank has said why: see the launcher's lines above"]
+        return [f"failed with code {outcome.code}; no rank reported a reason: see the launcher's lines above"]
     how = f"code {first['code']}" if first["code"] < 128 else _signal_text(first["code"] - 128)
     lines.append(f"rank {first['rank']} on {first['host']} failed first, {how}; its log: {first['log'] or 'none'}")
     lines += [f"  {line}" for line in first["error"]]

@@ -4,7 +4,7 @@ A checkpoint function is `function(run, *tensors) -> tensor`: `run(*tensors)` no
 asked for. None is reentrant (a reentrant one gives the blocks no gradient when the embedding is frozen), and none
 keeps the state of a random generator: every draw is keyed.
 
-`recompute_all` keeps the inputs alone. `recompute_selectively` keeps what dear operations give too, so that the second
+`recompute_all` keeps the inputs only. `recompute_selectively` keeps what dear operations give too, so that the second
 run repeats none of them: products of matrices and attention, all that torch counts FLOPs of. What is cheap runs again:
 norms, activation functions, sums, masks, and the collectives of tensor parallelism, which write into their input and so
 give nothing to keep.
@@ -34,8 +34,8 @@ recompute_all: CheckpointFunction = partial(checkpoint, use_reentrant=False, pre
 
 
 def recompute_from_host_memory(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    """As `recompute_all`; what is kept waits in host memory."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+    """As `recompute_all`; the kept tensors wait in host memory, pinned where they are a CUDA device's."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=any(tensor.is_cuda for tensor in tensors)):
         return recompute_all(function, *tensors)
 
 

@@ -1,8 +1,8 @@
 """Blocks compiled by `torch.compile`: one graph for all blocks that do the same, without a break in it.
 
 What is compiled is a function of a block, its tokens and its rotary table, not a block: its graph takes the weights as
-inputs, and serves every block that passes its guards. Those look at whatever a graph read in Python, so nothing that
-differs from block to block or from step to step may be read in one. A random module is therefore lent its row of the
+inputs, and serves every block that passes its guards. Those check whatever a graph read in Python, so nothing that
+differs from block to block or from step to step may be read in one. A random module therefore receives its row of the
 micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; its name stays outside.
 
 Shapes: B samples, S tokens, D width.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, convert
 from ds_vit.models.layers import BlockLayer, Layer
 
 BACKEND: Any = "inductor"
@@ -33,8 +33,8 @@ _DIFFERING = ("lambda_init",)  # numbers that timm's blocks have by their depth
 Compiled = Callable[[nn.Module, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 
 
-class _Lent:
-    """Mixed in before a keyed module: gives the row that it was lent, and asks for nothing else."""
+class _WithRow:
+    """Mixed in before a keyed module: returns the row that was set, and needs nothing else."""
 
     row: torch.Tensor
     training: bool  # of the module
@@ -49,7 +49,7 @@ class _Lent:
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         return self.row.to(dtype)
 
-    def lend(self) -> None:
+    def set_row(self) -> None:
         """Take the row of the micro-batch under way, as the module would by itself."""
         if not self.training:
             return
@@ -59,8 +59,18 @@ class _Lent:
 
 
 @cache
-def _lent(kind: type[KeyedDrop]) -> type[KeyedDrop]:
-    return type(kind.__name__, (_Lent, kind), {"__module__": kind.__module__})
+def _with_row(kind: type[KeyedDrop]) -> type[KeyedDrop]:
+    return type(kind.__name__, (_WithRow, kind), {"__module__": kind.__module__})
+
+
+def compiler_settings() -> AbstractContextManager[None]:
+    """The compiler's process-wide settings that compiled blocks need while a run lasts."""
+    return torch._dynamo.config.patch(
+        # A block is one graph, also inside the DistributedDataParallel that reduces ZeRO-0's gradients
+        # (engine/patches/overlap.py): dynamo would split it where a bucket ends.
+        optimize_ddp=False,
+        recompile_limit=max(_LIMIT, torch._dynamo.config.recompile_limit),
+    )
 
 
 def compile_function(mode: str = "default") -> Compiled:
@@ -69,11 +79,7 @@ def compile_function(mode: str = "default") -> Compiled:
     Args:
         mode: as `torch.compile` takes it.
     """
-    # A block is one graph, also inside of the DistributedDataParallel that sums ZeRO-0's gradients (engine/overlap.py):
-    # dynamo would cut it where a bucket ends.
-    torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit = max(_LIMIT, torch._dynamo.config.recompile_limit)
-    # Code of its own: what another run in this process compiled does not count, and is not looked through.
+    # Separate code: graphs that another run in this process compiled do not count, and are not searched.
     function = types.FunctionType(_run.__code__.replace(), globals(), _run.__name__)
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **_mode(mode))
 
@@ -100,7 +106,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
     block = layer.block
     drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and _rate(drop) > 0.0]
     for drop in drops:
-        drop.__class__ = _lent(type(drop))
+        convert(drop, _with_row(type(drop)))
     for module in block.modules():
         for name in _DIFFERING:
             if isinstance(vars(module).get(name), float):
@@ -108,7 +114,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
 
     def forward(tokens: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
         for drop in drops:
-            drop.lend()
+            drop.set_row()
         with _own_linear():
             try:
                 return function(block, tokens, arguments)
@@ -127,7 +133,7 @@ def _rate(drop: KeyedDrop) -> float:
 
 @contextmanager
 def _own_linear() -> Iterator[None]:
-    """torch's linear map, in whose place DeepSpeed puts one of its own at ZeRO-3, for the whole process.
+    """torch's linear map, which DeepSpeed replaces at ZeRO-3 for the whole process.
 
     That one frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
     """

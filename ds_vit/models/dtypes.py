@@ -26,7 +26,7 @@ def norms_in_fp32(module: nn.Module) -> int:
 
 
 def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers of a block, in place: DeepSpeed casts parameters alone (ZeRO 1 and 2).
+    """Cast the floating-point buffers of a block, in place: DeepSpeed casts parameters only (ZeRO 1 and 2).
 
     timm joins BEiT's and EVA's key bias, a buffer of zeros, with parameters, and would get fp32. Rotary tables lie
     outside the block and stay exact.

@@ -1,7 +1,7 @@
 """Drop-path that computes only what it keeps: a branch is run on the samples whose mask is not 0.
 
 Stochastic depth multiplies a residual branch by 0 or 1 / keep, a sample at a time, and what is multiplied by 0 need
-not be computed. timm's own forward stays: the first module of a branch is given the kept rows alone, its drop-path puts
+not be computed. timm's own forward stays: the first module of a branch receives only the kept rows, its drop-path puts
 them back among zeros, and the residual stream never sees the difference. Draws, rates and scaling are those of
 `keyed_drop`; what changes is the rounding of matrix products over fewer rows.
 
@@ -32,7 +32,7 @@ from timm.models.vision_transformer import (
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, Together, hash_together
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, Together, convert, hash_together
 from ds_vit.models.layers import BlockLayer, Layer, block_stacks
 
 Branch = tuple[str, tuple[str, ...]]
@@ -71,7 +71,7 @@ def _branches(block: nn.Module) -> tuple[Branch, ...]:
 
 
 def pays(rate: float, micro_batch: int, device_type: str) -> bool:
-    """Whether it is faster to compute a branch for the kept samples alone.
+    """Whether it is faster to compute a branch for the kept samples only.
 
     On a CPU, taking rows out and putting them back cost 0.2 rows' worth of a vit_tiny branch, forward and backward, in
     micro-batches of 2 to 8, and 0.02 of the micro-batch in larger ones, in fp32 and under bf16 autocast; where a
@@ -114,7 +114,7 @@ def check_kept(model: nn.Module) -> None:
 
 
 def count_kept(model: nn.Module, choice: str, micro_batch: int, device_type: str) -> tuple[int, int]:
-    """How many of the model's drop-paths have their branch run on the kept rows alone, and how many there are."""
+    """How many of the model's drop-paths have their branch run on the kept rows only, and how many there are."""
     rates = [*_rates(model)]
     return sum(known and wants_kept(choice, rate, micro_batch, device_type) for rate, known in rates), len(rates)
 
@@ -123,7 +123,7 @@ def count_kept(model: nn.Module, choice: str, micro_batch: int, device_type: str
 
 
 class KeptDropPath(KeyedDropPath):
-    """A drop-path whose branch has computed the kept rows alone."""
+    """A drop-path whose branch has computed only the kept rows."""
 
     puts_back: bool
     """Whether the rows are put back here, among zeros; else whoever took them does it."""
@@ -138,7 +138,7 @@ class KeptDropPath(KeyedDropPath):
 
 
 def compute_kept(layer: Layer, wanted: Callable[[float], bool]) -> None:
-    """Let the branches of a block be run on kept rows alone, in place; parameters and their names stay.
+    """Let the branches of a block be run on kept rows only, in place; parameters and their names stay.
 
     Args:
         layer: from `take_apart`, cut already where it is cut; one that is no block is left as it is.
@@ -151,8 +151,7 @@ def compute_kept(layer: Layer, wanted: Callable[[float], bool]) -> None:
         path = block.get_submodule(name)
         if not isinstance(path, KeyedDropPath) or not wanted(path.drop_prob):
             continue
-        path.__class__ = KeptDropPath
-        path.puts_back = bool(members)
+        convert(path, KeptDropPath, puts_back=bool(members))
         inside = [block.get_submodule(member) for member in members] or [block]
         for module in inside:
             for drop in module.modules():
@@ -171,7 +170,7 @@ def _give_kept_rows(path: KeptDropPath, inside: Sequence[nn.Module]) -> None:
 
     def take_rotations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         rope = kwargs.get("rope")
-        # With patches left out each sample has a table of its own, [B, 1 or H, S, 2K].
+        # With patches left out each sample has its own table, [B, 1 or H, S, 2K].
         if path.rows is None or rope is None or rope.ndim < 4:
             return None
         return args, kwargs | {"rope": rope.index_select(0, path.rows)}
@@ -223,6 +222,7 @@ def find_rows(
         return {}
     rows = [places if len(places) else np.zeros(1, np.int64) for places in found.values()]
     together = torch.from_numpy(np.concatenate(rows))
-    if bits.device.type != "cpu":  # from pinned memory the copy is only queued
-        together = together.pin_memory().to(bits.device, non_blocking=True)
+    if bits.is_cuda:  # from pinned memory the copy is only queued
+        together = together.pin_memory()
+    together = together.to(bits.device, non_blocking=True)
     return dict(zip(found, together.split([len(places) for places in rows]), strict=True))

@@ -1,7 +1,7 @@
 """Drop-path, dropout and patch dropout whose masks are a pure function of (sample key, timm's module name).
 
-Each module stands in place of timm's of the same meaning, with timm's expectation and scaling. It draws nothing from
-a generator: the layer that runs it lends it the keys of its samples (`sample_keys`), so a mask does not depend on the
+Each module replaces timm's of the same meaning, with timm's expectation and scaling. It draws nothing from
+a generator: the layer that runs it sets the keys of its samples (`sample_keys`), so a mask does not depend on the
 micro-batch, the rank, the stage, or on whether the forward pass runs once or again for activation checkpointing.
 
 One layer's hash is some twenty operations on B numbers, which cost a GPU as much as on many: `Together` hashes for all
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from timm.layers import DropPath, PatchDropout
@@ -237,8 +237,8 @@ class Together:
         return self._masks[dtype]
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Let the modules take their rows from here, in the place of others that they may have been lent."""
+    def active(self) -> Iterator[None]:
+        """Set the rows that these modules use, replacing any set before."""
         before = [drop.shared for drop in self.drops]
         for row, drop in enumerate(self.drops):
             drop.shared = self, row
@@ -247,6 +247,22 @@ class Together:
         finally:
             for drop, shared in zip(self.drops, before, strict=True):
                 drop.shared = shared
+
+
+def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+    """Make a module behave as `kind`, in place: the one assignment to `__class__` in this project.
+
+    timm's constructors would create new parameters. A wrapper would change the names of parameters and of hashed draws,
+    and a module that several parents share would have to be replaced in each of them.
+
+    Args:
+        module: its parameters, buffers and hooks stay.
+        kind: a class that adds nothing to what the module holds but `attributes`.
+        attributes: set on the module.
+    """
+    module.__class__ = kind
+    for name, value in attributes.items():
+        setattr(module, name, value)
 
 
 def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
@@ -277,7 +293,7 @@ def replace_drops(model: nn.Module) -> None:
 
 @contextmanager
 def sample_keys(drops: Iterable[KeyedDrop], keys: torch.Tensor | None) -> Iterator[None]:
-    """Lend the keys of a micro-batch (int64 [B]) to keyed modules while their layer runs."""
+    """Set the keys of a micro-batch (int64 [B]) on keyed modules while their layer runs."""
     for drop in drops:
         drop.keys = keys
     try:

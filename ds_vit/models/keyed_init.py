@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from timm.models import named_apply, vitamin
@@ -26,8 +26,16 @@ from ds_vit import randomness
 from ds_vit.models.layers import BlockLayer, Layer, RopeFrequencies, block_stacks
 from ds_vit.models.zoo import TimmViT, fills_nothing
 
-if TYPE_CHECKING:
-    from ds_vit.models.initial_checkpoint import InitialCheckpoint
+
+class InitialValues(Protocol):
+    """Values from a file, for some or all of a model's layers: `weights.InitialCheckpoint`."""
+
+    def covers(self, layer: nn.Module) -> bool:
+        """Whether the file gives every value of a layer."""
+
+    def load(self, layer: nn.Module) -> None:
+        """Copy the file's values into a layer."""
+
 
 # Elements drawn at once. On a CPU the int64 temporaries shall stay in its cache (four times faster than 2^22 at once);
 # elsewhere a chunk is large enough to keep the device busy, and takes a few times 32 MiB.
@@ -154,7 +162,9 @@ def _materialise(layer: Layer, device: torch.device) -> None:
 
 
 def _draw_weights(model: TimmViT, layer: Layer, seed: int) -> None:
-    names = {parameter.untyped_storage().data_ptr(): name for name, parameter in layer.named_parameters()}
+    names = {
+        parameter.untyped_storage().data_ptr(): layer.prefix + name for name, parameter in layer.named_parameters()
+    }
     draws = _KeyedDraws(seed, names)
     with draws:
         # What timm's constructors draw and its Eva.init_weights leaves out (the latent query of AttentionPoolLatent).
@@ -166,7 +176,7 @@ def _draw_weights(model: TimmViT, layer: Layer, seed: int) -> None:
         # What only timm's constructors draw, so that its init_weights would leave it unset or at a layer's default.
         for name, module in layer.named_modules():
             if isinstance(module, RopeFrequencies):
-                with draws.drawing_for(f"{name}.freqs"):
+                with draws.drawing_for(f"{layer.prefix}{name}.freqs"):
                     module.init_freqs()
             elif isinstance(module, vitamin.Stem):
                 named_apply(vitamin._init_conv, module)
@@ -181,7 +191,7 @@ def initialise(
     seed: int,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
-    checkpoint: InitialCheckpoint | None = None,
+    checkpoint: InitialValues | None = None,
     on_layer: Callable[[Layer], None] | None = None,
 ) -> None:
     """Fill layers with their initial values, one after the other.

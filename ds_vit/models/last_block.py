@@ -1,7 +1,7 @@
-"""The last block computed for the class token alone, where that token is all that the head reads.
+"""The last block computed for the class token only, where the head reads no other.
 
 Behind the attention of a ViT's last block no token meets another one any more. What such a head does not read has no
-part in the loss and no gradient, so in training the last attention asks for the class token alone, and projection, MLP
+part in the loss and no gradient, so in training the last attention computes the class token only, and projection, MLP
 and final norm run on one token of an image in place of all. In evaluation every token is computed: pictures show them.
 
 Shapes: B samples, S tokens, D width, H heads, K head width.
@@ -15,7 +15,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 from torch.nn import functional as F
 
-from ds_vit.models.keyed_drop import KeyedDropout
+from ds_vit.models.keyed_drop import KeyedDropout, convert
 from ds_vit.models.layers import BlockLayer, Layer
 
 
@@ -36,7 +36,7 @@ class ClassTokenAttention(Attention):
 
 
 class ClassTokenBlock(Block):
-    """timm's `Block` that gives the class token alone, in training."""
+    """timm's `Block` that returns only the class token, in training."""
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
         """x [B, S, D] -> [B, 1, D], or [B, S, D] in evaluation; as timm's."""
@@ -60,5 +60,5 @@ def compute_class_token(layer: Layer) -> None:
         return
     if any(isinstance(module, (nn.Dropout, KeyedDropout)) and module.p > 0.0 for module in block.modules()):
         return
-    block.__class__ = ClassTokenBlock
-    block.attn.__class__ = ClassTokenAttention
+    convert(block, ClassTokenBlock)
+    convert(block.attn, ClassTokenAttention)

@@ -4,7 +4,8 @@
 stages. A layer is a shallow part of the timm model: it holds some of its sub-modules and parameters under their timm
 paths, so `layer.state_dict()` has timm's names, and a container's prefix is all that has to be stripped from a name.
 
-Between layers travels a tuple of tensors: tokens [B, S, D]; the sample keys, int64 [B]; and, for models whose blocks
+Between layers travels a tuple of tensors: tokens [B, S, D]; the sample keys, int64 [B]; where several towers form one
+list (`chain_towers`), the inputs of the later towers and the outputs of the earlier ones; and, for models whose blocks
 learn their rotary frequencies together (timm's rope type `mixed`), those frequencies [2, depth, H, K/2]. The last are
 one small parameter of the embedding layer: handing its value on keeps it in one place for the optimizer, the gradient
 norm and the checkpoint, and autograd adds up the blocks' gradients, across stages too.
@@ -15,9 +16,10 @@ Shapes: B samples, S tokens, D width, H heads, K head width, N patches.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import Literal
 
 import torch
 from timm.layers.pos_embed_sincos import (
@@ -33,6 +35,8 @@ from ds_vit.models.keyed_drop import KeyedDrop, KeyedPatchDropout, replace_drops
 from ds_vit.models.zoo import TimmViT
 
 _EMBED = ("patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop", "rope", "norm_pre")
+MAIN_TOWER = "image"
+"""The tower that evaluation runs; its parameters have timm's names, those of another tower begin with its name."""
 _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
 
 
@@ -69,11 +73,13 @@ class Layer(nn.Module):
     """One element of the list; its parameter names are timm's. `num_tokens` says how long its sequences are.
 
     Attributes:
+        prefix: stands before its parameters' names in the whole model; empty in the main tower.
         gives_features: whether, in evaluation, the last layer's outputs are the features of the images [B, D]; see
             `giving_features`.
     """
 
     num_tokens: TokenCount
+    prefix: str = ""
     gives_features: bool = False
 
     def keyed_drops(self) -> list[KeyedDrop]:
@@ -90,14 +96,14 @@ class EmbedLayer(Layer):
         """images [B, C, height, width] -> tokens [B, S, D]."""
         raise NotImplementedError
 
-    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """(images [B, C, height, width], keys int64 [B]) -> (tokens, keys) or (tokens, keys, frequencies)."""
-        images, keys = inputs
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """(images [B, C, height, width], keys int64 [B], …) -> (tokens, keys, …), with frequencies at the end."""
+        images, keys, *carried = inputs
         images = images.to(next(self.patch_embed.parameters()).dtype)
         with sample_keys(self.keyed_drops(), keys):
             tokens = self.embed(images)
         rope = getattr(self, "rope", None)
-        return (tokens, keys) if rope is None else (tokens, keys, rope())
+        return (tokens, keys, *carried) if rope is None else (tokens, keys, *carried, rope())
 
 
 class VisionTransformerEmbed(EmbedLayer, VisionTransformer):
@@ -158,9 +164,11 @@ class BlockLayer(Layer):
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
         class_token_is_read_alone: whether a head comes next that reads no other token (last_block.py).
+        reads_frequencies: whether rotary frequencies travel with the tokens.
     """
 
     stack = "blocks"
+    reads_frequencies: bool = False
     class_token_is_read_alone: bool = False
 
     def __init__(
@@ -200,16 +208,16 @@ class BlockLayer(Layer):
         return table.unsqueeze(1) if table_2d else table
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """(tokens [B, S, D], keys int64 [B], frequencies or nothing) -> the same, the tokens after the block."""
-        tokens, keys, *freqs = inputs
+        """(tokens [B, S, D], keys int64 [B], …) -> the same, the tokens after the block."""
+        tokens, keys, *rest = inputs
         with sample_keys(self.keyed_drops(), keys):
             if self.rope is None:
                 tokens = self.block(tokens)
             else:
-                table = self.rotary_table(tokens, freqs[0] if freqs else None)
+                table = self.rotary_table(tokens, rest[-1] if self.reads_frequencies else None)
                 # DeepSpeed casts parameters and leaves buffers, and timm's rotary attention does not mix types.
                 tokens = self.block(tokens, rope=table.to(tokens.dtype))
-        return (tokens, keys, *freqs)
+        return (tokens, keys, *rest)
 
 
 class DecoderBlockLayer(BlockLayer):
@@ -231,13 +239,29 @@ def block_stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class HeadLayer(Layer):
-    """Tokens to logits: final norm, pooling, classifier. What the classifier takes is the features."""
+    """Tokens to logits: final norm, pooling, classifier. What the classifier takes is the features.
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """(tokens [B, S, D], keys int64 [B], ...) -> logits [B, num_classes]."""
-        tokens, keys, *_ = inputs
+    Attributes:
+        chained: set by `chain_towers`: whether another tower follows ("inner") or none ("last"); None for one tower.
+        drops_frequencies: whether rotary frequencies come last in what it takes.
+    """
+
+    chained: Literal["inner", "last"] | None = None
+    drops_frequencies: bool = False
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """(tokens [B, S, D], keys int64 [B], ...) -> logits [B, num_classes].
+
+        Of a chain, "inner": (input of the next tower, keys, further inputs …, outputs so far …); "last": all outputs.
+        """
+        tokens, keys, *carried = inputs
         with sample_keys(self.keyed_drops(), keys):
-            return self.forward_head(self.norm(tokens), pre_logits=self.gives_features)
+            outputs = self.forward_head(self.norm(tokens), pre_logits=self.gives_features)
+        if self.chained is None:
+            return outputs
+        if self.drops_frequencies:
+            carried.pop()
+        return (carried[0], keys, *carried[1:], outputs) if self.chained == "inner" else (*carried, outputs)
 
 
 class VisionTransformerHead(HeadLayer, VisionTransformer):
@@ -314,6 +338,8 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
     ]
     for layer in layers:
         layer.num_tokens = _token_count(model, random_patches)
+        if isinstance(layer, BlockLayer):
+            layer.reads_frequencies = isinstance(getattr(model, "rope", None), RopeFrequencies)
     return layers
 
 
@@ -324,14 +350,62 @@ def check_complete(layers: list[Layer], model: nn.Module) -> list[Layer]:
     return layers
 
 
+def tower_names(model: nn.Module) -> tuple[str, ...]:
+    """The towers of a model, the main one first; the others are members that `model.further_towers` names."""
+    return (MAIN_TOWER, *getattr(model, "further_towers", ()))
+
+
+def tower_of(model: TimmViT, name: str) -> TimmViT:
+    """One tower's model; the main one is what is left without the others (a shallow copy)."""
+    if name != MAIN_TOWER:
+        return model.get_submodule(name)
+    main = copy.copy(model)
+    main._modules = {key: child for key, child in model._modules.items() if key not in tower_names(model)}
+    return main
+
+
+def take_apart_towers(model: TimmViT) -> dict[str, list[Layer]]:
+    """The layers of each tower of a model.
+
+    Parameters of a tower other than the main one, and the draws of its random modules, have names that begin with the
+    tower's.
+    """
+    towers = {name: take_apart(tower_of(model, name)) for name in tower_names(model)}
+    for name, layers in towers.items():
+        if name == MAIN_TOWER:
+            continue
+        for layer in layers:
+            layer.prefix = f"{name}."
+        for drop in {drop for layer in layers for drop in layer.keyed_drops()}:
+            drop.name = f"{name}.{drop.name}"
+    return towers
+
+
+def chain_towers(towers: Iterable[Sequence[Layer]]) -> list[Layer]:
+    """Towers that end in a `HeadLayer` as one list of layers, for a pipeline (in place).
+
+    The first layer takes (input of the first tower, keys, inputs of the others …); the last one gives the outputs of
+    all towers in their order. Images that wait for their tower travel between the stages, and so do finished outputs.
+    """
+    chain: list[Layer] = []
+    for tower in towers:
+        head, block = tower[-1], tower[-2]
+        assert isinstance(head, HeadLayer)
+        assert isinstance(block, BlockLayer)
+        head.chained, head.drops_frequencies = "inner", block.reads_frequencies
+        chain += tower
+    chain[-1].chained = "last"
+    return chain
+
+
 @singledispatch
 def take_apart(model: TimmViT) -> list[Layer]:
     """The layers of a timm model: an `EmbedLayer`, a `BlockLayer` for each block, a `HeadLayer`.
 
-    A kind of model that is more than timm's registers a function of its own.
+    A kind of model that is more than timm's registers a separate function.
 
     The layers are copies with timm's random modules replaced by keyed ones (`keyed_drop`); `model` stays as it is, to
-    go on describing the run.
+    describe the run.
 
     Args:
         model: from `create_model`, on any device.

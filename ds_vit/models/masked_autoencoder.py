@@ -23,7 +23,7 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import KeyedPatchDropout, sample_keys
+from ds_vit.models.keyed_drop import KeyedPatchDropout, convert, sample_keys
 from ds_vit.models.layers import (
     DecoderBlockLayer,
     Layer,
@@ -133,7 +133,7 @@ def sine_cosine_positions(grid_size: tuple[int, int], width: int, num_prefix_tok
 class MaskedAutoencoder(nn.Module):
     """What makes a timm ViT the description of a masked autoencoder: mixed in before its class by `create_autoencoder`.
 
-    The encoder's members keep their timm names; beside them stand the decoder's. What is not trained has
+    The encoder's members keep their timm names; the decoder's are added. What is not trained has
     `requires_grad` off: the encoder's fixed positions, and attention pooling, which pretraining does not reach and
     which is there so that timm can load the encoder as it is.
 
@@ -261,7 +261,7 @@ def create_autoencoder(
     """
     model = create_model(replace(spec, num_classes=0), for_training=for_training, device=device, classifier=False)
     _check_encoder(model, spec, settings)
-    model.__class__ = _KINDS[type(model)]
+    convert(model, _KINDS[type(model)])
     model.add_decoder(settings)
     return model
 

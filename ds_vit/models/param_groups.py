@@ -48,12 +48,14 @@ def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: boo
         if patterns:
             raise UserError("linear probing freezes all but the classifier already; --freeze would have no effect")
         if not classifier_names(model):
-            raise UserError("linear probing trains the classifier alone, and this model has none")
+            raise UserError("linear probing trains only the classifier, and this model has none")
         return frozenset(names) - classifier_names(model)
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matched:
-            modules = [name for name, _ in model.named_modules() if name]
+            modules = [
+                name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+            ]
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.0)
             raise UserError(f"--freeze {pattern!r} matches no parameter; nearest: {', '.join(near)}")
         frozen |= matched

@@ -6,7 +6,7 @@ Shapes: B samples, C channels, S tokens, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ class BlockRun(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         if not self.drops:
             return self._through(inputs)
-        with Together(self.drops, inputs[-1], self.rows).lent():
+        with Together(self.drops, inputs[-1], self.rows).active():
             return self._through(inputs[:-1])
 
     def _through(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -71,7 +71,7 @@ def run_layers(
     bits = [hash_together(drops, keys)] if drops else []
     rows = find_rows(drops, bits[0], keys_on_host) if drops else None
     recompute = checkpoint_interval > 0 and torch.is_grad_enabled()
-    with Together(drops, bits[0], rows).lent() if drops else nullcontext():
+    with Together(drops, bits[0], rows).active() if drops else nullcontext():
         for are_blocks, group in itertools.groupby(layers, lambda layer: recompute and isinstance(layer, BlockLayer)):
             if not are_blocks:
                 for layer in group:
@@ -121,6 +121,27 @@ class SequentialViT(nn.Module):
         )
 
 
+class Towers(nn.Module):
+    """All towers of a task, the module that DeepSpeed trains: one forward call runs a function that may run several.
+
+    Args:
+        towers: by name.
+    """
+
+    def __init__(self, towers: Mapping[str, SequentialViT]) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict(towers)
+
+    def __getitem__(self, name: str) -> SequentialViT:
+        tower = self.towers[name]
+        assert isinstance(tower, SequentialViT)
+        return tower
+
+    def forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `run()` returns; DeepSpeed and torch prepare the parameters around this call."""
+        return run()
+
+
 def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
     """The layers inside any container, or the module itself, with the prefix of their parameters' names."""
     for name, child in module.named_modules():
@@ -161,4 +182,6 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 def timm_names(module: nn.Module) -> dict[str, str]:
     """From the names of `module.named_parameters()` to timm's, for a `SequentialViT`, a pipeline stage or a layer."""
-    return {prefix + name: name for prefix, layer in _layers_of(module) for name, _ in layer.named_parameters()}
+    return {
+        path + name: layer.prefix + name for path, layer in _layers_of(module) for name, _ in layer.named_parameters()
+    }

@@ -23,7 +23,7 @@ from ds_vit.models import large_sizes
 
 TimmViT: TypeAlias = VisionTransformer | Eva
 
-# timm's modules whose names build one of the two classes, exactly as timm implements it, and ours beside them.
+# timm's modules whose names build one of the two classes, exactly as timm implements it, and ours.
 _OWN = large_sizes.__name__.rsplit(".", 1)[-1]
 _MODULES = ("vision_transformer", "eva", "deit", "vision_transformer_hybrid", "vitamin", _OWN)
 
@@ -66,7 +66,7 @@ def supported_names() -> list[str]:
 
 
 def require_supported_name(name: str) -> None:
-    """Refuse what timm does not have, or what cannot be cut.
+    """Reject models that timm does not have or that cannot be split.
 
     Raises:
         UserError: names the nearest.

@@ -1,4 +1,4 @@
-"""matplotlib, where it is installed: an empty figure, and a figure in a file."""
+"""matplotlib figures, if it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches wide and high.
+    """An empty figure; sizes in inches.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -25,14 +25,14 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Draw into a file, in the format of its suffix (png, svg, pdf).
+    """Write a file in the format of its suffix (png, svg, pdf).
 
     Raises:
-        UserError: matplotlib cannot write this format, or the disk refuses.
+        UserError: unknown format, or the file cannot be written.
     """
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise UserError(f"--output {path}: {error.strerror}") from None
-    except ValueError as error:  # matplotlib's word for a suffix that it does not know
+    except ValueError as error:  # unknown suffix
         raise UserError(f"--output {path}: {error}") from None

@@ -1,6 +1,6 @@
-"""What a run's gradients look like to a number format: a table, and a picture of their powers of two.
+"""Gradients by power of two, as a table and a picture: what fp16 would lose.
 
-Reads the rows of kind "gradients" that --grad-stats-interval writes (`monitoring/gradients.py` says what is in them).
+Reads the rows of kind "gradients" that --grad-stats-interval writes (see `engine/gradient_statistics.py`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.figures import save_figure
+from ds_vit.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,10 +26,10 @@ def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
 
     Args:
         run: its output folder.
-        step: which; None for the last that was looked at.
+        step: None for the last with statistics.
 
     Raises:
-        UserError: the run has none, or not of this step (those that it has are named).
+        UserError: there are no statistics, or none of this step.
     """
     folder = RunFolder(run)
     if not folder.metrics.is_file():
@@ -41,12 +41,12 @@ def read_row(run: Path, step: int | None = None) -> dict[str, Any]:
         return rows[max(rows)]
     if step not in rows:
         nearest = min(rows, key=lambda other: abs(other - step))
-        raise UserError(f"{run}: step {step} was not looked at; the nearest of {len(rows)} is {nearest}")
+        raise UserError(f"{run}: step {step} has no statistics; the nearest of {len(rows)} is {nearest}")
     return rows[step]
 
 
 def table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Header and one line a layer, from the input to the classifier, then the whole model."""
+    """Header and one line per layer, from the input to the classifier, then the whole model."""
     header = ("layer", "norm", "largest", "zeros", "below 2^-24", "below 2^-14", "update / weight")
     lines: list[tuple[str, ...]] = [header]
     for layer, figures in [*row["layers"].items(), ("all", row)]:
@@ -58,11 +58,11 @@ def table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def draw(row: Mapping[str, Any], title: str) -> Figure:
-    """Gradients by power of two: of the whole model above, of each layer below.
+    """Gradients by power of two: the whole model above, each layer below.
 
     Args:
         row: from `read_row`.
-        title: what run it is.
+        title: of the picture.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -79,7 +79,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
     layers = list(counts)
     shares = np.stack([c / c.sum() for c in counts.values()])
     total = np.sum(list(counts.values()), axis=0)
-    seen = np.flatnonzero(shares.max(axis=0) > 1e-3)  # a few lie far out, and would squeeze the others
+    seen = np.flatnonzero(shares.max(axis=0) > 1e-3)  # ignores a few outliers
     left, right = min(lowest + seen[0], SMALLEST) - 1.5, max(lowest + seen[-1], SMALLEST_NORMAL) + 1.5
     powers = lowest + np.arange(len(total))
 
@@ -105,7 +105,7 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
         interpolation="nearest",
     )
     below.set_yticks(range(len(layers)), layers, fontsize=7)
-    below.set_xlabel("power of two of a gradient's size (clipping and loss scale taken out)")
+    below.set_xlabel("power of two of a gradient (before clipping, without loss scale)")
     below.set_xlim(left, right)
     for axes in (above, below):
         for power, colour in ((SMALLEST, _LOST), (SMALLEST_NORMAL, _COARSE)):
@@ -115,16 +115,16 @@ def draw(row: Mapping[str, Any], title: str) -> Figure:
 
 
 def save(row: Mapping[str, Any], title: str, path: Path) -> None:
-    """Draw into a file, in the format of its suffix (png, svg, pdf).
+    """Write the picture in the format of the file's suffix (png, svg, pdf).
 
     Raises:
-        UserError: matplotlib is not installed, it cannot write this format, or the disk refuses.
+        UserError: matplotlib is not installed, unknown format, or the file cannot be written.
     """
     save_figure(draw(row, title), path)
 
 
 def titles(run: Path, row: Mapping[str, Any]) -> str:
-    """Model, precision and step, as far as the run's folder tells."""
+    """Model, precision and step, as far as the run's folder has them."""
     parts: Sequence[str] = [run.name]
     try:
         summary = RunFolder(run).read_summary()

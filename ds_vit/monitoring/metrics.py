@@ -1,7 +1,7 @@
-"""What a run says about itself: metrics.jsonl, TensorBoard, DeepSpeed's monitors, a progress bar or plain lines.
+"""Reports of a run: metrics.jsonl, TensorBoard, DeepSpeed's monitors, and a progress bar or plain lines.
 
-Rank 0 alone has a `Reporter`; the others have none. Rows of metrics.jsonl are written one at a
-time; what a full disk does not take waits until there is room.
+Only rank 0 has a `Reporter`. Rows of metrics.jsonl are written one at a time; rows that a full disk rejects are kept
+until there is room.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -20,10 +21,10 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from ds_vit.config.run_folder import RunFolder, to_json, written_whole
 from ds_vit.data import Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import TrainingSheet, write_predictions
+from ds_vit.run_folder import RunFolder, to_json, written_whole
 from ds_vit.tasks import Figure
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 _WAITING_TOO_MUCH = 0.2  # of the time
 
-# What a row of kind "train" is called in TensorBoard and in the JSON's monitors, grouped by what is looked at together.
+# (name in TensorBoard and in the JSON's monitors, key of a row of kind "train").
 _TRAINING = (
     *((f"train/{key}", key) for key in ("loss", "epoch_loss", "lr")),
     *(("grad/norm", "grad_norm"), ("grad/loss_scale", "loss_scale")),
@@ -44,14 +45,14 @@ Events = Callable[[Sequence[tuple[str, float, int]]], None]
 
 
 class Reporter:
-    """Writes a run's figures and shows them; exists on rank 0 alone.
+    """Writes a run's metrics and shows them; exists on rank 0 only.
 
     Args:
         folder: of the run; metrics.jsonl and tensorboard/ are made in it.
         total_steps: where the progress bar ends.
-        console: where to speak; a terminal gets a moving line, anything else plain lines.
-        stamp: step → what each row has beside its own: epoch, wall_seconds.
-        listeners: kind of row → what is called with each of that kind; a checkpoint's has its "path" too.
+        console: a terminal gets a progress line, anything else plain lines.
+        stamp: step → keys that every row has: epoch, wall_seconds.
+        listeners: kind of row → called with each row of that kind; a checkpoint's row has its "path" too.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class Reporter:
         self._total = total_steps
         self._listeners = listeners
         self._events: Events | None = None
-        self._global_batch = 1  # an evaluation alone has no images seen
+        self._global_batch = 1  # an evaluation without training has seen no images
         self._unwritten = b""
-        self._refused = False  # a file, and that has been said
+        self._refused: set[Path] = set()  # files with a printed warning
+        self._written: list[Path] = []  # files of the start
         self.line = Line(console)
 
     def start(self, first_step: int = 0, events: Events | None = None) -> None:
-        """Open the files and the bar; until then there is `say` alone.
+        """Open the files and the progress line; before that only `say` works.
 
         Args:
             first_step: steps that were done before (0 for a new run).
@@ -84,24 +86,27 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._events = events
-        self._looks_at_waiting = 0  # rows; of the first the loader's start is a part
-        self._waiting_was_told = False
+        self._num_rows = 0  # the first row includes the start of the loader
+        self._warned_of_waiting = False
         _cut_torn_line(self._folder.metrics)
-        # Without a buffer: what a full disk did not take is known to the byte.
+        # Without a buffer, the bytes that a full disk rejects are known exactly.
         self._file = self._folder.metrics.open("ab", buffering=0)
-        # What an interrupted run drew beyond the step that this one goes on from is hidden.
+        files = (self._folder.config, self._folder.deepspeed, self._folder.metrics)
+        self._written = [path for path in files if path.exists()]
+        # Hide the points that an interrupted run drew after the step that this one resumes from.
         purge = {"purge_step": first_step + 1} if first_step else {}
         self._board: SummaryWriter | None = SummaryWriter(str(self._folder.tensorboard), **purge)
+        threading.excepthook = _ignore_full_disk
         if self._total:
             self.line.train(self._total, first_step)
 
     def settings(self, values: Mapping[str, str | float], text: str, figures: Sequence[str]) -> None:
-        """What TensorBoard's tables of hyper-parameters and texts have of the run.
+        """Write TensorBoard's hyper-parameters and text.
 
         Args:
             values: of the settings, by name.
-            text: the layout in words.
-            figures: the names of the curves whose last values stand beside the settings.
+            text: the layout.
+            figures: the curves whose last values are shown with the settings.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -115,26 +120,28 @@ class Reporter:
         step = row["step"]
         self.draw(row)
         if self._events:
-            # DeepSpeed writes its own beside them by the images seen, and wandb drops what goes back.
+            # DeepSpeed logs its own values by the images seen, and wandb drops points that go back.
             at, self._global_batch = row["images_seen"], row["images_seen"] // step
             self._events([(name, row[key], at) for name, key in _TRAINING if row.get(key) is not None])
+        self.line.skipped(row.get("skipped_images", 0))
         if not self.console.is_terminal:
             mean = "-" if row["epoch_loss"] is None else f"{row['epoch_loss']:.5f}"
+            skipped = f"  skipped images {row['skipped_images']}" if row.get("skipped_images") else ""
             norm = "-" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(
                 f"step {step}/{self._total}  epoch {self._stamp(step)['epoch']}  loss {row['loss']:.5f}  "
                 f"lr {row['lr']:.3e}  "
                 f"grad norm {norm}  {row['images_per_second']:.1f} img/s  data wait {row['data_wait_fraction']:.0%}  "
-                f"epoch's mean loss {mean}"
+                f"epoch's mean loss {mean}{skipped}"
             )
         self._warn_of_waiting(row["data_wait_fraction"], row["images_per_second"])
 
     def _warn_of_waiting(self, waiting: float, rate: float) -> None:
         """Say once, at the first row where it shows, that the loader is slower than the model."""
-        self._looks_at_waiting += 1
-        if waiting < _WAITING_TOO_MUCH or self._looks_at_waiting == 1 or self._waiting_was_told:
+        self._num_rows += 1
+        if waiting < _WAITING_TOO_MUCH or self._num_rows == 1 or self._warned_of_waiting:
             return
-        self._waiting_was_told = True
+        self._warned_of_waiting = True
         takes = f"the model could take about {rate / (1.0 - waiting):.0f}" if waiting < 0.99 else "the model takes more"
         self.say(
             f"the loader is slower than the model: at {rate:.0f} images/s {waiting:.0%} of the time is spent waiting "
@@ -143,7 +150,7 @@ class Reporter:
         )
 
     def draw(self, row: Mapping[str, Any]) -> None:
-        """What a row of kind "train" has for TensorBoard, and nothing more; it may lack keys."""
+        """Draw a row of kind "train" in TensorBoard only; it may lack keys."""
         for name, key in _TRAINING:
             self._scalar(name, row.get(key), row["step"])
 
@@ -186,7 +193,7 @@ class Reporter:
             self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
     def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
-        """What each validation image was taken for, as `write_predictions`; the newest evaluation's."""
+        """Write the predictions of the newest evaluation, as `write_predictions`."""
         try:
             write_predictions(self._folder, by_sample, source, classes)
         except OSError as error:
@@ -200,7 +207,7 @@ class Reporter:
             self._refuse(self._folder.augmented, error, "without it")
 
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
-        """A row of kind "skip": a step that was not applied; `why` is for people, None where it is nothing unusual."""
+        """A row of kind "skip": a step that was not applied; `why` is printed unless it is None."""
         self._write({"kind": "skip", **row})
         self._scalar("train/skipped_steps", row["skipped_steps"], row["step"])
         if why:
@@ -211,8 +218,8 @@ class Reporter:
         self._write({"kind": "rollback", **row})
         self._scalar("train/rollbacks", row["number"], row["step"])
         self.say(
-            f"step {row['step']}: back to step {row['to_step']}, {row['skipped_batches']} batches of samples are left "
-            f"out (rollback {row['number']})"
+            f"step {row['step']}: back to step {row['to_step']}, {row['skipped_batches']} batches of samples are "
+            f"skipped (rollback {row['number']})"
         )
         self.line.step(row["to_step"])
 
@@ -256,8 +263,11 @@ class Reporter:
 
     @property
     def num_lost(self) -> int:
-        """Rows of metrics.jsonl that could not be written so far."""
-        return self._unwritten.count(b"\n")
+        """Rows of metrics.jsonl that are not written yet, plus files of the start that were removed."""
+        return self._unwritten.count(b"\n") + len(self._removed())
+
+    def _removed(self) -> list[str]:
+        return [path.name for path in self._written if not path.exists()]
 
     def close(self) -> None:
         """Finish the bar and the files."""
@@ -265,7 +275,10 @@ class Reporter:
         self._on_board(lambda board: board.close())
         self._write_rows()
         self._file.close()
-        if self.num_lost:
+        if removed := self._removed():
+            names = ", ".join(removed)
+            self.say(f"WARNING: {self._folder.path} lacks {names}: the folder was removed while the run wrote to it")
+        elif self.num_lost:
             with contextlib.suppress(OSError):
                 _cut_torn_line(self._folder.metrics)
             self.say(f"WARNING: {self.num_lost} rows of {self._folder.metrics} are lost")
@@ -279,7 +292,7 @@ class Reporter:
             self._listeners[row["kind"]]({**row, **path})
 
     def _write_rows(self) -> None:
-        """Write what there is, as far as the disk takes it; the rest is kept."""
+        """Write the rows that the disk accepts; the rest is kept."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -287,7 +300,7 @@ class Reporter:
             self._refuse(self._folder.metrics, error, "its rows are kept until there is room")
 
     def _on_board(self, action: Callable[[SummaryWriter], None]) -> None:
-        """Give TensorBoard something; a disk that refuses ends its pictures alone."""
+        """Call TensorBoard; after a write error nothing more is sent to it."""
         if self._board is None:
             return
         try:
@@ -297,13 +310,19 @@ class Reporter:
             self._refuse(self._folder.tensorboard, error, "nothing more is drawn there")
 
     def _refuse(self, path: Path, error: OSError, instead: str) -> None:
-        if not self._refused:
-            self._refused = True
-            self.say(f"WARNING: {path} could not be written ({error.strerror or error}); training goes on, {instead}")
+        if path not in self._refused:
+            self._refused.add(path)
+            self.say(f"WARNING: {path} could not be written ({error.strerror or error}); training continues, {instead}")
 
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):
             self._on_board(lambda board: board.add_scalar(name, value, step))
+
+
+def _ignore_full_disk(args: threading.ExceptHookArgs, hook: Any = threading.excepthook) -> None:
+    """Keep TensorBoard's thread from printing a traceback of a full disk: the next call raises the same error."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__name__ == "_AsyncWriterThread"):
+        hook(args)
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -317,7 +336,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def save_picture(pixels: torch.Tensor, path: Path) -> None:
-    """Write uint8 [3, height, width] as a PNG that a viewer sees whole or not at all."""
+    """Write uint8 [3, height, width] as a PNG, atomically."""
     with written_whole(path) as partial:
         Image.fromarray(pixels.permute(1, 2, 0).cpu().numpy()).save(partial, format="png")
 
@@ -328,7 +347,7 @@ def make_console() -> Console:
 
 
 def in_bytes(number: float) -> str:
-    """A size as disks are sold by: `"340 kB"`, `"1.2 GB"`."""
+    """A size in decimal units: `"340 kB"`, `"1.2 GB"`."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while number >= 999.5 and len(units) > 1:
         number /= 1000
@@ -337,7 +356,7 @@ def in_bytes(number: float) -> str:
 
 
 def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:
-    """A table whose first line is its header: names to the left, figures to the right."""
+    """A table whose first line is its header: names left-aligned, numbers right-aligned."""
     header, *body = lines
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in header:
@@ -348,7 +367,7 @@ def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) 
 
 
 def print_table(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A two-column table, as a run shows it at its start and at its end."""
+    """A two-column table, such as the start table and the end table of a run."""
     table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="bold")
     table.add_column(overflow="fold")

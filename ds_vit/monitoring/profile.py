@@ -1,7 +1,7 @@
-"""Some training steps under torch's profiler (`--profile-steps`): traces to open, and a page that sums them up.
+"""Training steps under torch's profiler (`--profile-steps`): traces and a summary.
 
-One rank of each pipeline stage is recorded: the others of its stage do the same. On a GPU its kernels are looked at; on
-a CPU torch's operations, and gloo's collectives beside them.
+One rank of each pipeline stage is recorded, because the others of its stage do the same. The summary counts kernels on
+a GPU, and torch's operations and gloo's collectives on a CPU.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class StageProfile:
-    """What one rank did in the steps that were profiled.
+    """The profiled steps of one rank.
 
     Attributes:
         stage: of the pipeline.
         rank: that was recorded.
-        seconds: from the first step's start to the last one's end.
-        computing: share of them in which the device computed.
-        communicating: share in which a collective or a transfer was under way.
-        hidden: share of that in which the device computed as well.
-        waiting: share of the seconds in which the host waited for a batch.
-        operations: name → (seconds of its own, calls), the longest first.
+        seconds: of all profiled steps.
+        computing: share in which the device computed.
+        communicating: share in which a collective or a transfer was in progress.
+        hidden: share of the communication that overlapped with computation.
+        waiting: share in which the host waited for a batch.
+        operations: name → (own seconds, calls), the longest first.
     """
 
     stage: int
@@ -56,13 +56,13 @@ class StageProfile:
 
 
 class StepProfiler:
-    """Records some steps on some ranks; every rank calls it alike.
+    """Records steps; every rank calls every method.
 
     Args:
-        steps: that are profiled, counted from 1.
+        steps: to record, counted from 1.
         folder: for the traces and `summary.md`.
         groups: of the run.
-        device: that it runs on.
+        device: of this rank.
     """
 
     def __init__(self, steps: range, folder: Path, groups: Groups, device: torch.device) -> None:
@@ -73,13 +73,13 @@ class StepProfiler:
         self._started = self._seconds = 0.0
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Called before a step."""
         if step not in self._steps or not self._records:
             return
         if step == self._steps.start:
             if self._profile is not None:
-                self._profile.stop()  # a rollback leads here once more
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its lines would go between those of the run
+                self._profile.stop()  # after a rollback
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints between the lines of the run
             self._profile, self._seconds = profile(activities=self._activities), 0.0
             self._wait()
             self._profile.start()
@@ -88,10 +88,10 @@ class StepProfiler:
         self._started = time.perf_counter()
 
     def after(self, step: int) -> bool:
-        """A step has ended; what comes between it and the next, such as an evaluation, is not recorded.
+        """Called after a step; work between two steps, such as an evaluation, is not recorded.
 
         Returns:
-            Whether it was the last one: `finish` is to be called, on all ranks.
+            Whether it was the last one, after which all ranks must call `finish`.
         """
         if step not in self._steps:
             return False
@@ -107,21 +107,21 @@ class StepProfiler:
             torch.cuda.synchronize(self._device)
 
     def finish(self, say: Callable[[str], object] | None = None) -> None:
-        """Write the traces and the page (a collective).
+        """Write the traces and the summary (a collective).
 
         Args:
-            say: of rank 0, to tell where they are, or why they are not.
+            say: on rank 0, prints where they are, or why they are missing.
         """
         own: StageProfile | str | None = None
         try:
             own = self._write_trace(self._profile) if self._profile is not None else None
-        except Exception as error:  # training goes on without it, and the other ranks wait for an answer
+        except Exception as error:  # training continues without it, and the other ranks wait here
             own = f"{self._folder}: {first_line(error)}"
         found: list[StageProfile | str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         stages = [stage for stage in found if isinstance(stage, StageProfile)]
         failures = [failure for failure in found if isinstance(failure, str)]
-        if say is None or not (stages or failures):  # a run that goes on from the middle of the steps has neither
+        if say is None or not (stages or failures):  # resumed between these steps
             return
         summary = self._folder / "summary.md"
         try:
@@ -132,7 +132,7 @@ class StepProfiler:
         say(f"WARNING: the profile could not be written: {failures[0]}" if failures else said)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; the time that each is waited for has a name in the trace."""
+        """The same batches; waiting for each is named in the trace."""
         iterator = iter(batches)
         while True:
             with record_function(WAITING) if self._profile is not None else contextlib.nullcontext():
@@ -154,9 +154,9 @@ def sum_up(events: Sequence[Any], stage: int, rank: int, seconds: float) -> Stag
     """The shares of one rank's time.
 
     Args:
-        events: torch's `FunctionEvent`s; those of a GPU are looked at where there are any.
-        stage, rank: whose they are.
-        seconds: that were recorded.
+        events: torch's `FunctionEvent`s; only the GPU's count if there are any.
+        stage, rank: of the recorded rank.
+        seconds: recorded.
     """
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
     kernels = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
@@ -168,7 +168,7 @@ def sum_up(events: Sequence[Any], stage: int, rank: int, seconds: float) -> Stag
     both = max(0.0, length(computing) + length(communicating) - length(union([*computing, *communicating])))
     operations: dict[str, tuple[float, int]] = {}
     for event in busy:
-        # gloo's work runs beside the thread that asked for it, and has no time of a thread.
+        # gloo works in another thread, so its events have no self time.
         whole = kernels or _COLLECTIVE.match(event.name)
         own = event.time_range.elapsed_us() if whole else event.self_cpu_time_total
         total, calls = operations.get(event.name, (0.0, 0))
@@ -191,7 +191,7 @@ def _span(event: Any) -> Span:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that overlap made one, in order."""
+    """Merge overlapping spans, in order."""
     out: list[Span] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -202,18 +202,18 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of spans that do not overlap."""
+    """The total length of spans that do not overlap."""
     return sum(end - start for start, end in spans)
 
 
 def page(stages: Sequence[StageProfile], steps: range) -> str:
-    """What `summary.md` says: the time of each stage, and the operations that took longest."""
+    """`summary.md`: the time of each stage, and the longest operations."""
     lines = [
         f"# Steps {steps[0]} to {steps[-1]}",
         "",
-        "Shares of the time; what a stage does not compute it waits: for data, for other ranks, for the host.",
+        "Shares of the time. The rest is waiting for data, for other ranks or for the host.",
         "",
-        "| stage | rank | ms a step | computes | communicates | of it while computing | waits for data |",
+        "| stage | rank | ms per step | computing | communicating | of it overlapped | waiting for data |",
         "|---|---|---|---|---|---|---|",
     ]
     for stage in stages:
@@ -222,11 +222,11 @@ def page(stages: Sequence[StageProfile], steps: range) -> str:
         lines.append(f"| {stage.stage} | {stage.rank} | {1e3 * stage.seconds / len(steps):.1f} | {figures} |")
     if len(stages) > 1:
         idle = ", ".join(f"{1 - stage.computing:.1%}" for stage in stages)
-        lines += ["", f"Not computing (the pipeline's bubble and all other waiting), by stage: {idle}."]
+        lines += ["", f"Not computing (pipeline bubble and all other waiting), by stage: {idle}."]
     for stage in stages:
         lines += ["", f"## Longest operations of stage {stage.stage}", ""]
-        lines += ["| | ms a step | calls a step |", "|---|---|---|"]
+        lines += ["| | ms per step | calls per step |", "|---|---|---|"]
         for name, (seconds, calls) in list(stage.operations.items())[:_TOP]:
             lines.append(f"| `{name[:80]}` | {1e3 * seconds / len(steps):.2f} | {calls / len(steps):g} |")
-    lines += ["", "Open the traces beside this file in https://ui.perfetto.dev or chrome://tracing.", ""]
+    lines += ["", "Open the traces in this folder with https://ui.perfetto.dev or chrome://tracing.", ""]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""The moving line of a terminal: what is under way, how far it is, how long it will take; nothing in a file or a pipe.
+"""The progress line of a terminal: activity, progress and remaining time; nothing in a file or a pipe.
 
-Nothing heavy is imported here: the line is there before torch is.
+Imports nothing heavy: the line exists before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rich.text import Text
 
 T = TypeVar("T")
 Counted = Callable[[Iterable[T]], Iterator[T]]
-_RECENT_STEPS = 50  # over which loss and speed are means
-_ROOM_FOR_CTRL_C = 3  # a terminal writes ^C into the line; if that wrapped, the line would stay there twice
+_RECENT_STEPS = 50  # for the means of loss and speed
+_ROOM_FOR_CTRL_C = 3  # the terminal writes ^C into the line, which must not wrap
 
 
 class Line:
-    """One line for each thing under way. What is over leaves nothing behind, but for training's line at the end.
+    """One line per activity. A finished activity leaves nothing on the screen, except training.
 
     Args:
-        console: where to show it; None, and what is no terminal, gets nothing.
+        console: None, or a console that is no terminal, shows nothing.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -38,14 +38,14 @@ class Line:
 
     @contextlib.contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Counted]:
-        """Show a line for the block.
+        """Show a line during the block.
 
         Args:
-            what: in a few words.
-            total: how many items there will be, where that is known.
+            what: the activity.
+            total: the number of items, if known.
 
         Yields:
-            A function that passes items on and counts them.
+            A function that counts items as it passes them through.
         """
         if self._console is None:
             yield iter
@@ -63,7 +63,7 @@ class Line:
         finally:
             progress.remove_task(task)
             if self._training:
-                self._training.goes_on()
+                self._training.resume()
             else:
                 self.close()
 
@@ -73,26 +73,31 @@ class Line:
         return self._training is not None
 
     def train(self, total_steps: int, done: int) -> None:
-        """Training begins, `done` steps of which have been done before."""
+        """Start the line of training, with `done` steps completed before."""
         if self._console is not None:
             task = self._shown(self._console).add_task("train", total=total_steps, completed=done, figures="")
             self._training = _Training(task, total_steps)
 
     def step(self, step: int, *, loss: float | None = None, images: int = 0, quality: str | None = None) -> None:
-        """Training has come to this step.
+        """Show the progress of training.
 
         Args:
-            step: how many are done.
-            loss: of some step that has not been told yet.
-            images: that the step took; 0 where no step was taken (a rollback, an evaluation).
-            quality: what evaluation found, in a few words.
+            step: completed steps.
+            loss: of a step that was not shown yet.
+            images: of the step; 0 if no step was taken (a rollback, an evaluation).
+            quality: the result of an evaluation.
         """
         if self._training and self._progress:
             figures = self._training.figures(step, loss, images, quality)
             self._progress.update(self._training.task, completed=step, figures=figures)
 
+    def skipped(self, images: int) -> None:
+        """Set the number of training images that could not be decoded; the next `step` shows it."""
+        if self._training:
+            self._training.skipped_images = images
+
     def close(self) -> None:
-        """The end; training's line stays as it is."""
+        """Stop; the line of training stays on the screen."""
         if self._progress:
             self._progress.live.transient = self._training is None
             self._progress.stop()
@@ -108,13 +113,13 @@ class Line:
 
 @contextlib.contextmanager
 def doing(what: str, *, shown: bool) -> Iterator[None]:
-    """A line for the block where there is no `Line` yet; `shown` on rank 0 alone."""
+    """A line during the block, before a `Line` exists; `shown` on rank 0 only."""
     with Line(Console(file=sys.stdout) if shown else None).doing(what):
         yield
 
 
 class _Training:
-    """The figures of training's line: means over the last steps that were told."""
+    """The text of training's line: means over the recent steps."""
 
     def __init__(self, task: TaskID, total_steps: int) -> None:
         self.task = task
@@ -122,10 +127,11 @@ class _Training:
         self._losses: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)  # seconds, images
         self._quality = ""
+        self.skipped_images = 0
         self._began: float | None = None  # None: the first step warms up
 
-    def goes_on(self) -> None:
-        """What took the time until now was not a step."""
+    def resume(self) -> None:
+        """Restart the clock: the time until now was not a step."""
         if self._began is not None:
             self._began = time.perf_counter()
 
@@ -144,19 +150,20 @@ class _Training:
             seconds = max(sum(seconds for seconds, _ in self._steps), 1e-9)
             parts.append(f"{sum(images for _, images in self._steps) / seconds:.0f} img/s")
         parts += [self._quality] if self._quality else []
+        parts += [f"{self.skipped_images} images skipped"] if self.skipped_images else []
         if self._steps:
-            parts.append(f"{_in_words((self._total - step) * seconds / len(self._steps))} left")
+            parts.append(f"{_format_seconds((self._total - step) * seconds / len(self._steps))} left")
         return "  ".join(parts)
 
 
-def _in_words(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
 
 
 class _Progress(Progress):
-    """rich's, narrower than the terminal."""
+    """rich's progress, narrower than the terminal."""
 
     def __init__(self, *columns: ProgressColumn, console: Console) -> None:
         self._terminal = console
@@ -169,7 +176,7 @@ class _Progress(Progress):
 
 
 class _Text(ProgressColumn):
-    """A text that is cut before it wraps: the description, how much is done, or the figures."""
+    """A text that is cropped instead of wrapped: the description, the count, or the figures."""
 
     def __init__(self, what: str) -> None:
         self._what = what

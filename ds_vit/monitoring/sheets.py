@@ -1,4 +1,4 @@
-"""What the report shows of single images: contact sheets, and what each validation image was taken for."""
+"""Single images in the report: contact sheets, and the prediction of each validation image."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ds_vit.config.run_folder import RunFolder, write_json, written_whole
 from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.data.decode import ImageDecodeError
+from ds_vit.run_folder import RunFolder, write_json, written_whole
 from ds_vit.tasks import Batch
 
 SIDE = 112  # pixels of an image in a sheet
@@ -21,10 +21,10 @@ _MOST_MISTAKES = 24
 
 
 def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
-    """Write images side by side into a PNG, and their captions into the .json beside it.
+    """Write images side by side into a PNG, and their captions into the .json next to it.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: it cannot be written.
     """
     rows = -(-len(images) // _ACROSS)
     sheet = Image.new("RGB", (SIDE * _ACROSS, SIDE * rows), "white")
@@ -38,13 +38,13 @@ def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Pat
 
 
 class TrainingSheet:
-    """Images of the run's first step as the model gets them, this rank's, to be saved over their labels.
+    """This rank's images of the first step as the model gets them, with their labels.
 
     Args:
-        image: for mean and std.
-        source: of the training split.
-        classes: their names; empty where the task has none.
-        most: images that are shown.
+        image: mean and std.
+        source: the training split.
+        classes: class names; empty if the task has none.
+        most: number of images.
         num_batches: micro-batches of a step.
     """
 
@@ -61,9 +61,9 @@ class TrainingSheet:
         """Take images of a micro-batch, up to the end of the first step.
 
         Args:
-            drawn: what was read: samples, lambdas.
-            batch: what was made of it; with "images" [B, 3, H, W], or nothing is taken.
-            save: is called once, when the sheet has all that it will have.
+            drawn: the samples and mixing weights.
+            batch: its tensors; without "images" [B, 3, H, W] nothing is added.
+            save: called once, when the sheet is complete.
         """
         if not (self._missing and self._batches_left and "images" in batch):
             return
@@ -80,12 +80,12 @@ class TrainingSheet:
         """Write the sheet.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: it cannot be written.
         """
         save_sheet(self._images, self._captions, path)
 
     def _caption(self, drawn: MicroBatch, row: int) -> str:
-        """A row's label; where it is mixed, both partners' and lambda, the share of its own."""
+        """A row's label; a mixed row has both labels, and lambda, the weight of the first."""
         if not self._classes:
             return ""
         own = self._label(drawn, row)
@@ -96,7 +96,7 @@ class TrainingSheet:
         return f"{how} \N{GREEK SMALL LETTER LAMDA} {drawn.mix.lam[row]:.2f}: {own} + {partner}"
 
     def _label(self, drawn: MicroBatch, row: int) -> str:
-        # A pipeline's first stage has no targets. Those of a batch know which image stands in for a bad one.
+        # A pipeline's first stage has no targets, and does not know the replacement of a damaged image.
         if drawn.targets is None and drawn.skipped:
             return "(unknown: bad images are replaced)"
         target = self._source.target(int(drawn.indices[row])) if drawn.targets is None else drawn.targets[row].numpy()
@@ -106,22 +106,22 @@ class TrainingSheet:
 
 
 def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
-    """predictions.csv, surest first, and the sheet of the surest mistakes.
+    """Write predictions.csv, in the order of the split, and the sheet of the most confident mistakes.
+
+    Probabilities have four digits, so layouts that differ by rounding almost always write the same bytes.
 
     Args:
         folder: of the run.
-        by_sample: float64 [N, 2] of the split: 1 + the class an image was taken for (0: it was not counted), and how
-            probable that was.
+        by_sample: float64 [N, 2] of the split: 1 + the predicted class (0: not counted), and its probability.
         source: the split.
-        classes: the names of the classes.
+        classes: class names.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a file cannot be written.
     """
     taken_for, probability = by_sample.cpu().numpy().T
-    order = np.argsort(-probability, kind="stable")
-    order = order[taken_for[order] > 0]
-    targets = {int(at): int(source.target(int(at))) for at in order}
+    probability = probability.round(4)
+    targets = {int(at): int(source.target(int(at))) for at in np.flatnonzero(taken_for > 0)}
     predicted = taken_for.astype(int) - 1
     with (
         written_whole(folder.predictions) as partial,
@@ -132,15 +132,18 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
         table.writerow(("image", "class", "predicted", "probability", "class_number", "predicted_number"))
         for at, target in targets.items():
             names = (_name(target, classes), _name(predicted[at], classes))
-            table.writerow((source.describe(at), *names, f"{probability[at]:.6f}", target, predicted[at]))
+            table.writerow((source.describe(at), *names, f"{probability[at]:.4f}", target, predicted[at]))
     images, captions = [], []
-    for at in [at for at, target in targets.items() if target != predicted[at]][:_MOST_MISTAKES]:
+    mistakes = sorted(
+        (at for at, target in targets.items() if target != predicted[at]), key=lambda at: -probability[at]
+    )
+    for at in mistakes[:_MOST_MISTAKES]:
         try:
             images.append(source.image(at))
         except ImageDecodeError:
             continue
         name = _name(predicted[at], classes)
-        captions.append(f"{_name(targets[at], classes)}, taken for {name} ({probability[at]:.0%})")
+        captions.append(f"{_name(targets[at], classes)}, predicted {name} ({probability[at]:.0%})")
     if images:
         save_sheet(images, captions, folder.mistakes)
     else:  # a better evaluation than the last one

@@ -1,4 +1,4 @@
-"""How fast a run is: images a second, the share of time spent waiting for data, and the accelerator's peak."""
+"""Throughput of a run: images per second, the share of time spent waiting for data, the accelerator's peak."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from ds_vit.planner.hardware import accelerator_of_device
 
-# Of what ds_vit/planner/data/ has no file for: dense bf16/fp16 tensor-core peak in TFLOP/s by NVIDIA's datasheets, and
-# fp32 outside the tensor cores; the longest name that is part of the device's name counts.
+# Accelerators without a file in ds_vit/planner/data/: dense bf16/fp16 tensor-core peak and fp32 peak outside the tensor
+# cores in TFLOP/s, from NVIDIA's datasheets. The longest name contained in the device's name counts.
 _UNPLANNED_TFLOPS = {
     "H20": (148.0, 44.0),
     "A40": (149.7, 37.4),
@@ -25,7 +25,7 @@ _UNPLANNED_TFLOPS = {
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """Peak TFLOP/s of the accelerator for this precision, or None where we know none (CPUs, other GPUs)."""
+    """Peak TFLOP/s of the accelerator for this precision, or None if unknown (CPUs, other GPUs)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -39,10 +39,9 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
 
 
 class Throughput:
-    """Images a second and the share of time spent waiting for data, over the window since the last look.
+    """Images per second and the share of time spent waiting for data, since the last call of `window`.
 
-    The clock is meant to be read where the device has just been waited for; evaluation is taken out with `pause` and
-    `resume`.
+    Read it when the device is synchronised; exclude evaluation with `pause` and `resume`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -53,7 +52,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Start a new window now; what was in the old one is forgotten."""
+        """Start a new window and discard the old one."""
         self._start = self._clock()
         self._waited = 0.0
         self._images = 0
@@ -71,7 +70,7 @@ class Throughput:
         self._paused = self._clock()
 
     def resume(self) -> None:
-        """The window goes on, as if it had begun later."""
+        """Resume the window."""
         self._start += self._clock() - self._paused
 
     def window(self, *, count: bool = True) -> tuple[float, float]:
@@ -90,10 +89,10 @@ class Throughput:
 
 
 class Lagging:
-    """A figure of the device as it was a step or more ago, so that reading it waits for nothing.
+    """A device scalar from a step or more ago, so that reading it does not synchronise.
 
     Args:
-        device: where the figure comes from.
+        device: of the scalar.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,9 +102,9 @@ class Lagging:
         self._sent = False
 
     def exchange(self, figure: torch.Tensor) -> float | None:
-        """Send for a figure (a scalar tensor); gives the one that was sent for before, None where there is none.
+        """Start copying a scalar tensor; returns the one copied before, or None.
 
-        While that one is on its way, the new one is passed over.
+        While that copy is in progress, the new scalar is ignored.
         """
         if self._sent and self._copied is not None and not self._copied.query():
             return None

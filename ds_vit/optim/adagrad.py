@@ -1,7 +1,7 @@
 """Adagrad (Duchi, Hazan, Singer; JMLR 12, 2011) under ZeRO: torch's arithmetic, with states made at the first step.
 
 `torch.optim.Adagrad` makes its states in its constructor, with the shapes of the model's parameters. ZeRO then puts its
-flat partitions in their place, which the states do not fit, and so DeepSpeed 0.19.8 makes an Adagrad of its own in
+flat partitions in their place, which the states do not fit, and so DeepSpeed 0.19.8 makes another Adagrad in
 ZeRO-1 to 3: one parameter group for all partitions, with torch's default weight decay of zero. The decay of every group
 is lost, and parameters of all groups but the first are never mapped (`_hp_mapping`). It does so for torch's class and
 those that inherit from it; hence this one, which does not.

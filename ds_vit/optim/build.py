@@ -1,6 +1,6 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's, but for Adagrad,
+ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's, except Adagrad,
 whose constructor does (see there); LAMB, LARS and Muon are this package's, told by `attach` which parameter lies where;
 the others are refused by name.
 """
@@ -72,27 +72,37 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
     params = dict(block.get("params") or {})
     if "max_grad_norm" in params:
         raise UserError(f'{path}: optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead')
+    cls = _class_named(name, adam_w=params.get("adam_w_mode", True), path=path)
+    for key in _IMPLEMENTATION:
+        params.pop(key, None)
+    _check_arguments(cls, params, path)
+    _try(cls, params, path)
+    return cls, params
+
+
+def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Optimizer]:
     lowered = name.lower()
     if lowered in _NOT_ELEMENTWISE:
         raise UserError(
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    known = {n.lower(): n for n in (*OFFERED, *_OURS)}
     if lowered == "lion":
-        from timm.optim import Lion as cls  # torch has none; timm's is elementwise and needs no build
-    elif lowered in known and known[lowered] in _OURS:
-        cls = _OURS[known[lowered]]
-    else:
-        if lowered not in known:
-            close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
-            nearest = known[close[0]] if close else "AdamW"
-            raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
-        if lowered == "adam" and params.get("adam_w_mode", True):
-            lowered = "adamw"
-        cls = getattr(torch.optim, known[lowered])
-    for key in _IMPLEMENTATION:
-        params.pop(key, None)
+        from timm.optim import Lion  # torch has none; timm's is elementwise and needs no build
+
+        return Lion
+    known = {n.lower(): n for n in (*OFFERED, *_OURS)}
+    if lowered not in known:
+        close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)
+        nearest = known[close[0]] if close else "AdamW"
+        raise UserError(f"{path}: there is no optimizer {name!r} here; the nearest is {nearest}")
+    if known[lowered] in _OURS:
+        return _OURS[known[lowered]]
+    return getattr(torch.optim, known["adamw" if lowered == "adam" and adam_w else lowered])
+
+
+def _check_arguments(cls: type[torch.optim.Optimizer], params: dict[str, Any], path: str) -> None:
+    """Raise for arguments that the class does not take; drop `bias_correction: true` and make `betas` a tuple."""
     rules = rules_of(cls)
     accepted = {*inspect.signature(cls.__init__).parameters, *rules.own_arguments} - {"self", "params"}
     if "bias_correction" in params and "bias_correction" not in accepted and params.pop("bias_correction") is not True:
@@ -111,8 +121,6 @@ def optimizer_class(block: Mapping[str, Any], path: str) -> tuple[type[torch.opt
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
             raise UserError(f"{path}: optimizer.params.betas must be two numbers [0.9, 0.999], not {betas!r}")
         params["betas"] = tuple(betas)
-    _try(cls, params, path)
-    return cls, params
 
 
 def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
@@ -133,7 +141,7 @@ def states_per_element(cls: type[torch.optim.Optimizer], arguments: Mapping[str,
 
 
 def rules_of(cls: type[torch.optim.Optimizer]) -> OptimizerRules:
-    """What a class of `optimizer_class` needs beside its arithmetic."""
+    """What a class of `optimizer_class` needs in addition to its arithmetic."""
     return getattr(cls, "rules", None) or _RULES.get(cls.__name__, _ELEMENTWISE)
 
 
@@ -144,7 +152,7 @@ def identity_remedies() -> dict[str, str]:
 
 
 def _try(cls: type[torch.optim.Optimizer], params: Mapping[str, Any], path: str) -> None:
-    """Have the optimizer look at its arguments before there is a process group; others look at rate and decay."""
+    """Let the optimizer check its arguments before a process group exists; rate and decay are checked elsewhere."""
     others = {"lr", "weight_decay", *rules_of(cls).own_arguments}
     arguments = {key: value for key, value in params.items() if key not in others}
     try:

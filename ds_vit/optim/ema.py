@@ -46,7 +46,10 @@ class Ema:
     def update(self) -> None:
         """Move the average towards the weights as they are now."""
         self.updates += 1
-        weight = 1.0 - self.decay_at(self.updates)
+        self._move(1.0 - self.decay_at(self.updates))
+
+    def _move(self, weight: float) -> None:
+        """Move the average by this share of its distance to the weights."""
         pairs = [(average, shard.tensor) for average, shard in zip(self.tensors, self.zero_map.shards, strict=True)]
         alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
         if alike:
@@ -85,3 +88,39 @@ class Ema:
                 averaged.copy_(old)
         self.zero_map.refresh()
         return copies
+
+
+class TeacherAverage(Ema):
+    """Frozen teachers whose weights are the moving averages of their students' (Tarvainen and Valpola 2017).
+
+    The averages are kept in fp32 on the students' shards; the teachers hold them in the model's type.
+
+    Args:
+        zero_map: the map of this rank.
+        pairs: (teacher's, student's) parameters of this rank, of the same shapes.
+    """
+
+    def __init__(self, zero_map: ZeroMap, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(zero_map, decay=0.0)
+        self._pairs = tuple(pairs)
+        self.write()
+
+    @torch.no_grad()
+    def update_by(self, momentum: float) -> None:
+        """Keep this share of the average, take the rest from the weights, and write the teachers (a collective)."""
+        self.updates += 1
+        self._move(1.0 - momentum)
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy the average into the teachers (a collective): the students have it for the time of the copy."""
+        with self.swapped():
+            for teacher, student in self._pairs:
+                _stored(teacher).copy_(_stored(student))
+        # `swapped` has ended with a refresh, which gathers ZeRO-3's small persistent parameters from their shards.
+
+
+def _stored(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's own memory; of one that ZeRO-3 shards, this rank's shard."""
+    return getattr(parameter, "ds_tensor", parameter.data)

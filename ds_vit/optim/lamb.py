@@ -18,7 +18,7 @@ from ds_vit.optim.per_parameter import PerParameterOptimizer
 class Lamb(PerParameterOptimizer):
     """Adam's update, scaled for each parameter by |w| / |update|.
 
-    The gradient's memory takes up the update, so that a step needs no other; the norms take one collective of 2·P
+    The update is computed in the gradient's memory, so that a step needs no other; the norms take one collective of 2·P
     numbers for the P parameters of a group that is adapted. Gradients are used up by a step.
 
     Args:
@@ -94,70 +94,31 @@ class Lamb(PerParameterOptimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "step": torch.zeros(()),  # on the CPU, as in torch's Adam: the host reads it at each step
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         states = [self.state[p] for p in parameters]
-        for state in states:  # a checkpoint's count comes back on the CPU, and the fused kernel wants it on the device
-            state["step"] = state["step"].to(state["exp_avg"].device)
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        for state in states:
+            state["step"] += 1
         grads = [p.grad.view(-1) for p in parameters]
         first = [state["exp_avg"].view(-1) for state in states]
         second = [state["exp_avg_sq"].view(-1) for state in states]
-        adam = _fused_adam if group["bias_correction"] and group["grad_averaging"] else _plain_adam
-        adam(group, grads, first, second, steps)
+        _adam_updates(group, grads, first, second, float(states[0]["step"]))
         return grads
 
 
-def _fused_adam(
-    group: dict[str, Any],
-    grads: list[torch.Tensor],
-    first: list[torch.Tensor],
-    second: list[torch.Tensor],
-    steps: list[torch.Tensor],
+def _adam_updates(
+    group: dict[str, Any], grads: list[torch.Tensor], first: list[torch.Tensor], second: list[torch.Tensor], step: float
 ) -> None:
-    """One pass of torch's fused AdamW, with the gradients in place of the weights too.
-
-    The kernel reads an element of weight and gradient before it writes that of the weight, and a decoupled decay of one
-    at a learning rate of one takes the weight to zero before the update is subtracted: the update alone is left, in the
-    gradient's memory. tests/optim/test_optim.py holds torch to that.
-    """
-    beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        grads,
-        grads,
-        first,
-        second,
-        [],
-        steps,
-        lr=1.0,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=1.0,
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-def _plain_adam(
-    group: dict[str, Any],
-    grads: list[torch.Tensor],
-    first: list[torch.Tensor],
-    second: list[torch.Tensor],
-    steps: list[torch.Tensor],
-) -> None:
-    """The same without bias correction, or with the gradient's full weight in the first moment."""
+    """Adam's step in place: the moments advance, and minus the update takes the gradients' memory."""
     beta1, beta2 = group["betas"]
     torch._foreach_mul_(first, beta1)
     torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-    step = float(steps[0])
     corrections = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    torch._foreach_copy_(grads, second)  # done with: their memory takes the roots, then the update
+    torch._foreach_copy_(grads, second)  # the gradients are used up: their memory holds the roots, then the update
     torch._foreach_sqrt_(grads)
     torch._foreach_div_(grads, corrections[1] ** 0.5)
     torch._foreach_add_(grads, group["eps"])

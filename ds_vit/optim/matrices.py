@@ -1,6 +1,6 @@
 """Whole matrices out of flat tensors: what works on a matrix needs all of it, and ZeRO and tensor slices cut it.
 
-Each matrix is put together on one of the ranks that share it, worked on there, and its parts go back to all who hold
+Each matrix is gathered on one of the ranks that share it, processed there, and its parts go back to all who hold
 them. The matrices are dealt out by the cost of the work, so that no rank works on what another works on too.
 """
 

@@ -34,7 +34,7 @@ def fallback_names(model: nn.Module, patterns: Collection[str] = ()) -> frozense
     The rule is timm's: `cls_token`, `pos_embed`, vectors, and matrices with a side below 4 or of a ratio above 128.
 
     Args:
-        model: the whole one; its parameters' shapes alone are looked at.
+        model: the whole one; only its parameters' shapes are read.
         patterns: shell patterns of names, as in timm's `fallback_list`.
 
     Raises:
@@ -95,7 +95,7 @@ class Muon(PerParameterOptimizer):
     """Momentum, orthogonalized matrix by matrix; AdamW for what is no matrix.
 
     Groups with `use_fallback` get AdamW (NAdamW with `nesterov`); `fallback_names` says which parameters those are.
-    The momentum takes half of AdamW's memory. A matrix is put together on one rank, orthogonalized there, and sent
+    The momentum takes half of AdamW's memory. A matrix is gathered on one rank, orthogonalized there, and sent
     back: two all-to-all for each call of `step`, of 4 bytes an element and holder. The work is dealt out over the ranks
     that share the parameters. For the time of a step there are 4 bytes more for each element that a rank sends,
     receives and works on.

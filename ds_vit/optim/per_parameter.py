@@ -1,4 +1,4 @@
-"""What optimizers that look at whole parameters share: they are told where those lie once ZeRO has cut them."""
+"""Base of optimizers that need whole parameters: they receive the places of the shards that ZeRO has made."""
 
 from __future__ import annotations
 

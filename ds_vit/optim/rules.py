@@ -1,4 +1,4 @@
-"""What an optimizer says of itself beside its arithmetic, so that nobody else asks which one it is."""
+"""The properties of an optimizer besides its arithmetic, so that no other code asks which one it is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OptimizerRules:
         """timm names of the parameters that get another update, in groups with `use_fallback`; None: all alike.
 
         Args:
-            model: the whole one; its parameters' names and shapes alone are looked at.
+            model: the whole one; only its parameters' names and shapes are read.
             arguments: of the JSON, `own_arguments` among them.
 
         Raises:
@@ -45,7 +45,7 @@ class OptimizerRules:
         return None
 
     def identity(self, fallback: frozenset[str] | None) -> dict[str, Any]:
-        """What must be the same in a run that goes on from a checkpoint, as plain data."""
+        """What must be the same in a run that resumes from a checkpoint, as plain data."""
         return {}
 
     def rows(self, trained: Collection[str], fallback: frozenset[str] | None) -> list[tuple[str, str]]:

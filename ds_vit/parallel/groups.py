@@ -1,4 +1,4 @@
-"""The process groups of a run: made once, here alone, and handed down.
+"""The process groups of a run: created once, only here, and passed down.
 
 | group | its ranks | who uses it |
 |---|---|---|
@@ -7,11 +7,11 @@
 | `tp` | that share the layers of a replica's stage | the cut layers, a replica's inputs, `check_replicas` |
 | `stage` | that hold a pipeline stage's parameters between them, dp x tp | the ZeRO map: norms, ratios, matrices |
 | `replica` | that hold a whole model between them, pp x tp | the gradient norm without ZeRO |
-| `files` | all, over gloo | the thread that writes checkpoints, beside training's collectives |
+| `files` | all, over gloo | the thread that writes checkpoints, concurrently with training's collectives |
 | `ballots` | all, over gloo | whether to stop or to save, once a step, without waiting for the device |
 
 A group is None where it is all ranks, or where there is nobody to share with. DeepSpeed's own point-to-point groups of
-a pipeline are in `grid`, which DeepSpeed alone reads. The watchdog asks nobody and needs no group.
+a pipeline are in `grid`, which only DeepSpeed reads. The watchdog asks nobody and needs no group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Groups:
         rank: this one, of the world.
         dp, tp, stage, replica: of the training's device.
         files, ballots: of the host; None in a run that saves nothing.
-        grid: DeepSpeed's PipelineParallelGrid of the same groups; None where the layout is data-parallel alone.
+        grid: DeepSpeed's PipelineParallelGrid of the same groups; None where the layout is data-parallel only.
     """
 
     layout: Layout
@@ -117,7 +117,7 @@ def secondary_partition_group(config: Mapping[str, Any]) -> Any | None:
     """The ranks around this one that keep a copy of ZeRO-3's weights between them (a collective); None for no copy.
 
     `zero.Init` would make the groups of `zero_hpz_partition_size` for every layer anew, and the second time DeepSpeed
-    0.19.8 says that they are there. They are made once, for all layers, and for this run alone: those of an earlier run
+    0.19.8 says that they are there. They are made once, for all layers, and for this run only: those of an earlier run
     in this process may be of a world that is gone.
     """
     zero = config.get("zero_optimization", {})

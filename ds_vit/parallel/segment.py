@@ -1,4 +1,4 @@
-"""A part of a parameter: what it is of the whole, and where it lies on the rank that holds it."""
+"""A part of a parameter: its place in the whole parameter and on the rank that holds it."""
 
 from __future__ import annotations
 

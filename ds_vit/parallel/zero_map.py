@@ -168,27 +168,50 @@ class ZeroMap:
                 grads.append(None if waiting is None else waiting / scale)
         return grads
 
+    def gradient_norms(self) -> tuple[list[str], torch.Tensor]:
+        """Norms [P] of the gradients that this rank counts, and the parameter of each, without waiting for the device.
+
+        To be called when the optimizer starts a step; the norms include the loss scale.
+        """
+        names: list[str] = []
+        pieces: list[torch.Tensor] = []
+        for shard in self.shards:
+            own = shard.parameter.grad
+            found = self._reduced_pieces(shard) if own is None else zip(shard.segments, shard.views(own), strict=True)
+            for segment, piece in found:
+                if self.counts(segment):
+                    names.append(segment.name)
+                    pieces.append(piece)
+        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else [torch.zeros(0, device=self.device)]
+        return names, torch.stack(norms) if pieces else norms[0]
+
     def _reduced_gradient(self, shard: Shard) -> torch.Tensor | None:
-        """The gradient of a shard while ZeRO still holds it as it was reduced."""
-        optimizer, number = self._optimizer, self.shards.index(shard)
-        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
-            return optimizer.fp32_groups_gradient_flat_partition[number].float()
+        """The gradient of a shard as ZeRO has reduced it, flat, fp32; None where ZeRO has none any more."""
         if shard.parameter.grad is not None:  # offloaded
             return shard.parameter.grad.view(-1).float()
-        pieces = optimizer.averaged_gradients.get(number)
-        if pieces is None:
+        if getattr(self._optimizer, "averaged_gradients", {}).get(self.shards.index(shard), ()) is None:
             return None
         flat = torch.zeros(shard.tensor.numel(), dtype=torch.float32, device=shard.tensor.device)
-        remaining = iter(pieces)
-        for segment in shard.segments:
-            # ZeRO-3's pieces are as long as a rank's share, padding included.
-            piece = next((g for g in remaining if g is not None and g.numel() >= segment.length), None)
-            if piece is not None:
-                segment.of(flat).copy_(piece.view(-1)[: segment.length])
+        for segment, piece in self._reduced_pieces(shard):
+            segment.of(flat).copy_(piece)
         return flat
 
+    def _reduced_pieces(self, shard: Shard) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """The segments of a shard that ZeRO holds a reduced gradient of."""
+        optimizer, number = self._optimizer, self.shards.index(shard)
+        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
+            flat = optimizer.fp32_groups_gradient_flat_partition[number]
+            yield from zip(shard.segments, shard.views(flat), strict=True)
+            return
+        remaining = iter(optimizer.averaged_gradients.get(number) or ())
+        for segment in shard.segments:
+            # ZeRO-3's pieces have the length of a rank's share, padding included.
+            piece = next((g for g in remaining if g is not None and g.numel() >= segment.length), None)
+            if piece is not None:
+                yield segment, piece.view(-1)[: segment.length]
+
     def all_reduce(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum of a small tensor over `group`: one collective, none where the group is this rank alone."""
+        """The sum of a small tensor over `group`: one collective, none where the group is only this rank."""
         if self.group_size == 1:
             return vector
         moved = vector.to(self.device)

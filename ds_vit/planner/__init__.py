@@ -1,1 +1,1 @@
-"""What a layout would cost before there is one: memory, time, the pipeline's course, goodput on many hosts."""
+"""The cost of a layout before it runs: memory, time, pipeline stages, goodput on many hosts."""

@@ -1,8 +1,8 @@
-"""The time of a training step in a layout: computing, the pipeline's bubble, and the traffic that nothing hides.
+"""The time of a training step in a layout: computing, the pipeline's bubble, and traffic that is not hidden.
 
-As in docs/planning.md: a pipeline is played by stage and micro-batch; tensor parallelism sums the tokens over its group
-after each cut part, forward and back, and nothing hides it; data parallelism sends each gradient around a ring, hidden
-behind the backward passes where DeepSpeed, or torch at ZeRO-0, overlaps the two.
+docs/planning.md describes the model: a pipeline runs by stage and micro-batch; tensor parallelism sums the tokens over
+its group after each sharded part, forward and backward, and nothing hides it; data parallelism sends each gradient
+around a ring, hidden behind the backward passes where DeepSpeed, or torch at ZeRO-0, overlaps the two.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import Checkpointing
+from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.parallel.layout import Layout
+from ds_vit.planner.counting import LayerWork, Pass
 from ds_vit.planner.hardware import Accelerator, Link
 from ds_vit.planner.memory import DEFAULT_BUCKET, MemoryRules
-from ds_vit.planner.schedule import seconds_of_step
-from ds_vit.planner.work import LayerWork
+from ds_vit.planner.pipeline import seconds_of_step
 
 _ZERO3_SECONDS = 120e-6
-"""Of the host for each parameter that ZeRO-3 gathers or lets go, forward, back and with its gradient.
+"""Time of the host for each parameter that ZeRO-3 gathers or frees, forward, backward and with its gradient.
 
-By ViTs that differ in depth alone: 42 µs on one rank and 160 µs on two, cores of an AMD EPYC, DeepSpeed 0.19.8; what
-has been published of ViT-L/16 on two H200 comes to 118 µs.
+From ViTs that differ only in depth: 42 µs on one rank and 160 µs on two, cores of an AMD EPYC, DeepSpeed 0.19.8; the
+published rates of ViT-L/16 on two H200 come to 118 µs.
 """
 _UPDATE_BYTES = 42
 """A parameter: gradient read for its norm, read and written to clip it; gradient, master, two moments read, all but the
@@ -34,7 +34,7 @@ first written, weight written."""
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run would be on.
+    """The GPUs of a run.
 
     Attributes:
         accelerator: each.
@@ -51,54 +51,33 @@ class Machine:
     outside: Link
 
     def ring(self, layout: Layout) -> Link:
-        """The link that a data-parallel group's ring goes over, with what several of its ranks in a host have."""
+        """The link of a data-parallel group's ring; several of its ranks in a host add up their rates."""
         replica = layout.pp * layout.tp
         if self.gpus <= self.per_node:
             return self.inside
-        # A group's ranks in one host each have a way out, and use them together.
+        # Each of a group's ranks in one host has its own way out.
         ways = max(1, self.per_node // replica)
         reached = min(self.inside.reached, ways * self.outside.reached)
         return replace(self.outside, bytes_per_second=reached, efficiency=1.0)
 
     def between_stages(self, layout: Layout) -> Link:
-        """The link that the tokens cross from stage to stage, the slowest of them."""
-        # Replicas lie one after the other: only those that divide a host stay inside one.
+        """The slowest link that tokens cross from stage to stage."""
+        # Replicas follow each other: only those that divide a host stay inside one.
         stays_inside = self.gpus <= self.per_node or self.per_node % (layout.pp * layout.tp) == 0
         return self.inside if stays_inside else self.outside
 
 
 @dataclass(frozen=True)
-class LayerTime:
-    """A layer's seconds for a micro-batch on a rank.
-
-    Attributes:
-        forward: computing.
-        backward: the same, without running it again.
-        tensor: sums over the tensor-parallel group, forward and back together.
-        cheap: the forward pass without its products of matrices.
-        gathering: the host's part in ZeRO-3.
-        first_sum: of `tensor`, the first of the forward pass.
-    """
-
-    forward: float
-    backward: float
-    tensor: float
-    cheap: float = 0.0
-    gathering: float = 0.0
-    first_sum: float = 0.0
-
-
-@dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by what takes them.
+    """Seconds of one step, by cause.
 
     Attributes:
         computing: of the slowest stage, for all micro-batches.
-        recomputing: forward passes of it that run again.
+        recomputing: forward passes that are repeated.
         tensor: sums over the tensor-parallel group.
         bubble: a stage waits for another.
         sending: tokens from stage to stage.
-        data: gradients and weights between replicas that nothing hides.
+        data: gradients and weights between replicas that are not hidden.
         hidden: the same, hidden behind computing; no part of the step.
         copying: gradients added to those of earlier micro-batches, and what ZeRO copies of gradients and weights.
         update: of the optimizer.
@@ -120,46 +99,8 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "hidden")
 
 
-def layer_times(
-    works: Sequence[LayerWork],
-    regions: Sequence[int],
-    machine: Machine,
-    *,
-    tp: int,
-    micro_batch: int,
-    of_type: int,
-) -> list[LayerTime]:
-    """The seconds of each layer.
-
-    Args:
-        works: of the layers as a rank has them.
-        regions: of each layer, how many parts are cut, after each of which the tokens are summed over the group.
-        machine: that computes.
-        tp: tensor-parallel degree.
-        micro_batch: images.
-        of_type: bytes of an element of a product.
-    """
-    found: dict[tuple[int, int], LayerTime] = {}
-    for work, cut in zip(works, regions, strict=True):
-        if (id(work), cut) not in found:
-            one = 2 * (tp - 1) / tp * work.given * micro_batch / machine.inside.reached if tp > 1 else 0.0
-            one += 2 * (tp - 1) * machine.inside.latency_seconds
-            found[id(work), cut] = LayerTime(
-                forward=work.forward.seconds(machine.accelerator, of_type, micro_batch),
-                backward=work.backward.seconds(machine.accelerator, of_type, micro_batch),
-                tensor=2 * cut * one,
-                cheap=work.forward.cheap.seconds(machine.accelerator, of_type, micro_batch),
-                gathering=3 * work.tensors * _ZERO3_SECONDS,
-                first_sum=one if cut else 0.0,
-            )
-    return [found[id(work), cut] for work, cut in zip(works, regions, strict=True)]
-
-
 def step_time(
     works: Sequence[LayerWork],
-    regions: Sequence[int],
-    parameters: Sequence[int],
-    are_blocks: Sequence[bool],
     bounds: Sequence[int],
     machine: Machine,
     *,
@@ -168,13 +109,10 @@ def step_time(
     rules: MemoryRules,
     json: Mapping[str, Any],
 ) -> StepTime:
-    """The seconds of a step, of a planned layout and of a run alike.
+    """The time of a step, of a planned layout or of a run.
 
     Args:
         works: of the layers as a rank has them.
-        regions: of each layer, as `layer_times` takes them.
-        parameters: of each, as a rank has them.
-        are_blocks: which of them are recomputed.
         bounds: pipeline stage i has the layers from bounds[i] on.
         machine: that computes.
         layout: degrees.
@@ -184,23 +122,28 @@ def step_time(
     """
     m, p, n, stage = batch.accumulation, layout.pp, layout.dp, rules.stage
     of_product = 2 if rules.autocast else rules.of_type
-    layers = layer_times(works, regions, machine, tp=layout.tp, micro_batch=batch.micro_batch, of_type=of_product)
-    stages = _by_stage(layers, are_blocks, bounds, rules.checkpointing)
-    slowest = max(stages)
-    played = seconds_of_step([(one.forward, one.whole - one.forward) for one in stages], m)
+    distinct = {id(work): work for work in works}
+    times = {
+        key: _layer_time(work, machine, rules.checkpointing, layout.tp, batch.micro_batch, of_product)
+        for key, work in distinct.items()
+    }
+    parts = [works[start:stop] for start, stop in itertools.pairwise(bounds)]
+    stages = [_PassTime.of_stage([times[id(work)] for work in part]) for part in parts]
+    slowest = max(stages, key=lambda one: one.whole)
+    bubble = seconds_of_step([(one.ahead, one.whole - one.ahead) for one in stages], m) - m * slowest.whole
     sending = 0.0
     if p > 1:
         link = machine.between_stages(layout)
         # A stage receives and sends both ways; DeepSpeed waits for each of them.
         one = works[min(1, len(works) - 1)].given * batch.micro_batch / link.reached + link.latency_seconds
         sending = (2 if p == 2 else 4) * m * one
-    of_rank = max(sum(parameters[start:stop]) for start, stop in itertools.pairwise(bounds))
+    of_rank = max(sum(work.parameters for work in part) for part in parts)
+    tensors = max(sum(work.tensors for work in part) for part in parts)
     of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
-    ring = machine.ring(layout)
-    tensors = max(sum(work.tensors for work in works[start:stop]) for start, stop in itertools.pairwise(bounds))
-    data, overlapped = _traffic(of_rank, tensors, rules, n, m, ring, of_gradient, json)
+    data, overlapped = _traffic(of_rank, tensors, rules, n, m, machine.ring(layout), of_gradient, json)
     if stage == 3:
-        data += m * sum(one.gathering for one in layers)
+        data += m * sum(3 * work.tensors * _ZERO3_SECONDS for work in works)
+    copied_per_second = machine.accelerator.copied_per_second
     behind = (
         machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
     )
@@ -208,46 +151,75 @@ def step_time(
         computing=m * slowest.once,
         recomputing=m * slowest.again,
         tensor=m * slowest.tensor,
-        bubble=max(0.0, played - m * slowest.whole),
+        bubble=max(0.0, bubble),
         sending=sending,
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
-        copying=_copied(rules, m, of_gradient, of_rank) * of_rank / machine.accelerator.copied_per_second,
-        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / machine.accelerator.copied_per_second,
+        copying=_copied(rules, m, of_gradient, of_rank) * of_rank / copied_per_second,
+        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / copied_per_second,
     )
 
 
-class _StageTime(NamedTuple):
-    """Seconds of a micro-batch in a pipeline stage; of several the greatest is the slowest."""
+class _PassTime(NamedTuple):
+    """Seconds of a micro-batch in a layer or a pipeline stage on a rank.
 
-    whole: float
-    forward: float  # of the whole
-    once: float  # computed, without what runs again
+    Attributes:
+        once: computing, forward and backward.
+        forward: computing, forward.
+        again: computing that is repeated in the backward pass.
+        sums: over the tensor-parallel group in both passes, without those that are repeated.
+        sums_again: those that are repeated in the backward pass.
+    """
+
+    once: float
+    forward: float
     again: float
-    tensor: float  # sums over ranks
+    sums: float
+    sums_again: float
+
+    @classmethod
+    def of_stage(cls, layers: Sequence[_PassTime]) -> _PassTime:
+        """The time of a stage."""
+        return cls(*map(sum, zip(*layers, strict=True)))
+
+    @property
+    def tensor(self) -> float:
+        """All sums over the group."""
+        return self.sums + self.sums_again
+
+    @property
+    def ahead(self) -> float:
+        """The forward pass with its sums."""
+        return self.forward + self.sums / 2
+
+    @property
+    def whole(self) -> float:
+        """Both passes."""
+        return self.once + self.again + self.tensor
 
 
-def _by_stage(
-    layers: Sequence[LayerTime], are_blocks: Sequence[bool], bounds: Sequence[int], checkpointing: Checkpointing
-) -> list[_StageTime]:
-    found = []
-    for start, stop in itertools.pairwise(bounds):
-        of = layers[start:stop]
-        once, tensor, again = sum(one.forward + one.backward for one in of), sum(one.tensor for one in of), 0.0
-        forward = sum(one.forward for one in of) + tensor / 2
-        if checkpointing.interval:
-            blocks = [one for one, is_block in zip(of, are_blocks[start:stop], strict=True) if is_block]
-            again = sum(one.cheap if checkpointing.selective else one.forward for one in blocks)
-            tensor += sum(one.first_sum for one in blocks)  # docs/performance.md: what runs again sends it again
-        found.append(_StageTime(once + again + tensor, forward, once, again, tensor))
-    return found
+def _layer_time(
+    work: LayerWork, machine: Machine, checkpointing: Checkpointing, tp: int, micro_batch: int, of_type: int
+) -> _PassTime:
+    """The time of one layer; a block that is recomputed sends its first sum again (docs/performance.md)."""
+    one_sum = 2 * (tp - 1) / tp * work.given * micro_batch / machine.inside.reached if tp > 1 else 0.0
+    one_sum += 2 * (tp - 1) * machine.inside.latency_seconds
+
+    def seconds(of: Pass) -> float:
+        return of.seconds(machine.accelerator, of_type, micro_batch)
+
+    forward, again, sums_again = seconds(work.forward), 0.0, 0.0
+    if checkpointing.interval and work.is_block:
+        again = seconds(work.forward.without_products) if checkpointing.selective else forward
+        sums_again = one_sum if work.regions else 0.0
+    return _PassTime(forward + seconds(work.backward), forward, again, 2 * work.regions * one_sum, sums_again)
 
 
 def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, Any]) -> bool:
     """Whether gradients travel during the backward pass.
 
-    DeepSpeed's ZeRO-1 reduces after it (0.19.8, engine.py), ours where gradients are put in place, by buckets that are
-    full before its end.
+    DeepSpeed's ZeRO-1 reduces after it (0.19.8, engine.py); where we write gradients in place it reduces each bucket
+    that is full before the end.
     """
     zero = json.get("zero_optimization") or {}
     stage, overlap = rules.stage, zero.get("overlap_comm")
@@ -262,10 +234,10 @@ def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, An
 def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> float:
     """Bytes of a parameter that copies read and write in a step of m micro-batches.
 
-    Summing up reads two gradients and writes one. DeepSpeed's ZeRO takes five copies to bring a gradient to its owner:
-    into a bucket, out of it into a flat tensor, the mean, back, and into the owner's share (`stage_1_and_2.py`,
-    0.19.8; the last two on the owner alone); torch's reducer, and ZeRO-1 where it puts them in place
-    (`engine/flat_gradients.py`), take one. ZeRO-3 puts weights together.
+    Summing up reads two gradients and writes one. DeepSpeed's ZeRO copies a gradient five times on its way to its
+    owner: into a bucket, out of it into a flat tensor, the mean, back, and into the owner's share (`stage_1_and_2.py`,
+    0.19.8; the last two on the owner only); torch's reducer, and ZeRO-1 where it writes in place
+    (`engine/patches/flat_gradients.py`), copy once. ZeRO-3 gathers weights.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
     of_zero = 3 + 2 / rules.dp
@@ -275,10 +247,10 @@ def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> fl
 
 
 def _gathers(rules: MemoryRules, parameters: int) -> float:
-    """How often ZeRO-3 gathers a weight in a micro-batch: again for the backward pass where it had to let it go.
+    """How often ZeRO-3 gathers a weight in a micro-batch: again for the backward pass where it was freed.
 
-    It keeps one that comes again within `stage3_max_reuse_distance`, and between a weight's two passes lie at most all
-    of them twice (`partitioned_param_coordinator.py`, 0.19.8). Counted on two ranks: once, where all may be kept.
+    It keeps one that is used again within `stage3_max_reuse_distance`, and between a weight's two passes lie at most
+    all of them twice (`partitioned_param_coordinator.py`, 0.19.8). Counted on two ranks: once, where all may be kept.
     """
     return 1 + max(0.0, 1 - rules.live / (2 * parameters))
 
@@ -293,7 +265,7 @@ def _traffic(
     of_gradient: int,
     json: Mapping[str, Any],
 ) -> tuple[float, float]:
-    """Seconds of (what cannot be hidden, what can) between the replicas, in a step."""
+    """Seconds of traffic between the replicas in a step: (what cannot be hidden, what can)."""
     if n == 1:
         return 0.0, 0.0
     zero = json.get("zero_optimization") or {}

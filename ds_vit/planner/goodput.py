@@ -1,4 +1,4 @@
-"""What share of the time a cluster makes progress: failures, checkpoints, restarts, stragglers, simulated.
+"""The share of time in which a cluster makes progress: failures, checkpoints, restarts and stragglers, simulated.
 
 Failures of each host come at random (exponential gaps); a failure costs the restart and the work since the last
 checkpoint. The gaps are drawn evenly over their distribution (stratified), so that the same question has the same
@@ -23,11 +23,11 @@ class Reliability:
     Attributes:
         host_hours: mean time between failures of one host. The default is that of Llama 3's pre-training (Dubey et al.
             2024, section 3.3.4): 419 unexpected interruptions in 54 days of 2,048 hosts.
-        checkpoint_seconds: that a checkpoint keeps training from going on.
+        checkpoint_seconds: pause of training for a checkpoint.
         restart_seconds: from a failure to the next step.
-        repair_hours: until a host that failed is back, or its place is taken.
+        repair_hours: until a failed host is back or replaced.
         spread: standard deviation of a host's step time, as a share of it; a step waits for the slowest host.
-        elastic: the others go on without a host that failed; else all wait for it.
+        elastic: the others continue without a failed host; else all wait for it.
     """
 
     host_hours: float = 54 * 24 * 2048 / 419
@@ -40,14 +40,14 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What comes of it.
+    """The result.
 
     Attributes:
         hosts: how many.
         failure_hours: mean time between failures of all together.
         interval_seconds: of training between checkpoints, the best found.
         young_daly_seconds: the same by Daly's formula.
-        share: of the time that makes progress, as against hosts that neither fail nor differ.
+        share: of the progress of hosts that neither fail nor differ.
     """
 
     hosts: int
@@ -62,7 +62,7 @@ def young_daly(checkpoint_seconds: float, failure_seconds: float) -> float:
     interval", equation 37; its first term without the cost is Young's of 1974).
 
     Args:
-        checkpoint_seconds: what one costs.
+        checkpoint_seconds: cost of one.
         failure_seconds: mean time between failures.
     """
     if checkpoint_seconds >= 2 * failure_seconds:
@@ -74,18 +74,18 @@ def young_daly(checkpoint_seconds: float, failure_seconds: float) -> float:
 
 
 def simulate(hosts: int, how: Reliability) -> Goodput:
-    """Find the best interval between checkpoints, and what share of the time then makes progress.
+    """Find the best interval between checkpoints, and the share of time that then makes progress.
 
     Args:
         hosts: how many.
-        how: they fail.
+        how: costs and rates of failures.
     """
     failure_seconds = how.host_hours * 3600 / hosts
     gaps = failure_seconds * -np.log1p(-(np.arange(_DRAWS) + 0.5) / _DRAWS)
     guess = young_daly(how.checkpoint_seconds, failure_seconds)
     intervals = guess * np.exp(np.linspace(-0.7, 0.7, 57))
     shares = np.array([_progress(gaps, interval, how) for interval in intervals])
-    # The top is flat: a parabola through the neighbourhood knows better where it is than any one draw.
+    # The maximum is flat: a parabola through the neighbourhood locates it better than any one draw.
     a, b, _ = np.polyfit(np.log(intervals / guess), shares, 2)
     best = guess * math.exp(-b / (2 * a)) if a < 0 else float(intervals[shares.argmax()])
     repair, repairs_a_second = how.repair_hours * 3600, 1 / failure_seconds
@@ -102,7 +102,7 @@ def slowest(hosts: int, spread: float) -> float:
 
 
 def _progress(gaps: np.ndarray, interval: float, how: Reliability) -> float:
-    """Seconds of work that are kept, of each second between failures."""
+    """Seconds of kept work for each second between failures."""
     left = np.maximum(0.0, gaps - how.restart_seconds)
     kept = np.floor(left / (interval + how.checkpoint_seconds)) * interval
     return float(kept.sum() / gaps.sum())

@@ -1,36 +1,50 @@
-"""What is trained for: one file a task, chosen by `--task`."""
+"""The training tasks: one file a task, selected by `--task`."""
 
 from __future__ import annotations
 
-from ds_vit.config import RunConfig, spelling
-from ds_vit.config.flags import is_asked_for
+from collections.abc import Mapping
+from typing import Any
+
+from ds_vit.config import RunConfig, default_of, spelling
+from ds_vit.config.schema import is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.evaluators import Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.task import Field, Loss, Task
+from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
 
 __all__ = [
+    "MAIN_TOWER",
     "TASKS",
     "Batch",
+    "ChainTask",
+    "Coupled",
     "Evaluator",
     "FeatureBank",
     "Field",
     "Figure",
     "Loss",
     "Metrics",
+    "StepContext",
     "Task",
     "find_task",
     "idle_flags",
+    "task_of",
 ]
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding)}
 """From the word of `--task` to the task."""
 
 
+def task_of(values: Mapping[str, Any]) -> type[Task]:
+    """The task of a recorded run, from its flags; runs from before there were tasks have the default one."""
+    return TASKS[values.get("task", default_of("task"))]
+
+
 def idle_flags(task: type[Task]) -> frozenset[str]:
-    """The flags that do nothing for a task: those that it refuses, and those of other tasks alone."""
+    """The flags that have no effect for a task: those that it rejects, and those of other tasks only."""
     of_others = frozenset().union(*(other.flags for other in TASKS.values())) - task.flags
     return of_others | frozenset(task.refused_flags)
 
@@ -43,7 +57,7 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
         explicit: which of them were given.
 
     Raises:
-        UserError: there is no such task, or a flag was given that it does not listen to.
+        UserError: there is no such task, or a flag was given that it does not use.
     """
     if config.task not in TASKS:
         raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")

@@ -12,10 +12,10 @@ from ds_vit.data.sampler import evaluation_keys
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.task import Field, Loss, Task
+from ds_vit.tasks.task import ChainTask, Field, Loss
 
 
-class Classification(Task):
+class Classification(ChainTask):
     """`--task classification`.
 
     A batch has "images" [B, 3, H, W] on the first stage and "targets" on the last: class numbers int64 [B], or

@@ -1,5 +1,5 @@
-"""What features are worth: exact k nearest neighbours, and a linear classifier. Both learn from the training split's
-features and are counted on the validation split's, in any layout and without ever holding all of either on one rank.
+"""The quality of features: exact k nearest neighbours, and a linear classifier. Both learn from the training split's
+features and are evaluated on the validation split's, in any layout, without all features of a split on one rank.
 
 Shapes: N features of the training split on this rank, Q of the validation split at once, D width, C classes, k
 neighbours, R data-parallel ranks.
@@ -28,7 +28,7 @@ _NUMBERS_AT_ONCE = 1 << 23  # 64 MiB in float64
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A judge of features, beside a task's own metrics.
+    """Rates features, in addition to a task's metrics.
 
     Attributes:
         figure: what it gives.
@@ -73,8 +73,9 @@ class FeatureBank:
         return cls(features, targets, places, num_classes)
 
     def blocks(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Features, targets and places, at most `size` images at a time."""
-        return zip(self.features.split(size), self.targets.split(size), self.places.split(size), strict=True)
+        """Features, targets and places, at most `size` images at a time; no block where this rank has no image."""
+        parts = (self.features, self.targets, self.places) if len(self.targets) else ()
+        return zip(*(part.split(size) for part in parts), strict=True)
 
 
 class _Top1(Metrics):

@@ -24,7 +24,7 @@ class LossRule:
     Attributes:
         binary: binary cross-entropy over classes; else softmax cross-entropy.
         sum_classes: sum the binary cross-entropy over classes; else average.
-        soft_targets: targets are float32 [B, C] and taken as they are, but for the threshold.
+        soft_targets: targets are float32 [B, C] and used as they are, except for the threshold.
         number_smoothing: label smoothing of class numbers int64 [B].
         multi_hot_smoothing: how far multi-hot float32 [B, C] targets are moved towards 1/2.
         threshold: binarise the targets above this, after smoothing; None: leave them.

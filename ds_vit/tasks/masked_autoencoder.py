@@ -12,20 +12,21 @@ import torch.nn.functional as F
 from torchvision.utils import make_grid
 
 from ds_vit.config import RunConfig
+from ds_vit.config.schema import names_of_task
 from ds_vit.data import ImageConfig, evaluation_keys
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import AutoencoderSettings, MaskedAutoencoder, ModelSpec, create_autoencoder, decoder_names
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
-from ds_vit.tasks.task import Field, Loss, Task
+from ds_vit.tasks.task import ChainTask, Field, Loss
 
 _NO_CLASSES = "its loss is over pixels and its model has no classes"
 _NO_LABELS = "an image is its own target, and there are no labels to mix"
 _PANEL = 96  # pixels across, at least half of it: smaller images are enlarged in the picture
 
 
-class MaskedAutoencoding(Task):
+class MaskedAutoencoding(ChainTask):
     """`--task mae`.
 
     A batch has "images" [B, 3, H, W] on the first stage and "pixels" [B, 3, H, W] on the last: the same normalised and
@@ -34,7 +35,7 @@ class MaskedAutoencoding(Task):
     """
 
     name = "mae"
-    flags = frozenset({"mask_ratio", "decoder_dim", "decoder_depth", "decoder_heads", "norm_pix_loss"})
+    flags = names_of_task("mae")
     refused_flags: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
         **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),

@@ -1,8 +1,9 @@
-"""What a run is trained for, behind one face: `--task` chooses it, and nothing outside this package knows which it is.
+"""What a run trains: `--task` selects a `Task`, and no code outside this package knows which one it is.
 
-A task brings the model and its layers, the tensors of a batch, the loss, and the metrics with which weights are judged.
-The input path allocates, loads, broadcasts and pads by `fields`; the engine hands the first stage's to the first layer
-and the last stage's to the loss; the trainer, the checkpoints and every file of the output folder speak of `figures`.
+A task defines the model and its towers, the tensors of a batch, one training step of a micro-batch, and the metrics
+that rate the weights. The input path allocates, loads, broadcasts and pads by `fields`. The engine calls `step` for
+every micro-batch, with a `StepContext` that runs towers and gathers features over the ranks. The trainer, the
+checkpoints and every file of the output folder use `figures`.
 
 Shapes: B samples of a micro-batch.
 """
@@ -19,13 +20,78 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.data import ImageConfig, MicroBatch, Source, finish_images, finish_targets
-from ds_vit.models import Layer, ModelSpec, create_model, take_apart
+from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
+from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
+
+
+class StepContext(ABC):
+    """What the engine offers to a task's step, on this rank.
+
+    Attributes:
+        groups: the process groups of the run.
+        device: of the towers.
+        class_parallel: the ranks over which the outputs of the main tower are sharded by class, or None.
+        accumulation: micro-batches of a step.
+        step: the number of the step, counted from 1.
+        schedules: the values of `Task.schedules` in this step, by name.
+    """
+
+    groups: Groups
+    device: torch.device
+    class_parallel: TensorParallel | None
+    accumulation: int
+    step: int
+    schedules: Mapping[str, float]
+
+    @abstractmethod
+    def forward(
+        self, tower: str, inputs: Sequence[torch.Tensor | None], batch: Batch, *, grad: bool = True
+    ) -> torch.Tensor:
+        """Run a tower on this rank's rows; every rank calls the same towers in the same order.
+
+        Args:
+            tower: a name of `Task.towers`.
+            inputs: what its first layer takes without the keys; None for what only another pipeline stage has.
+            batch: the micro-batch, whose keys decide everything random.
+            grad: whether gradients flow back into the tower.
+
+        Returns:
+            Outputs of its last layer [B, …], in the type that the model computes in.
+        """
+
+    @abstractmethod
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """[B, …] of this rank → [dp · B, …] of all data-parallel ranks, in rank order (a collective).
+
+        The gradient of this rank's rows is the sum of the gradients that all ranks have of them.
+        """
+
+    @abstractmethod
+    def update_teachers(self, momentum: float) -> None:
+        """Move the teachers towards their students (a collective); for `Task.after_update`.
+
+        Args:
+            momentum: the share of a teacher's weights that it keeps.
+        """
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """The result of `Task.couple`.
+
+    Attributes:
+        loss: the loss of the global batch, fp32 scalar, the same on every rank.
+        pieces: for each micro-batch of this rank, what `step` takes to produce its share of the gradient.
+    """
+
+    loss: torch.Tensor
+    pieces: Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +101,7 @@ class Field:
     Attributes:
         name: its key in a `Batch`.
         stage: the pipeline stage that needs it: the first (the model's input) or the last (the loss's).
-        reads: what has to be read of a sample for it: its image is decoded, or its target alone.
+        reads: what has to be read of a sample for it: its image is decoded, or only its target.
         shape: of one sample.
         dtype: of the tensor; None for the type that the model takes its input in.
     """
@@ -57,25 +123,28 @@ class Task(ABC):
         model: the whole one, on the meta device.
 
     Attributes:
-        evaluators: what judges the features of the images, beside the task's own metrics.
-        judges_outputs: whether the task's own metrics are wanted at all.
+        evaluators: rate the features of the images, in addition to the task's metrics.
+        evaluates_outputs: whether the task's metrics are computed.
 
     Raises:
-        UserError: an evaluator that cannot judge this data.
+        UserError: an evaluator that does not support this data.
     """
 
     name: ClassVar[str]
     flags: ClassVar[frozenset[str]] = frozenset()
-    """Flags that this task alone takes, by their recipe names."""
+    """Flags that only this task takes, by their recipe names."""
     refused_flags: ClassVar[Mapping[str, str]] = {}
     """Flags that would have no effect, each with the reason."""
-    loss_is_mean_of_samples: ClassVar[bool] = True
-    """Else the gradient of a global batch is not the sum of its micro-batches', and accumulation is refused."""
+    coupled: ClassVar[bool] = False
+    """Whether the loss couples all samples of the global batch; `collect` and `couple` serve accumulation."""
+    teachers: ClassVar[Mapping[str, str]] = {}
+    """Towers that `create_model` froze, and whose weights are the moving average of another's: teacher → student."""
+    updates_after_step: ClassVar[bool] = False
+    """Whether `after_update` needs to know about each applied step before the next one begins."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     figures: tuple[Figure, ...]
-    """The metrics by which weights are judged; the first decides which weights are the best. A class names its own, a
-    run has its evaluators' besides."""
+    """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators."""
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         assert config.num_classes is not None, "num_classes is not resolved"
@@ -87,12 +156,12 @@ class Task(ABC):
         self.source = source
         self.model = model
         self.evaluators = chosen_evaluators(config, source)
-        self.judges_outputs = True
+        self.evaluates_outputs = True
         self.figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
 
-    def judge_features_alone(self) -> None:
+    def evaluate_features_only(self) -> None:
         """Leave out the task's own metrics: the weights lack what comes after the features."""
-        self.judges_outputs = False
+        self.evaluates_outputs = False
         self.figures = tuple(evaluator.figure for evaluator in self.evaluators)
 
     @property
@@ -113,11 +182,26 @@ class Task(ABC):
 
     @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:
-        """The model as a list of layers, to be run one after the other or dealt to pipeline stages."""
-        return take_apart(model)
+        """The main tower as a list of layers, to be run one after the other or distributed over pipeline stages."""
+        return take_apart(tower_of(model, MAIN_TOWER))
+
+    @classmethod
+    def towers(cls, model: nn.Module) -> dict[str, list[Layer]]:
+        """All towers by name, the main one first; together they hold each parameter of the model once.
+
+        A task with several towers makes them members of the model and lists them in `model.further_towers`.
+        """
+        return take_apart_towers(model)
+
+    def chain(self, towers: Mapping[str, list[Layer]]) -> list[Layer] | None:
+        """The towers as one list of layers for a pipeline; None where they do not form one.
+
+        Each tower takes one field of the first stage, in the order of `fields`.
+        """
+        return towers[MAIN_TOWER] if len(towers) == 1 else None
 
     def identity(self) -> dict[str, Any]:
-        """Values of flags, by their recipe names, that a checkpoint cannot be gone on from with others."""
+        """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
         return {name: getattr(self.config, name) for name in sorted(self.flags)}
 
     def weight_files(self) -> dict[str, frozenset[str]]:
@@ -128,14 +212,14 @@ class Task(ABC):
 
     @abstractmethod
     def fields(self, *, training: bool) -> tuple[Field, ...]:
-        """The tensors of a batch beside the keys, those of the first stage in the order in which the model takes them.
+        """The tensors of a batch except the keys, those of the first stage in the order of the towers that take them.
 
         Args:
             training: in training or in evaluation.
         """
 
     def feature_fields(self) -> tuple[Field, ...]:
-        """The tensors of a batch where features are judged: as in the task's own evaluation, and a class an image."""
+        """The tensors of a batch where features are evaluated: as in the task's evaluation, and a class an image."""
         return (
             Field("images", "first", "images", (3, *self.image.img_size)),
             Field("targets", "last", "targets", (), torch.int64),
@@ -157,16 +241,97 @@ class Task(ABC):
             made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
         return {field.name: made[field.reads].to(field.dtype or made[field.reads].dtype) for field in fields}
 
-    # ---- what is learned, and how well -----------------------------------------------------------------------------
+    def check(self) -> None:
+        """Raise now what `step` would raise on the ranks.
+
+        Raises:
+            UserError: settings that this task cannot train with.
+        """
+        return
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def setup(self, context: StepContext) -> None:
+        """Called once on each rank, before the first step."""
+        return
+
+    @abstractmethod
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The forward pass of one micro-batch in training.
+
+        Args:
+            context: of this rank.
+            batch: the micro-batch.
+            piece: of a coupled task with several micro-batches a step: what `couple` made for this one.
+
+        Returns:
+            fp32 scalar to differentiate; the engine divides by the accumulation and averages over data-parallel ranks.
+            Without `piece` it is the loss; a coupled task gathers, and returns the loss of the global batch.
+        """
+
+    def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Of a coupled task: what the loss needs of a micro-batch, computed in training mode without gradients."""
+        raise NotImplementedError(f"--task {self.name} is not coupled")
+
+    def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
+        """Of a coupled task: the loss of the global batch, once a step (a collective).
+
+        The pieces hold the gradients of that loss; `step` turns them into gradients of the weights (gradient caching,
+        Gao et al. 2021). A scalar that `step` returns is divided by dp · accumulation in the end.
+        """
+        raise NotImplementedError(f"--task {self.name} is not coupled")
+
+    def after_update(self, context: StepContext) -> None:
+        """Called after each applied step (where `updates_after_step`), before anything else sees the weights."""
+        return
+
+    def schedules(self, step: int, total_steps: int) -> Mapping[str, float]:
+        """Values other than the learning rate that follow a schedule.
+
+        Args:
+            step: counted from 1.
+            total_steps: of the schedule; a run that `--max-steps` stops early takes fewer.
+
+        Returns:
+            By name; `weight_decay` is set on every group of parameters that has one.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors that the task carries from step to step, the same on every rank; for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` gave."""
+        assert not state, f"--task {self.name} has no state"
+
+    @abstractmethod
+    def metrics(self, device: torch.device) -> Metrics:
+        """Counters for one evaluation."""
+
+
+class ChainTask(Task):
+    """A task with one tower and a loss that is a mean over samples."""
 
     @abstractmethod
     def loss(self, tp: TensorParallel | None) -> Loss:
         """The loss of a micro-batch, a mean over its samples.
 
         Args:
-            tp: the ranks over which the outputs are cut by class; None where each has them whole.
+            tp: the ranks over which the outputs are sharded by class; None where each has all classes.
         """
 
-    @abstractmethod
-    def metrics(self, device: torch.device) -> Metrics:
-        """Counters for one evaluation."""
+    def check(self) -> None:
+        """As `Task.check`: the loss is built once."""
+        self.loss(None)
+
+    def setup(self, context: StepContext) -> None:
+        """As `Task.setup`."""
+        self._loss = self.loss(context.class_parallel)
+        self._inputs = [field.name for field in self.fields(training=True) if field.stage == "first"]
+
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """As `Task.step`."""
+        outputs = context.forward(MAIN_TOWER, [batch.get(name) for name in self._inputs], batch)
+        with torch.autocast(outputs.device.type, enabled=False):
+            return self._loss(outputs, batch)

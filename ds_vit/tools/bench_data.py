@@ -23,8 +23,7 @@ from PIL import Image
 from ds_vit import config as flags
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import Loader, Share, finish_images, train_loader
-from ds_vit.data.augment.batched import augmented
-from ds_vit.data.augment.handover import Crops, CuttingTransform, worker_transform
+from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented, worker_transform
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.decode import Box, Jpeg, open_image, require_fast
@@ -34,7 +33,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 
 if TYPE_CHECKING:
-    from ds_vit.training.plan import Plan
+    from ds_vit.training.inputs import InputConfig
 
 STAGES = ("read", "decode", "augment", "collate", "transfer")
 ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and all but erasing and mixing
@@ -94,47 +93,50 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     """
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.plan import prepare
-    from ds_vit.training.workers import deal_alone
+    from ds_vit.training.build import resolve_parts
+    from ds_vit.training.inputs import estimate_workers, reads_of
 
     config, explicit = flags.parse(words)
     process = process or discover()
     on_cpu = get_accelerator().device_name() == "cpu"
-    plan = deal_alone(prepare(config, explicit, process, on_cpu=on_cpu))
+    inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu).inputs
+    if config.workers == "auto":
+        workers, _ = estimate_workers(lambda rank: reads_of(inputs.task, inputs.layout, rank, training=True), process)
+        inputs = dataclasses.replace(inputs, workers=workers)
     device = device_of(process.local_rank)
-    samples = _samples(plan, images)
-    others = _other_ways(plan, samples)
-    timed = _decode_and_augment(plan, {"": _Way(samples, plan.config.augment), **others})
-    seconds = _stages(plan, samples, *timed.pop(""), device)
+    samples = _samples(inputs, images)
+    others = _other_ways(inputs, samples)
+    timed = _decode_and_augment(inputs, {"": _Way(samples, inputs.task.augment), **others})
+    seconds = _stages(inputs, samples, *timed.pop(""), device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
-    rate = _loader_rate(plan, len(samples), device)
+    rate = _loader_rate(inputs, len(samples), device)
     of_worker = sum(seconds[stage] for stage in STAGES[:-1])
     rest = seconds["read"] + seconds["collate"]
-    workers = max(1, plan.workers)
+    workers = max(1, inputs.workers)
     would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
     for change, times in timed.items():
         would_give[change] = rate * of_worker / (rest + sum(times))
         if others[change].augment.augment_on == "device" and others[change].samples is samples:
-            there = 1.0 / _seconds_on_device(plan, others[change].augment, len(samples), device)
+            there = 1.0 / _seconds_on_device(inputs, others[change].augment, len(samples), device)
             would_give[change] = min(would_give[change], there)
             if would_give[change] <= rate:
                 del would_give[change]
     return DataBench(
         images=len(samples),
         cores=cores,
-        workers=plan.workers,
+        workers=inputs.workers,
         ranks=ranks,
         seconds=seconds,
         images_per_second=rate,
         would_give=would_give,
-        bottleneck=_bottleneck(seconds, rate, plan.workers),
+        bottleneck=_bottleneck(seconds, rate, inputs.workers),
     )
 
 
-def _samples(plan: Plan, images: int) -> list[_Sample]:
+def _samples(inputs: InputConfig, images: int) -> list[_Sample]:
     """The first samples of the run, each at most once."""
-    source, order = plan.data.train_source, plan.data.order
+    source, order = inputs.train_source, inputs.order
     found: dict[int, _Sample] = {}
     for step in range(order.steps_per_epoch):
         indices, keys = order.rows(step, range(order.global_batch))
@@ -157,19 +159,19 @@ def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] 
 
 
 def _stages(
-    plan: Plan, samples: Sequence[_Sample], decode: float, augment: float, device: torch.device
+    inputs: InputConfig, samples: Sequence[_Sample], decode: float, augment: float, device: torch.device
 ) -> dict[str, float]:
-    source = plan.data.train_source
+    source = inputs.train_source
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples] and None, len(samples), clock)
-    loader = _loader(plan, workers=0)
-    batches = list(itertools.islice(loader, max(1, len(samples) // plan.share.micro_batch)))
+    loader = _loader(inputs, workers=0)
+    batches = list(itertools.islice(loader, max(1, len(samples) // inputs.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
     whole = _fastest(lambda: list(itertools.islice(loader, len(batches))) and None, rows)
 
     def transfer() -> None:
         for batch in batches:
-            finish_images(batch, plan.model.image, plan.config.augment, device=device)
+            finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -183,37 +185,37 @@ def _stages(
     collate = max(0.0, whole - read - decode - augment)
     to_device = _fastest(transfer, rows, clock)
     found = dict(zip(STAGES, (read, decode, augment, collate, to_device), strict=True))
-    if plan.config.augment_on == "device":
+    if inputs.task.augment.augment_on == "device":
         there = min(_fastest(augment_there, rows, clock), to_device)
         found |= {"transfer": to_device - there, ON_DEVICE: there}
     return found
 
 
-def _seconds_on_device(plan: Plan, augment: AugmentConfig, images: int, device: torch.device) -> float:
+def _seconds_on_device(inputs: InputConfig, augment: AugmentConfig, images: int, device: torch.device) -> float:
     """Of an image, for all that the device does before the model."""
-    wanted = max(1, min(images, _IMAGES_THERE) // plan.share.micro_batch)
-    batches = list(itertools.islice(_loader(plan, 0, augment), wanted))
+    wanted = max(1, min(images, _IMAGES_THERE) // inputs.share.micro_batch)
+    batches = list(itertools.islice(_loader(inputs, 0, augment), wanted))
 
     def run() -> None:
         for batch in batches:
-            finish_images(batch, plan.model.image, augment, device=device)
+            finish_images(batch, inputs.task.image, augment, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     return _fastest(run, sum(batch.num_rows for batch in batches), time.perf_counter)
 
 
-def _loader(plan: Plan, workers: int, augment: AugmentConfig | None = None) -> Loader:
-    share = plan.share
+def _loader(inputs: InputConfig, workers: int, augment: AugmentConfig | None = None) -> Loader:
+    share = inputs.share
     return train_loader(
-        plan.data.train_source,
-        order=plan.data.order,
+        inputs.train_source,
+        order=inputs.order,
         share=Share(0, share.dp_size, share.micro_batch, share.accumulation),
-        image=plan.model.image,
-        augment=augment or plan.config.augment,
-        mix=plan.config.mix,
-        stop_step=10**9 // plan.data.order.global_batch,
-        on_bad_image=plan.config.on_bad_image,
+        image=inputs.task.image,
+        augment=augment or inputs.task.augment,
+        mix=inputs.task.mix,
+        stop_step=10**9 // inputs.order.global_batch,
+        on_bad_image=inputs.on_bad_image,
         num_workers=workers,
     )
 
@@ -225,9 +227,9 @@ class _Way(NamedTuple):
     augment: AugmentConfig
 
 
-def _decode_and_augment(plan: Plan, ways: dict[str, _Way]) -> dict[str, tuple[float, float]]:
+def _decode_and_augment(inputs: InputConfig, ways: dict[str, _Way]) -> dict[str, tuple[float, float]]:
     """Seconds an image of decoding what the crop needs, and of all that makes pixels of it; the ways take turns."""
-    runs = {name: _runs(plan, way) for name, way in ways.items()}
+    runs = {name: _runs(inputs, way) for name, way in ways.items()}
     best = {name: [float("inf")] * 2 for name in ways}
     for _ in range(_TRIES):
         for name, pair in runs.items():
@@ -236,10 +238,10 @@ def _decode_and_augment(plan: Plan, ways: dict[str, _Way]) -> dict[str, tuple[fl
     return {name: (decode, max(0.0, both - decode)) for name, (decode, both) in best.items()}
 
 
-def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
+def _runs(inputs: InputConfig, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
     """Decoding alone, and decoding with augmentation."""
-    transform = worker_transform(plan.model.image, way.augment)
-    source, size = plan.data.train_source, plan.model.image.img_size
+    transform = worker_transform(inputs.task.image, way.augment)
+    source, size = inputs.train_source, inputs.task.image.img_size
 
     def opened(sample: _Sample) -> Image.Image | Jpeg:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
@@ -259,7 +261,7 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
         for sample, box in zip(way.samples, boxes, strict=True):
             image = opened(sample)
             if isinstance(transform, CuttingTransform):
-                transform.part(image, box)
+                transform.bytes_of(image, box)
             elif isinstance(image, Jpeg):
                 image.scaled(box, size) if image.fast else image.crop(box)
 
@@ -270,51 +272,51 @@ def _runs(plan: Plan, way: _Way) -> tuple[Callable[[], None], Callable[[], None]
     return decode, both
 
 
-def _loader_rate(plan: Plan, images: int, device: torch.device) -> float:
+def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> float:
     """Images a second of a rank's loader once its workers run."""
-    batches = iter(_loader(plan, plan.workers))
-    ahead = 2 * plan.workers + 1
+    batches = iter(_loader(inputs, inputs.workers))
+    ahead = 2 * inputs.workers + 1
     for _ in range(ahead):
         next(batches)
     start, seen = time.perf_counter(), 0
     while seen < images:
         batch = next(batches)
-        finish_images(batch, plan.model.image, plan.config.augment, device=device)
+        finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
         seen += batch.num_rows
     rate = seen / (time.perf_counter() - start)
     batches.close()
     return rate
 
 
-def _other_ways(plan: Plan, samples: Sequence[_Sample]) -> dict[str, _Way]:
+def _other_ways(inputs: InputConfig, samples: Sequence[_Sample]) -> dict[str, _Way]:
     """What could be changed about the files or their decoding."""
-    augment, found = plan.config.augment, {}
+    augment, found = inputs.task.augment, {}
     if samples[0].data is None:
         return found
     fast = dataclasses.replace(augment, decode="fast")
     crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk")
-    if crops and augment.decode == "exact" and _is_legal(plan, fast):
+    if crops and augment.decode == "exact" and _is_legal(inputs, fast):
         found["--decode fast"] = _Way(samples, fast)
     if augment.augment_on == "cpu":
         for decode in ("exact", "fast"):
             there = dataclasses.replace(augment, augment_on="device", decode=decode)
-            if _is_legal(plan, there):
+            if _is_legal(inputs, there):
                 found["--augment-on device" + (f" --decode {decode}" if decode != augment.decode else "")] = _Way(
                     samples, there
                 )
-    side = round(max(plan.model.image.img_size) * _SMALL_SIDE)
+    side = round(max(inputs.task.image.img_size) * _SMALL_SIDE)
     encoded = [(sample, sample.data) for sample in samples if sample.data is not None]
     smaller = [sample._replace(data=_smaller(data, sample.name, side)) for sample, data in encoded]
     found[f"JPEG files of {side} pixels on the shorter side"] = _Way(smaller, augment)
     return found
 
 
-def _is_legal(plan: Plan, augment: AugmentConfig) -> bool:
+def _is_legal(inputs: InputConfig, augment: AugmentConfig) -> bool:
     """Whether a run could have these flags, with what is installed here."""
     try:
         if augment.decode == "fast":
             (require_fast_on_device if augment.augment_on == "device" else require_fast)()
-        worker_transform(plan.model.image, augment)
+        worker_transform(inputs.task.image, augment)
     except UserError:
         return False
     return True

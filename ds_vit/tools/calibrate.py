@@ -1,9 +1,10 @@
-"""`ds-vit plan --calibrate FILE`: what this machine's accelerator reaches, measured, as a file for `--gpu FILE`.
+"""`ds-vit plan --calibrate FILE`: the rates of this machine's accelerator, measured, as a file for `--gpu FILE`.
 
-Products of matrices by their least dimension, fused attention, a copy, everything else of a block of timm's, the host's
-time for one small operation, and what a worker of the loader gives. Started with several ranks (`torchrun -m ds_vit.cli
-plan --calibrate …`) all of them measure at the same time, as they compute at the same time in a run and share memory
-and caches; and the link between them is measured too. A busy machine makes all figures worse.
+Products of matrices by their least dimension, fused attention, a copy, everything else of a timm block, the host's time
+for one small operation, and the rate of a loader's worker. With several ranks (`torchrun -m ds_vit.cli plan
+--calibrate …`) all of them measure at the same time, because they share memory and caches in a run too, and the link
+between them is measured as well. A busy machine makes all figures worse. Each measured call is long compared with the
+host's time for it.
 """
 
 from __future__ import annotations
@@ -11,28 +12,69 @@ from __future__ import annotations
 import dataclasses
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
+from PIL import Image
+from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.models import ModelSpec, create_model, take_apart
+from ds_vit.planner.counting import work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
-from ds_vit.tools import kernels
-from ds_vit.tools.loader_rate import images_per_worker
+from ds_vit.planner.memory import layers_of_rank
 from ds_vit.tools.measure import mean_over_ranks
 
+Call = Callable[[], object]
+
+
+class _Sizes(NamedTuple):
+    """What is measured on a kind of device.
+
+    Attributes:
+        own: the type that a run computes in.
+        widths: least dimensions of the products of matrices.
+        width: least one of a ViT worth planning; a lesser dimension is the rows of a few images.
+        rows: of the other products.
+        other: least dimension of the product in the other of bf16 and fp32, of which only a peak is needed.
+        attention: images and heads.
+        copied: bytes.
+        block: model and images.
+    """
+
+    own: torch.dtype
+    widths: tuple[int, ...]
+    width: int
+    rows: int
+    other: int
+    attention: tuple[int, int]
+    copied: int
+    block: tuple[str, int]
+
+
+_SIZES = {
+    "cpu": _Sizes(torch.float32, (64, 192, 384, 768), 384, 1024, 64, (4, 6), 2**26, ("vit_small_patch16_224", 2)),
+    "cuda": _Sizes(
+        torch.bfloat16, (512, 1024, 2048, 4096, 8192), 512, 16384, 512, (64, 16), 2**32, ("vit_large_patch16_224", 64)
+    ),
+}
+_OPERATIONS = 200  # for one wait of the host
 _MESSAGES = (2**12, 2**18, 2**21, 2**24)  # bytes
+_PICTURES = 32
 
 
 def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (), turns: int = 5) -> dict[str, Any]:
-    """Measure, and write the file; of several ranks also a file of their link beside it (a collective).
+    """Measure, and write the file; with several ranks also a file of their link next to it (a collective).
 
     Args:
         path: of the file.
@@ -48,14 +90,12 @@ def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (),
     """
     of_worker = images_per_worker(device)
     calibration = Calibration(device, widths=widths)
-    seconds = calibration.turn()
-    for _ in range(turns - 1):
-        seconds = {key: min(value, seconds[key]) for key, value in calibration.turn().items()}
-    return calibration.write(path, seconds, of_worker)
+    found = [calibration.turn() for _ in range(turns)]
+    return calibration.write(path, {key: min(turn[key] for turn in found) for key in found[0]}, of_worker)
 
 
 class Calibration:
-    """Everything that is measured, ready to be run in turns with something else.
+    """Everything that is measured; a turn can alternate with other measurements.
 
     Args:
         device: that this rank computes on.
@@ -66,30 +106,31 @@ class Calibration:
     """
 
     def __init__(self, device: torch.device, *, widths: tuple[int, ...] = ()) -> None:
-        self.device, kind = device, device.type
-        if kind not in kernels.ROWS:
+        if device.type not in _SIZES:
             raise UserError(
-                f"--calibrate measures {' and '.join(kernels.ROWS)}, and this device is {kind}; write its file by hand"
+                f"--calibrate measures {' and '.join(_SIZES)}, and this device is {device.type}; write its file by hand"
             )
+        self.device, self.sizes = device, _SIZES[device.type]
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.widths = widths or kernels.WIDTHS[kind]
-        # What a run here computes in; of the other type a peak is enough: a CPU without such products takes minutes.
-        self.own, other = (torch.bfloat16, torch.float32) if kind == "cuda" else (torch.float32, torch.bfloat16)
-        self._block = kernels.Block(self.own, device)
-        self._calls: dict[str, Callable[[], object]] = {
-            **{
-                f"product {least}": kernels.products(*kernels.shape(least, kind), self.own, device)
-                for least in self.widths
-            },
-            "other": kernels.products(*kernels.shape(kernels.OTHER[kind], kind), other, device),
-            "attention": kernels.attention(*kernels.ATTENTION[kind], self.own, device),
-            "copy": kernels.copy(kernels.COPY[kind], device),
-            "operation": kernels.operations(device),
+        self.widths, own = widths or self.sizes.widths, self.sizes.own
+        self._other = torch.float32 if own == torch.bfloat16 else torch.bfloat16
+        self._block = _Block(*self.sizes.block, own, device)
+        self._calls: dict[str, Call] = {
+            **{f"product {least}": _products(*self._shape(least), own, device) for least in self.widths},
+            "other": _products(*self._shape(self.sizes.other), self._other, device),
+            "attention": _attention(*self.sizes.attention, own, device),
+            "copy": _copy(self.sizes.copied, device),
+            "operation": _operations(device),
             "block": self._block.step,
         }
 
+    def _shape(self, least: int) -> tuple[int, int]:
+        """(rows, width) of the products whose least dimension is measured."""
+        width = max(least, self.sizes.width)
+        return (self.sizes.rows if least == width else least), width
+
     def turn(self, seconds: float = 0.2) -> dict[str, float]:
-        """Seconds of a call of each, of messages between the ranks too (a collective).
+        """Seconds of a call of each, and of messages between the ranks (a collective).
 
         Args:
             seconds: that each is measured for.
@@ -100,38 +141,33 @@ class Calibration:
 
             for size in _MESSAGES:
                 whole = torch.zeros(size // 4 // self.ranks * self.ranks, device=self.device)
-                share = whole.chunk(self.ranks)[dist.get_rank()]  # in its place, as ZeRO has it
+                share = whole.chunk(self.ranks)[dist.get_rank()]  # in place, as ZeRO has it
                 for kind, call in {
                     "sum": partial(dist.all_reduce, whole),
                     "gather": partial(of_zero.all_gather_into_tensor, whole, share),
                     "scatter": partial(of_zero.reduce_scatter_fn, share, whole),
                 }.items():
-                    found[f"{kind} {size}"] = _seconds_of_collective(call, self.device, seconds / 3)
+                    found[f"{kind} {size}"] = _seconds(call, self.device, seconds / 3)
         return found
 
     def accelerator(self, seconds: Mapping[str, float], inside: str = "") -> Accelerator:
-        """The figures that these seconds come to.
+        """The figures that follow from these seconds.
 
         Args:
             seconds: from `turn`.
             inside: the link inside a host; the usual one where empty.
         """
-        kind = self.device.type
-        rates = {
-            least: kernels.product_flops(*kernels.shape(least, kind)) / seconds[f"product {least}"]
-            for least in self.widths
-        }
-        peaks = {self.own: max(rates.values())}
-        other = torch.float32 if self.own == torch.bfloat16 else torch.bfloat16
-        # As if it reached the same shares of its peak.
-        share = rates[kernels.OTHER[kind]] / peaks[self.own] if kernels.OTHER[kind] in rates else 1.0
-        peaks[other] = kernels.product_flops(*kernels.shape(kernels.OTHER[kind], kind)) / seconds["other"] / share
-        known = self.known
-        if kind == "cuda":
-            memory, hosts = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
+        sizes, known = self.sizes, self.known
+        rates = {least: _product_flops(*self._shape(least)) / seconds[f"product {least}"] for least in self.widths}
+        peak = max(rates.values())
+        # The other type is taken to reach the same shares of its peak.
+        share = rates.get(sizes.other, peak) / peak
+        peaks = {sizes.own: peak, self._other: _product_flops(*self._shape(sizes.other)) / seconds["other"] / share}
+        if self.device.type == "cuda":
+            memory, per_node = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
         else:
-            memory, hosts = psutil.virtual_memory().total // self.ranks, self.ranks
-        copy = 2 * kernels.COPY[kind] / seconds["copy"]
+            memory, per_node = psutil.virtual_memory().total // self.ranks, self.ranks
+        copy = 2 * sizes.copied / seconds["copy"]
         found = Accelerator(
             name=self.name,
             memory_bytes=float(memory),
@@ -140,15 +176,13 @@ class Calibration:
             memory_bytes_per_second=copy,
             memory_efficiency=1.0,
             watts=known.watts if known else 0.0,
-            gpus_per_node=hosts,
+            gpus_per_node=per_node,
             inside=inside or (known.inside if known else "nvlink4"),
-            matmul_efficiency={width: rate / peaks[self.own] for width, rate in rates.items()},
-            attention_efficiency=kernels.attention_flops(*kernels.ATTENTION[kind])
-            / seconds["attention"]
-            / peaks[self.own],
+            matmul_efficiency={width: rate / peak for width, rate in rates.items()},
+            attention_efficiency=_attention_flops(*sizes.attention) / seconds["attention"] / peak,
             elementwise_efficiency=1.0,
             hidden_share=known.hidden_share if known else 0.8,
-            seconds_per_operation=seconds["operation"] / kernels.OPERATIONS,
+            seconds_per_operation=seconds["operation"] / _OPERATIONS,
             reserved_bytes=known.reserved_bytes if known else 0.0,
             images_per_worker=(known or accelerator("cpu")).images_per_worker,
         )
@@ -161,11 +195,9 @@ class Calibration:
         both to gather it, or to sum it for one rank a share (docs/planning.md).
         """
         n = self.ranks
-        of = {
-            kind: _line([(size, seconds[f"{kind} {size}"]) for size in _MESSAGES])
-            for kind in ("sum", "gather", "scatter")
-        }
-        (by_sum, wait), (by_gather, to_gather), (by_scatter, to_scatter) = of.values()
+        (by_sum, wait), (by_gather, to_gather), (by_scatter, to_scatter) = (
+            _line([(size, seconds[f"{kind} {size}"]) for size in _MESSAGES]) for kind in ("sum", "gather", "scatter")
+        )
         return Link(
             name=f"between {n} ranks on {self.name}",
             bytes_per_second=2 * (n - 1) / n / by_sum,
@@ -184,16 +216,16 @@ class Calibration:
 
     @property
     def known(self) -> Accelerator | None:
-        """What the planner knows of it."""
+        """The planner's own figures of it."""
         return accelerator_of_device(self.name) if self.device.type == "cuda" else accelerator("cpu")
 
     def write(self, path: Path, seconds: Mapping[str, float], images_per_worker: float) -> dict[str, Any]:
-        """Write the file, or of several ranks both, and give the figures.
+        """Write the file, with several ranks both files, and return the figures.
 
         Args:
             path: of the file.
             seconds: from `turn`.
-            images_per_worker: a figure of its own.
+            images_per_worker: measured separately.
 
         Raises:
             UserError: a file cannot be written.
@@ -202,11 +234,11 @@ class Calibration:
         source += f", {self.ranks} ranks at the same time" if self.ranks > 1 else ""
         taken = f"not measured: as {self.known.name}" if self.known else "not measured, and not known of this one"
         others = dict.fromkeys(("watts", "inside", "reserved_bytes", "hidden_share"), taken)
-        others["memory_efficiency"] = "the rate beside it is a copy's own"
+        others["memory_efficiency"] = "part of the measured rate"
         inside = ""
         if self.ranks > 1:
             of_link = path.with_name(f"{path.stem}_link.yaml")
-            inside, others["inside"] = of_link.name, "the file beside this one"
+            inside, others["inside"] = of_link.name, "the file next to this one"
             _write(of_link, dataclasses.asdict(self.link(seconds)), source, {})
         found = {**dataclasses.asdict(self.accelerator(seconds, inside)), "images_per_worker": images_per_worker}
         _write(path, found, source, others)
@@ -214,7 +246,7 @@ class Calibration:
 
 
 def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[str, str]) -> None:
-    """A file of figures with their sources, by rank 0."""
+    """Write figures with their sources, on rank 0."""
     table = {
         key: value if key == "name" else {"value": value, "source": others.get(key, source)}
         for key, value in figures.items()
@@ -227,27 +259,11 @@ def _write(path: Path, figures: Mapping[str, Any], source: str, others: Mapping[
         raise UserError(f"--calibrate {path}: {error.strerror or error}") from None
 
 
-def _seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """What a call takes while all ranks make the same calls: the median on a rank, the mean of the ranks.
+def _seconds(call: Call, device: torch.device, seconds: float) -> float:
+    """The median of as many calls as fit in the time, all ranks making the same calls; the mean of the ranks.
 
-    Not the fastest call: that may have met no other rank.
+    Not the fastest call: the other ranks may have been idle during it.
     """
-    call()
-    times: list[float] = []
-    if dist.is_initialized():
-        dist.barrier()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return mean_over_ranks(statistics.median(times), device)
-
-
-def _seconds_of_collective(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The median of as many calls as fit in the time, the same number on every rank."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -262,9 +278,132 @@ def _seconds_of_collective(call: Callable[[], object], device: torch.device, sec
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds a byte, seconds of a message of nothing), by least squares of the relative error."""
+    """(seconds a byte, seconds of an empty message), by least squares of the relative error."""
     of = torch.tensor(points, dtype=torch.float64)
     sizes, times = of[:, 0], of[:, 1]
     rows = torch.stack([sizes / times, 1 / times], dim=1)
     slope, wait = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
     return max(slope, 1e-15), max(wait, 1e-9)
+
+
+# What is measured
+
+
+def _layers(rows: int, width: int) -> int:
+    """Products in a row: with few rows the weights decide, and come from memory, as in a model."""
+    return 4 if rows < width else 1
+
+
+def _products(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """[rows, width] x [width, 4 width] and the two products of its backward pass, in several layers."""
+    a = torch.randn(rows, width, device=device, dtype=dtype)
+    layers = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(_layers(rows, width))]
+    back = torch.randn(rows, 4 * width, device=device, dtype=dtype)
+    return lambda: [(a @ b, back @ b.t(), a.t() @ back) for b in layers]
+
+
+def _product_flops(rows: int, width: int) -> int:
+    return _layers(rows, width) * 3 * 2 * rows * width * 4 * width
+
+
+def _attention(images: int, heads: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """Fused attention with heads of 64 and 197 tokens, forward and backward."""
+    q, k, v = (torch.randn(images, heads, 197, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    back = torch.randn_like(q)
+    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), back)
+
+
+def _attention_flops(images: int, heads: int) -> int:
+    """The backward pass has five products for the forward pass's two."""
+    return (2 + 5) * 2 * images * heads * 197**2 * 64
+
+
+def _copy(size: int, device: torch.device) -> Call:
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _operations(device: torch.device) -> Call:
+    """Small operations, one after the other."""
+    small = torch.zeros(8, device=device)
+    return lambda: [small.add_(1.0) for _ in range(_OPERATIONS)]
+
+
+class _Block:
+    """A timm block, for everything in it that is no product of matrices: norms, GELU, sums, copies, new memory.
+
+    Args:
+        name: of the model.
+        images: B.
+        dtype: of weights and tokens.
+        device: that computes.
+    """
+
+    def __init__(self, name: str, images: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.images = images
+        spec = ModelSpec(name, model_kwargs={"depth": 2})  # the last block computes less
+        model = create_model(spec)
+        compute = str(dtype).removeprefix("torch.")
+        layers = layers_of_rank(
+            take_apart(model), tp=1, sequence_parallel=False, class_parallel=False, compute=compute, norms_fp32=False
+        )
+        work = work_of_layers(model, layers, dtype)[1]
+        self._passes = work.forward, work.backward
+        self.block = create_model(spec, device=str(device)).blocks[0].to(dtype)
+        self._tokens = torch.randn(images, 197, model.embed_dim, device=device, dtype=dtype, requires_grad=True)
+        self._back = torch.randn_like(self._tokens)
+
+    def step(self) -> object:
+        """Forward and backward."""
+        return torch.autograd.grad(self.block(self._tokens), (self._tokens, *self.block.parameters()), self._back)
+
+    def rest(self, products: Accelerator, seconds: float) -> float:
+        """Bytes a second of everything that is no product.
+
+        Args:
+            products: whose products of matrices and attention have been measured.
+            seconds: of a step of the block.
+        """
+        of_type = self._tokens.element_size()
+        multiplying = sum(
+            product.seconds(products, of_type, self.images) for one in self._passes for product in one.products
+        )
+        # Another program between the measurements could leave nothing or less: the rest of a block takes more.
+        rest = max(seconds - multiplying, 0.1 * seconds)
+        return self.images * sum(one.bytes for one in self._passes) / rest
+
+
+def images_per_worker(device: torch.device) -> float:
+    """Images a second of one loader process while every rank runs one (a collective).
+
+    From JPEG files of ImageNet's mean size, 500 x 375 pixels and about 110 kB, cropped to 224 and flipped.
+
+    Args:
+        device: that this rank computes on.
+    """
+    from ds_vit.config.parser import or_shipped
+    from ds_vit.tools.bench_data import STAGES, bench_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder, "train", "pictures")
+        files.mkdir(parents=True)
+        for number in range(_PICTURES):
+            _picture(number).save(files / f"{number}.jpg", quality=90)
+        words = ["--deepspeed_config", or_shipped("ds_configs/cpu_zero0_fp32.json"), "--data-dir", folder]
+        words += ["--model", "vit_tiny_patch16_224", "-b", "8", "--val-split", "", "--workers", "0"]
+        seconds = bench_data(
+            [*words, "--color-jitter", "0"], _PICTURES, Process("none", 0, 1, device.index or 0, 1)
+        ).seconds
+    return 1 / mean_over_ranks(sum(seconds[stage] for stage in STAGES[:-1]), device)
+
+
+def _picture(seed: int) -> Image.Image:
+    """Shapes at several scales and grain, whose files are as large as photographs'."""
+    draws = np.random.default_rng(seed)
+    pixels = np.zeros((375, 500, 3))
+    for scale, weight in ((8, 60.0), (32, 30.0), (125, 12.0)):
+        small = Image.fromarray(draws.integers(0, 256, (scale, scale, 3), dtype=np.uint8)).resize((500, 375))
+        pixels += weight / 128 * (np.asarray(small) - 128.0)
+    pixels += draws.normal(128.0, 19.0, pixels.shape)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))

@@ -10,9 +10,9 @@ import argparse
 import shtab
 
 from ds_vit import config as flags
-from ds_vit import interop
 from ds_vit.models import supported_names
 from ds_vit.tools import evaluate, predict_command
+from ds_vit.weights import commands as weights_commands
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
@@ -27,7 +27,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
         "train": flags.build_parser("ds-vit train"),
         "eval": evaluate.build_parser("ds-vit eval"),
         **{name: predict_command.build_parser(name) for name in ("predict", "embed")},
-        **{name: interop.build_parser(name) for name in ("export", "import")},
+        **{name: weights_commands.build_parser(name) for name in ("export", "import")},
     }
     _complete_values(parser)
     return shtab.complete(parser, shell)

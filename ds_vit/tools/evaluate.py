@@ -19,36 +19,25 @@ import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit.config.deepspeed_rules import MONITORS
-from ds_vit.config.run_folder import RunFolder, write_json
+from ds_vit.config.deepspeed_keys import MONITORS
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import names_with
 from ds_vit.data import Source
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.interop.stored_weights import StoredWeights, add_weights_arguments, find_weights
 from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.progress import Line, doing
+from ds_vit.run_folder import RunFolder, write_json
+from ds_vit.tasks import Task
 from ds_vit.training.program import guarded, process_group
+from ds_vit.weights.files import StoredWeights, add_weights_arguments, find_weights
 
 if TYPE_CHECKING:
-    from ds_vit.training.plan import Plan
+    from ds_vit.training.build_engine import EngineConfig
 
 # What evaluation takes from the run's config.yaml. The layout is not among it: the ranks are other ones.
-_FROM_RUN = (
-    *("deepspeed_config", "task", "model", "model_kwargs", "num_classes", "img_size", "bce_loss"),
-    *("mask_ratio", "decoder_dim", "decoder_depth", "decoder_heads", "norm_pix_loss"),
-    *(
-        "dataset",
-        "data_dir",
-        "train_split",
-        "val_split",
-        "val_fraction",
-        "workers",
-        "on_bad_image",
-        "allow_empty_classes",
-    ),
-    *("mean", "std", "interpolation", "crop_pct", "crop_mode"),
-)
+_FROM_RUN = names_with(Scope.RECORDED)
 _FLAGS = (
     *_FROM_RUN,
     *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
@@ -195,81 +184,81 @@ def _run(
         from ds_vit.models import num_parameters
         from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
-        from ds_vit.training.evaluate import Watch
-        from ds_vit.training.evaluation_run import evaluate_plan
-        from ds_vit.training.plan import prepare
-        from ds_vit.training.workers import deal_together
+        from ds_vit.training.build import resolve_parts
+        from ds_vit.training.evaluation import Watch, build_and_evaluate
+        from ds_vit.training.inputs import assign_workers, reads_of
 
         on_cpu = get_accelerator().device_name() == "cpu"
     with doing("listing the images, building the model", shown=process.rank == 0):
-        plan = prepare(config, explicit, process, on_cpu=on_cpu, sources=sources)
-    task = plan.model.task
-    initial = plan.model.initial_checkpoint
+        engine_config, inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu, sources=sources)
+    task, layout = engine_config.model.task, engine_config.layout
+    initial = engine_config.model.initial_checkpoint
     if initial is not None and initial.newly_initialised:
-        _judge_what_is_there(plan, found, initial.newly_initialised)
+        _judge_what_is_there(task, found, initial.newly_initialised)
     _check_classes(found, task.class_names)
-    told = {key: value for key, value in plan.deepspeed.json.items() if key not in MONITORS}
-    plan = dataclasses.replace(plan, deepspeed=dataclasses.replace(plan.deepspeed, json=told))
+    json = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
+    engine_config = dataclasses.replace(engine_config, json=json)
     started = time.perf_counter()
     pictures: dict[str, torch.Tensor] = {}
     with process_group(process, on_cpu=on_cpu, again=again):
-        plan = deal_together(plan)
+        if config.workers == "auto":
+            workers, _ = assign_workers(lambda rank: reads_of(task, layout, rank, training=False), process)
+            inputs = dataclasses.replace(inputs, workers=workers)
         line = Line(make_console() if process.rank == 0 else None)
-        groups = build_groups(plan.parallel.layout)
+        groups = build_groups(layout)
         watch = Watch(show=pictures.update, doing=line.doing)
-        engine, figures = evaluate_plan(plan, device_of(process.local_rank), groups, watch)
+        engine, figures = build_and_evaluate(engine_config, inputs, device_of(process.local_rank), groups, watch)
         result = {
             "source": source,
             "weights": found.kind,
             "file": str(found.path),
             "model": config.model,
-            "num_parameters": num_parameters(plan.model.whole),
-            "layout": dataclasses.asdict(plan.parallel.layout),
-            "precision": plan.deepspeed.precision.name,
+            "num_parameters": num_parameters(engine_config.model.whole),
+            "layout": dataclasses.asdict(layout),
+            "precision": engine_config.precision.name,
             "data": config.dataset or config.data_dir,
             "val_split": config.val_split,
             **figures,
-            "skipped_images": len(plan.data.validation) - figures["images"],
+            "skipped_images": len(inputs.validation) - figures["images"],
             "seconds": time.perf_counter() - started,
         }
         if dist.get_rank() == 0:
             write_json(file, result)
             for name, pixels in pictures.items():
                 save_picture(pixels, RunFolder(file.parent).picture(name))
-            _show(plan, found, file, result)
+            _show(engine_config, found, file, result)
         engine.close()
     return result
 
 
-def _judge_what_is_there(plan: Plan, found: StoredWeights, missing: Sequence[str]) -> None:
+def _judge_what_is_there(task: Task, found: StoredWeights, missing: Sequence[str]) -> None:
     """Weights that lack a part of the model: their features alone can be judged.
 
     Raises:
         UserError: nobody asked for that.
     """
-    from ds_vit.models.initial_checkpoint import enumerate_some
+    from ds_vit.weights.initial_checkpoint import enumerate_some
 
-    task = plan.model.task
     if not task.evaluators:
-        what = f"classifier of {plan.config.num_classes} classes" if task.has_classes else "whole model"
+        what = f"classifier of {task.num_classes} classes" if task.has_classes else "whole model"
         names = enumerate_some(missing)
         way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())
         raise UserError(
             f"{found.path} has no {what} ({names}): there is nothing to evaluate; {way_out}--knn or --linear-probe "
             "judges the features"
         )
-    task.judge_features_alone()
+    task.evaluate_features_only()
 
 
-def _show(plan: Plan, found: StoredWeights, file: Path, result: Mapping[str, Any]) -> None:
+def _show(config: EngineConfig, found: StoredWeights, file: Path, result: Mapping[str, Any]) -> None:
     """The table that a person reads."""
     from ds_vit.monitoring.metrics import make_console, print_table
 
     skipped = f", {result['skipped_images']} skipped" if result["skipped_images"] else ""
     rows = [
-        ("model", f"{plan.config.model}, {plan.parallel.layout}, {plan.deepspeed.precision.name}"),
+        ("model", f"{config.model.spec.name}, {config.layout}, {config.precision.name}"),
         ("weights", f"{found.path} ({found.kind})"),
-        *((figure.label, figure.value(result, more_digits=1)) for figure in plan.model.task.figures),
+        *((figure.label, figure.value(result, more_digits=1)) for figure in config.model.task.figures),
         ("images", f"{result['images']:,}{skipped}"),
         ("written to", str(file)),
     ]

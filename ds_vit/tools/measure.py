@@ -1,19 +1,17 @@
 """Training steps of several sides, measured in the same run: times in turns, counts, memory.
 
-Machines are noisy: all sides take turns, and the fastest turn of each counts. Beside the times stand counts of what one
-step asks of the hardware, which no other program disturbs (counting.py).
+Machines are noisy: all sides take turns, and the fastest turn of each counts. The
+report also has counts of what one step asks of the hardware, which no other program disturbs (counting.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +20,8 @@ import torch.distributed as dist
 from ds_vit import config as flags
 from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed, share_cores
 from ds_vit.launching.process import Process, rendezvous
-from ds_vit.models import count_flops
 from ds_vit.monitoring.throughput import peak_tflops
+from ds_vit.planner.counting import count_flops
 from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import own_linear
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from ds_vit.engine.base import Engine
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks import Batch
-    from ds_vit.training.plan import Plan
+    from ds_vit.training.build_engine import EngineConfig
 
 # As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
 # and the same in turns of as many steps.
@@ -65,7 +63,7 @@ class Ratio:
 
     Attributes:
         images_per_second: of the fastest turns; more is better.
-        low, high: the quartiles of the same, turn by turn.
+        low, high: the lowest and highest of the same, turn by turn.
         operations, allocated: of a step; less is better.
     """
 
@@ -77,47 +75,17 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was measured on what; a subclass has the figures."""
-
-    model: str
-    options: str
-    layout: str
-    device: str
-    threads: int
-    versions: dict[str, str]
-
-    def to_json(self) -> str:
-        """One line for a file of figures."""
-        return json.dumps(asdict(self))
-
-    @property
-    def where(self) -> str:
-        """How it was measured, and on what."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"a step, fastest of the turns; {self.device}, {self.threads} threads; {versions}"
-
-
-@dataclass
-class _Runner:
-    """A side before it is measured."""
-
-    step: Callable[[], object]
-    memory: int  # that making it and its first steps took
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A side that is not made yet.
 
     Attributes:
-        plan: of the run whose steps they are; gives the model, and the images of a step.
-        make: makes it and gives its step (a collective), for this plan and device; what is to be closed behind the
+        config: of the engine whose steps they are; gives the model, and the images of a step.
+        make: makes it and gives its step (a collective), for this config and device; what is to be closed behind the
             measurement goes onto the stack.
     """
 
-    plan: Plan
-    make: Callable[[Plan, torch.device, contextlib.ExitStack], Callable[[], object]]
+    config: EngineConfig
+    make: Callable[[EngineConfig, torch.device, contextlib.ExitStack], Callable[[], object]]
 
 
 @contextlib.contextmanager
@@ -139,24 +107,35 @@ def measure(candidates: Mapping[str, Candidate], device: torch.device, turns: in
         turns: how often each side is measured; they alternate.
         steps: steps a turn.
     """
+    runners: dict[str, Callable[[], object]] = {}
+    counts: dict[str, StepCounts] = {}
+    memory: dict[str, int | None] = {}
     with contextlib.ExitStack() as stack:
-        runners = {name: _made(candidate, device, stack) for name, candidate in candidates.items()}
-        counts = {name: _counted(runner, device) for name, runner in runners.items()}
-        times = _in_turns({name: runner.step for name, runner in runners.items()}, turns, steps, device)
+        for name, candidate in candidates.items():
+            before = _memory_allocated(device)
+            step = runners[name] = candidate.make(candidate.config, device, stack)
+            # The first steps make what later ones keep, torch's reducer in its second.
+            _seconds_a_step(step, 3, device)
+            kept = _memory_allocated(device) - before
+            memory[name] = kept + _peak_above(step, device) if device.type == "cuda" else None
+        for name, step in runners.items():
+            with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
+                counts[name] = count_step(step)
+        times = _in_turns(runners, turns, steps, device)
     sides = {}
     for name, candidate in candidates.items():
-        plan = candidate.plan
-        images, peak = plan.data.batch.global_batch, peak_tflops(device, plan.deepspeed.precision.name)
+        config = candidate.config
+        images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
         rate, mfu = images / min(times[name]), None
         if peak:
-            flops = count_flops(plan.model.whole, plan.model.frozen).training
+            flops = count_flops(config.model.whole, config.model.frozen).training
             mfu = flops * rate / dist.get_world_size() / 1e12 / peak
-        sides[name] = Side(images, tuple(times[name]), rate, *counts[name], mfu)
+        sides[name] = Side(images, tuple(times[name]), rate, counts[name], memory[name], mfu)
     return sides
 
 
-def plan_of(words: Sequence[str], process: Process) -> Plan:
-    """The plan of a run with these flags, for its model and engine.
+def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
+    """The engine of a run with these flags.
 
     Raises:
         UserError: what training with these flags would raise.
@@ -164,31 +143,30 @@ def plan_of(words: Sequence[str], process: Process) -> Plan:
     quiet_deepspeed(False)
     from deepspeed.accelerator import get_accelerator
 
-    from ds_vit.training.plan import prepare
+    from ds_vit.training.build import resolve_parts
 
     config, explicit = flags.parse(["--dataset", "digits", "--num-classes", "1000", "--max-steps", "10", *words])
-    return prepare(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
+    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
 
 
-def make_ours(plan: Plan, device: torch.device, stack: contextlib.ExitStack) -> Callable[[], object]:
+def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> Callable[[], object]:
     """A step of ours, on random pixels (a collective)."""
     from ds_vit.parallel.groups import build_groups
-    from ds_vit.training.build import build_engine
+    from ds_vit.training.build_engine import build_engine
 
-    engine = build_engine(plan, device, build_groups(plan.parallel.layout))
+    engine = build_engine(config, device, build_groups(config.layout))
     stack.callback(engine.close)
-    return _our_step(engine, random_batch(plan, plan.data.batch.micro_batch, engine.dtype, device))
+    return _our_step(engine, random_batch(config, config.batch.micro_batch, engine.dtype, device))
 
 
 def ratio(ours: Side, peer: Side) -> Ratio:
     """One side over another, of the same turns."""
     larger = ours.images / peer.images
     by_turn = [larger * theirs / own for own, theirs in zip(ours.seconds, peer.seconds, strict=True)]
-    low, _, high = statistics.quantiles(by_turn, n=4, method="inclusive") if len(by_turn) > 1 else by_turn * 3
     return Ratio(
         ours.images_per_second / peer.images_per_second,
-        low,
-        high,
+        min(by_turn),  # the ratio of the fastest turns cannot be outside
+        max(by_turn),
         ours.counts.operations / peer.counts.operations,
         ours.counts.allocated_bytes / peer.counts.allocated_bytes,
     )
@@ -207,24 +185,20 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{n: version(n) for n in ("torch", "timm", "deepspeed")}}
 
 
-def random_batch(plan: Plan, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
+def random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
     """A batch of classification: pixels as the model takes them, [rows, 3, height, width]."""
-    height, width = plan.model.image.img_size
+    height, width = config.model.image.img_size
     images = torch.randn(rows, 3, height, width, device=device).to(dtype)
-    targets = torch.randint(plan.config.num_classes, (rows,), device=device)
+    targets = torch.randint(config.model.task.num_classes, (rows,), device=device)
     return {"images": images, "targets": targets, "keys": torch.arange(rows, device=device)}
 
 
-def _under_keys(batch: Batch, number: int) -> Batch:
-    """The same images as other samples."""
-    keys = torch.arange(len(batch["keys"])) + number * len(batch["keys"])
-    return {**batch, "keys": keys.to(batch["keys"].device), "keys_on_host": keys}
-
-
 def _our_step(engine: Engine, batch: Batch) -> Callable[[], None]:
-    """A step as the trainer takes it: it asks for the verdict on the one before."""
+    """A step as the trainer takes it: it asks for the result of the one before."""
     before: list[StepResult] = []
-    batches = itertools.cycle([_under_keys(batch, number) for number in range(_SETS_OF_KEYS)])
+    keys = [torch.arange(len(batch["keys"])) + number * len(batch["keys"]) for number in range(_SETS_OF_KEYS)]
+    samples = [{**batch, "keys": own.to(batch["keys"].device), "keys_on_host": own} for own in keys]
+    batches = itertools.cycle(samples)
 
     def step() -> None:
         with own_linear() if engine.stage < 3 else contextlib.nullcontext():
@@ -236,29 +210,16 @@ def _our_step(engine: Engine, batch: Batch) -> Callable[[], None]:
     return step
 
 
-def _made(candidate: Candidate, device: torch.device, stack: contextlib.ExitStack) -> _Runner:
-    """A side that has taken three steps: the first ones make what later ones keep, torch's reducer in its second."""
-    on_gpu = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    step = candidate.make(candidate.plan, device, stack)
-    _seconds_a_step(step, 3, device)
-    return _Runner(step, torch.cuda.memory_allocated(device) - before if on_gpu else 0)
+def _memory_allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _counted(runner: _Runner, device: torch.device) -> tuple[StepCounts, int | None]:
-    """The counts of a step, run eagerly where it is compiled, and the memory of its peak."""
-    if device.type != "cuda":
-        return _count_eagerly(runner.step), None
+def _peak_above(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a step allocates at its peak, beyond those that it finds."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    runner.step()
-    peak = torch.cuda.max_memory_allocated(device) - before + runner.memory
-    return _count_eagerly(runner.step), peak
-
-
-def _count_eagerly(step: Callable[[], object]) -> StepCounts:
-    with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-        return count_step(step)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _in_turns(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.training.plan import Plan
+from ds_vit.training.build_engine import EngineConfig
 
 
 def _eager(model: nn.Module, half: bool) -> nn.Module:
@@ -68,13 +68,13 @@ def own_linear() -> Iterator[None]:
         yield
 
 
-def check_comparable(plan: Plan) -> None:
+def check_comparable(engine: EngineConfig) -> None:
     """Refuse what ours would do and the peers would not.
 
     Raises:
         UserError: names it.
     """
-    config, precision = plan.config, plan.deepspeed.precision.name
+    config, precision = engine.model.task.config, engine.precision.name
     ours_alone = {
         "--freeze": config.freeze,
         "--linear-probe": config.linear_probe,
@@ -87,25 +87,27 @@ def check_comparable(plan: Plan) -> None:
         raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; drop it")
     if "fp16" in precision:
         raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
-    if (cls := plan.training.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+    assert engine.optimizer is not None, "training has an optimizer"
+    if (cls := engine.optimizer.cls) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
 
 
-def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
-    """An optimizer step with the plan's model, optimizer, precision and clipping (a collective of all ranks).
+def peer_step(name: str, engine: EngineConfig, images: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    """An optimizer step with the engine's model, optimizer, precision and clipping (a collective of all ranks).
 
     Fused where torch has that for the optimizer; 16 bits by autocast, or by FSDP2's own policy.
 
     Args:
         name: of `PEERS`.
-        plan: of a run of classification.
+        engine: of a run of classification.
         images: of this rank, fp32 [B, C, height, width].
         targets: int64 [B].
     """
     import timm
 
-    optimizer, half = plan.training, plan.deepspeed.precision.name != "fp32"
-    config = plan.config
+    optimizer, half = engine.optimizer, engine.precision.name != "fp32"
+    assert optimizer is not None, "training has an optimizer"
+    config = engine.model.task.config
     options: dict[str, Any] = {"drop_path_rate": config.drop_path, "num_classes": config.num_classes}
     options |= {"drop_rate": config.drop, **config.model_kwargs}
     if config.img_size:
@@ -120,7 +122,7 @@ def peer_step(name: str, plan: Plan, images: torch.Tensor, targets: torch.Tensor
         with own_linear():
             with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
                 logits = peer(images)
-            loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=plan.config.smoothing)
+            loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=config.smoothing)
             timms.zero_grad()
             loss.backward()
         if optimizer.clip:

@@ -1,4 +1,4 @@
-"""`ds-vit plan`: which layouts of a model fit on GPUs that one may not have, how fast each is, and the files of one.
+"""`ds-vit plan`: which layouts of a model fit on GPUs, how fast each is, and the files that start one.
 
 ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
 """
@@ -9,7 +9,8 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,20 @@ import yaml
 
 from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
-from ds_vit.config.shipped import or_shipped
-from ds_vit.config.sizes import in_words
+from ds_vit.config.parser import or_shipped
+from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec
 from ds_vit.monitoring.metrics import make_console, print_columns
 from ds_vit.planner.cost import Machine
-from ds_vit.planner.goodput import Reliability, simulate
+from ds_vit.planner.goodput import Goodput, Reliability, simulate
 from ds_vit.planner.hardware import Accelerator, accelerator, link
-from ds_vit.planner.search import Layouted, Planned, Search, Wishes, why_slower
+from ds_vit.planner.search import Candidate, Planned, PlanRequest, Search, json_at_stage, why_slower
+from ds_vit.run_folder import RunFolder, write_json
 from ds_vit.tasks.classification import Classification
-from ds_vit.tools.plan_files import write
 
 _IMAGENET = 1_281_167
+_EPOCHS = 300
 _BF16 = {
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
@@ -38,12 +40,12 @@ _BF16 = {
 }
 _RELIABILITY = (
     ("host_hours", "HOURS", "mean time between failures of a host"),
-    ("checkpoint_seconds", "SECONDS", "that a checkpoint keeps training from going on"),
+    ("checkpoint_seconds", "SECONDS", "pause of training for a checkpoint"),
     ("restart_seconds", "SECONDS", "from a failure to the next step"),
-    ("repair_hours", "HOURS", "until a host that failed is back"),
+    ("repair_hours", "HOURS", "until a failed host is back"),
     ("spread", "SHARE", "standard deviation of a host's step time"),
 )
-# Keys of a recipe that say something of memory or time.
+# Keys of a recipe that memory or time depends on.
 _OF_RECIPE = ("model", "img_size", "epochs", "model_ema", "deepspeed_config", "model_kwargs", "num_classes")
 
 
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="FILE", help="model, image size, epochs, average from a recipe of training")
     parser.add_argument("--model-ema", action="store_true", default=None, help="the weights have an average")
     parser.add_argument("--images", type=int, default=_IMAGENET, help="of the data set [%(default)s, ImageNet-1k]")
-    parser.add_argument("--epochs", type=float, help="passes over it, for days and costs [300]")
+    parser.add_argument("--epochs", type=float, help=f"passes over it, for days and costs [{_EPOCHS}]")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, for costs")
     parser.add_argument("--pp", type=int, help="only this pipeline degree")
     parser.add_argument("--tp", type=int, help="only this tensor-parallel degree")
@@ -70,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=8, help="layouts to show [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--write", metavar="DIR", help="write the best layout's JSON, host file and command there")
-    parser.add_argument("--output", metavar="FILE", help="draw its memory and its pipeline into a png, svg or pdf")
+    parser.add_argument("--output", metavar="FILE", help="with --goodput: draw it into a png, svg or pdf")
     parser.add_argument(
         "--calibrate", metavar="FILE", help="measure this machine's accelerator instead, and write a file for --gpu"
     )
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(Reliability, flag)
         name = f"--{flag.replace('_', '-')}"
         reliability.add_argument(name, type=float, default=default, metavar=unit, help=f"{text} [%(default).4g]")
-    reliability.add_argument("--wait-for-repair", action="store_true", help="the others wait for a host that failed")
+    reliability.add_argument("--wait-for-repair", action="store_true", help="the other hosts wait for a failed one")
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -91,9 +93,12 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError("--gpus is missing: how many there would be, for example --gpus 8")
     if arguments.goodput:
         return _goodput(arguments)
+    if arguments.output:
+        raise UserError(
+            "--output draws --goodput only: plans have no picture any more; --json has memory, seconds and stages"
+        )
     with_recipe(arguments)
-    wishes = wishes_of(arguments)
-    found = Search(wishes).run()
+    found = Search(request_of(arguments)).run()
     if not found.fitting:
         raise UserError(_nothing_fits(found))
     if arguments.json:
@@ -102,15 +107,10 @@ def plan(arguments: argparse.Namespace) -> int:
         _show(found, arguments)
     if arguments.write:
         write(found, found.fitting[0], Path(arguments.write), arguments)
-    if arguments.output:
-        from ds_vit.monitoring.figures import save_figure
-        from ds_vit.tools.plan_picture import draw
-
-        save_figure(draw(found, found.fitting[0]), Path(arguments.output))
     return 0
 
 
-def _gpus_of_host(arguments: argparse.Namespace, gpu: Accelerator) -> int:
+def _gpus_per_node(arguments: argparse.Namespace, gpu: Accelerator) -> int:
     """How many GPUs a host has."""
     if arguments.gpus_per_node is not None and arguments.gpus_per_node < 1:
         raise UserError(f"--gpus-per-node {arguments.gpus_per_node}: a host has at least 1")
@@ -118,16 +118,13 @@ def _gpus_of_host(arguments: argparse.Namespace, gpu: Accelerator) -> int:
 
 
 def _goodput(arguments: argparse.Namespace) -> int:
-    """The table of goodput by the number of GPUs."""
-    per_host = _gpus_of_host(arguments, accelerator(arguments.gpu))
+    """Print the table of goodput by the number of GPUs."""
+    per_host = _gpus_per_node(arguments, accelerator(arguments.gpu))
     figures = {flag: getattr(arguments, flag) for flag, *_ in _RELIABILITY}
     if min(figures["host_hours"], figures["checkpoint_seconds"]) <= 0 or min(figures.values()) < 0:
         raise UserError("--host-hours and --checkpoint-seconds must be above 0, and none of the others below")
     how = Reliability(**figures, elastic=not arguments.wait_for_repair)
-    hosts, counts = 1, []
-    while hosts * per_host <= max(arguments.gpus, per_host):
-        counts.append(hosts)
-        hosts *= 2
+    counts = [2**i for i in range(max(1, arguments.gpus // per_host).bit_length())]
     found = [simulate(hosts, how) for hosts in counts]
     if arguments.json:
         print(json.dumps([{"gpus": one.hosts * per_host, **dataclasses.asdict(one)} for one in found]))
@@ -139,15 +136,28 @@ def _goodput(arguments: argparse.Namespace) -> int:
             lines.append([*row, f"{one.share:.1%}"])
         print_columns(make_console(), f"goodput, simulated: a host fails every {how.host_hours:,.0f} h", lines)
     if arguments.output:
-        from ds_vit.monitoring.figures import save_figure
-        from ds_vit.tools.plan_picture import draw_goodput
-
-        save_figure(draw_goodput(found, per_host), Path(arguments.output))
+        _draw_goodput(found, per_host, Path(arguments.output))
     return 0
 
 
+def _draw_goodput(found: Sequence[Goodput], per_host: int, path: Path) -> None:
+    """Draw goodput and the best interval between checkpoints, by the number of GPUs."""
+    from ds_vit.monitoring.figures import new_figure, save_figure
+
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
+    gpus = [one.hosts * per_host for one in found]
+    axes.plot(gpus, [100 * one.share for one in found], marker="o")
+    axes.set(xscale="log", xlabel="GPUs", ylabel="goodput, %")
+    right = axes.twinx()
+    right.plot(gpus, [one.interval_seconds / 60 for one in found], marker="s", color="tab:orange")
+    right.plot(gpus, [one.young_daly_seconds / 60 for one in found], linestyle=":", color="black")
+    right.set(yscale="log", ylabel="checkpoint every … minutes (dotted: Daly)")
+    save_figure(figure, path)
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
-    """Measure, write, and say what came of it; of several ranks all measure, and rank 0 says it."""
+    """Measure this machine on all ranks, write the file, and print it on rank 0."""
     from ds_vit.launching.process import discover
     from ds_vit.tools.calibrate import calibrate
     from ds_vit.tools.measure import ranks_met
@@ -175,20 +185,19 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     lines = [["figure", "measured"]]
     for name, value in found.items():
         if isinstance(value, Mapping):
-            lines.append([name, ", ".join(f"{key} {share:.2f}" for key, share in value.items())])
-        else:
-            lines.append([name, f"{value:.4g}" if isinstance(value, float) else str(value)])
-    print_columns(make_console(), f"written to {arguments.calibrate}, for --gpu {arguments.calibrate}", lines)
+            value = ", ".join(f"{key} {share:.2f}" for key, share in value.items())
+        lines.append([name, f"{value:.4g}" if isinstance(value, float) else str(value)])
+    print_columns(make_console(), f"written to {path}, for --gpu {path}", lines)
     return 0
 
 
 def with_recipe(arguments: argparse.Namespace) -> None:
-    """Fill in what the command line leaves open from --recipe, in place."""
+    """Fill in, in place, what --recipe has and the command line does not."""
     if arguments.recipe:
         recipe = load_recipe(arguments.recipe)
         if (task := recipe.get("task", Classification.name)) != Classification.name:
             raise UserError(
-                f"--recipe {arguments.recipe}: its task is {task}, and plans are made for {Classification.name} alone; "
+                f"--recipe {arguments.recipe}: its task is {task}, and plans are made for {Classification.name} only; "
                 "give a recipe of that, or --model and --deepspeed_config"
             )
         for key in _OF_RECIPE:
@@ -199,16 +208,16 @@ def with_recipe(arguments: argparse.Namespace) -> None:
         raise UserError("--model is missing, and no --recipe names one; for example --model vit_large_patch16_224")
 
 
-def wishes_of(arguments: argparse.Namespace) -> Wishes:
-    """What the command line asks for.
+def request_of(arguments: argparse.Namespace) -> PlanRequest:
+    """The plan that the command line asks for.
 
     Raises:
-        UserError: a GPU, a link or a number that cannot be.
+        UserError: an unknown GPU or link, or an invalid number.
     """
     if arguments.gpus < 1 or arguments.global_batch < 1:
         raise UserError(f"--gpus {arguments.gpus} --global-batch {arguments.global_batch}: both must be at least 1")
     gpu = accelerator(arguments.gpu)
-    per_node = _gpus_of_host(arguments, gpu)
+    per_node = _gpus_per_node(arguments, gpu)
     if arguments.gpus > per_node and arguments.gpus % per_node:
         nearest = max(1, round(arguments.gpus / per_node)) * per_node
         raise UserError(
@@ -216,15 +225,14 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
             "--gpus-per-node"
         )
     machine = Machine(gpu, arguments.gpus, per_node, link(gpu.inside, "inside"), link(arguments.link))
-    told: dict[str, Any] = dict(_BF16)
+    deepspeed: dict[str, Any] = dict(_BF16)
     stage = arguments.zero
     if arguments.deepspeed_config:
-        told = load_json(arguments.deepspeed_config)
-        told = {key: value for key, value in told.items() if "batch_size" not in key and "accumulation" not in key}
-        of_file = (told.get("zero_optimization") or {}).get("stage", 0)
-        stage = of_file if stage is None else stage
-    sixteen = {block for block in ("bf16", "fp16") if (told.get(block) or {}).get("enabled") in (True, "auto")}
-    compute = "float16" if sixteen == {"fp16"} else "bfloat16" if sixteen else "float32"
+        deepspeed = load_json(arguments.deepspeed_config)
+        deepspeed = {k: v for k, v in deepspeed.items() if "batch_size" not in k and "accumulation" not in k}
+        if stage is None:
+            stage = (deepspeed.get("zero_optimization") or {}).get("stage", 0)
+    sixteen = {block for block in ("bf16", "fp16") if (deepspeed.get(block) or {}).get("enabled") in (True, "auto")}
     kwargs = arguments.model_kwargs
     spec = ModelSpec(
         arguments.model,
@@ -232,13 +240,13 @@ def wishes_of(arguments: argparse.Namespace) -> Wishes:
         img_size=arguments.img_size,
         model_kwargs=kwargs if isinstance(kwargs, Mapping) else dict(map(_argument, kwargs)),
     )
-    return Wishes(
+    return PlanRequest(
         spec,
         machine,
         arguments.global_batch,
-        told,
-        compute=compute,
-        autocast=bool((told.get("torch_autocast") or {}).get("enabled")),
+        deepspeed,
+        compute="float16" if sixteen == {"fp16"} else "bfloat16" if sixteen else "float32",
+        autocast=bool((deepspeed.get("torch_autocast") or {}).get("enabled")),
         model_ema=bool(arguments.model_ema),
         fixed_stage=stage,
         pp=arguments.pp,
@@ -253,16 +261,11 @@ def _argument(word: str) -> tuple[str, Any]:
     return key, yaml.safe_load(value)
 
 
-def _epochs(arguments: argparse.Namespace) -> float:
-    """What days and costs are for."""
-    return arguments.epochs or 300
-
-
-def _row(found: Planned, one: Layouted, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is said of a layout."""
-    days = _epochs(arguments) * arguments.images / one.images_per_second / 86400
+def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A layout for --json."""
+    gpu = found.request.machine.accelerator
+    days = (arguments.epochs or _EPOCHS) * arguments.images / one.images_per_second / 86400
     gpu_hours = 24 * days * arguments.gpus
-    watts = found.wishes.machine.accelerator.watts
     fullest = max(one.memory, key=lambda memory: memory.together)
     return {
         "layout": dataclasses.asdict(one.layout),
@@ -275,21 +278,17 @@ def _row(found: Planned, one: Layouted, arguments: argparse.Namespace) -> dict[s
         "seconds": {**dataclasses.asdict(one.time), "step": one.time.seconds},
         "bubble": one.time.bubble / one.time.seconds,
         "images_per_second": one.images_per_second,
-        "workers": _workers(found, one),
+        # Loader processes of a rank, for JPEG files of ImageNet's size.
+        "workers": math.ceil(one.images_per_second / one.layout.dp / gpu.images_per_worker),
         "mfu": found.mfu(one),
         "days": days,
-        "megawatt_hours": gpu_hours * watts / 1e6,
+        "megawatt_hours": gpu_hours * gpu.watts / 1e6,
         "cost": arguments.price and gpu_hours * arguments.price,
     }
 
 
-def _workers(found: Planned, one: Layouted) -> int:
-    """How many of a loader's processes a rank needs, for JPEG files of ImageNet's size."""
-    return math.ceil(one.images_per_second / one.layout.dp / found.wishes.machine.accelerator.images_per_worker)
-
-
 def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The whole plan."""
     best = found.fitting[0]
     return {
         "model": arguments.model,
@@ -304,78 +303,122 @@ def as_json(found: Planned, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _show(found: Planned, arguments: argparse.Namespace) -> None:
-    console, machine = make_console(), found.wishes.machine
-    lines = [["layout", "micro-batch", "memory a rank", "step", "bubble", "MFU", "images/s", "days", "MWh"]]
-    if arguments.price:
-        lines[0].append("cost")
-    for one in found.fitting[: arguments.top]:
-        row = _row(found, one, arguments)
-        lines.append(
-            [
-                str(one),
-                f"{one.batch.micro_batch} x {one.batch.accumulation}",
-                in_words(one.needs),
-                f"{one.time.seconds:.3f} s",
-                f"{row['bubble']:.0%}",
-                f"{row['mfu']:.0%}",
-                f"{one.images_per_second:,.0f}",
-                f"{row['days']:,.1f}",
-                f"{row['megawatt_hours']:,.1f}",
-                *([f"{row['cost']:,.0f}"] if arguments.price else []),
-            ]
-        )
-    title = (
-        f"{arguments.model}, {found.parameters / 1e9:,.2f} B parameters, on {machine.gpus} x "
-        f"{machine.accelerator.name}: {len(found.fitting)} layouts fit, {len(found.too_large)} do not"
-    )
-    print_columns(console, title, lines)
-    best = found.fitting[0]
-
-    def say(line: str) -> None:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-
-    say(
-        f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of "
-        f"{_epochs(arguments):g} epochs of {arguments.images:,} images (--epochs, --images). --top N shows more "
-        "layouts, --write DIR writes the files of the best."
-    )
-    if len(found.fitting) > 1:
-        say(f"next best: {why_slower(best, found.fitting[1])}")
-    if found.too_large:
-        one = found.too_large[0]
-        say(f"too large by the least: {one} needs {in_words(one.needs)}, {in_words(one.needs - one.room)} too much.")
-    fullest = max(best.memory, key=lambda memory: memory.together)
-    parts = {name: getattr(fullest, name) for name in _KINDS}
-    said = ", ".join(f"{_KINDS[name]} {in_words(size)}" for name, size in parts.items() if size)
-    say(f"memory of the best: {said}; {in_words(best.room)} a rank can be had.")
-    say(
-        f"data of the best: each of {best.layout.dp} replicas takes {best.images_per_second / best.layout.dp:,.0f} "
-        f"images/s; of JPEG files of ImageNet's size that is --workers {_workers(found, best)}."
-    )
-
-
-_KINDS = {
+_PARTS = {
     "weights": "weights",
     "masters": "masters",
     "optimizer": "optimizer state",
     "average": "average",
     "buckets": "ZeRO's buckets",
-    "gathered": "weights put together",
-    "going_back": "going back (activations, gradients)",
-    "updating": "or updating",
+    "gathered": "gathered weights",
+    "going_back": "backward pass (activations, gradients)",
+    "updating": "or update",
 }
 
 
+def _show(found: Planned, arguments: argparse.Namespace) -> None:
+    """Print the layouts and what to know about the best."""
+    console, machine, best = make_console(), found.request.machine, found.fitting[0]
+    lines = [["layout", "micro-batch", "memory a rank", "step", "bubble", "MFU", "images/s", "days", "MWh"]]
+    lines[0] += ["cost"] if arguments.price else []
+    for one in found.fitting[: arguments.top]:
+        row = _row(found, one, arguments)
+        line = [str(one), f"{one.batch.micro_batch} x {one.batch.accumulation}", in_words(one.needs)]
+        line += [f"{one.time.seconds:.3f} s", f"{row['bubble']:.0%}", f"{row['mfu']:.0%}"]
+        line += [f"{one.images_per_second:,.0f}", f"{row['days']:,.1f}", f"{row['megawatt_hours']:,.1f}"]
+        lines.append([*line, *([f"{row['cost']:,.0f}"] if arguments.price else [])])
+    title = (
+        f"{arguments.model}, {found.parameters / 1e9:,.2f} B parameters, on {machine.gpus} x "
+        f"{machine.accelerator.name}: {len(found.fitting)} layouts fit, {len(found.too_large)} do not"
+    )
+    print_columns(console, title, lines)
+    notes = [
+        "predicted from published rates: real steps take 1 to 3 times as long; --calibrate measures this machine's.",
+        f"a step is {arguments.global_batch:,} images (--global-batch); days and MWh are those of "
+        f"{arguments.epochs or _EPOCHS:g} epochs of {arguments.images:,} images (--epochs, --images). --top N shows "
+        "more layouts, --write DIR writes the files of the best.",
+    ]
+    if len(found.fitting) > 1:
+        notes.append(f"next best: {why_slower(best, found.fitting[1])}")
+    if found.too_large:
+        one = found.too_large[0]
+        short = in_words(one.needs - one.room)
+        notes.append(f"too large by the least: {one} needs {in_words(one.needs)}, {short} too much.")
+    row = _row(found, best, arguments)
+    parts = ", ".join(f"{text} {in_words(row['memory'][part])}" for part, text in _PARTS.items() if row["memory"][part])
+    notes.append(f"memory of the best: {parts}; {in_words(best.room)} a rank are available.")
+    notes.append(
+        f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
+        f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."
+    )
+    for note in notes:
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _nothing_fits(found: Planned) -> str:
-    """What is missing, and what would help."""
-    machine = found.wishes.machine
+    """The error where no layout fits."""
+    machine = found.request.machine
     if not found.too_large:
-        return f"no layout of {machine.gpus} GPUs is legal with these wishes; drop --pp, --tp or --zero"
+        return f"no layout of {machine.gpus} GPUs is possible with these flags; drop --pp, --tp or --zero"
     one = found.too_large[0]
     more = machine.gpus * 2 ** math.ceil(math.log2(one.needs / one.room))
     return (
         f"no layout fits on {machine.gpus} x {machine.accelerator.name}: {one} comes nearest and needs "
         f"{in_words(one.needs)} of the {in_words(one.room)} that a rank has; try --gpus {more}, or free --pp, --tp, "
         "--zero"
+    )
+
+
+# --write
+
+
+def write(found: Planned, one: Candidate, folder: Path, arguments: argparse.Namespace) -> None:
+    """Write deepspeed.json, hostfile and command.sh of a layout.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    machine, request = found.request.machine, found.request
+    per_host = min(machine.gpus, machine.per_node)
+    hosts = "".join(f"node{i + 1} slots={per_host}\n" for i in range(max(1, machine.gpus // machine.per_node)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(RunFolder(folder).deepspeed, {**json_at_stage(request.json, one.stage), **one.batch.as_json()})
+        (folder / "hostfile").write_text(hosts)
+        (folder / "command.sh").write_text(_script(one, folder, arguments))
+    except OSError as error:
+        raise UserError(f"--write {folder}: {error.strerror or error}") from None
+
+
+def training_words(one: Candidate, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """The flags of training for a layout."""
+    words = ["--recipe", arguments.recipe] if arguments.recipe else []
+    words += ["--deepspeed_config", str(RunFolder(folder).deepspeed), "--model", arguments.model]
+    kwargs = arguments.model_kwargs
+    if kwargs and not isinstance(kwargs, Mapping):
+        words += ["--model-kwargs", *kwargs]
+    for flag in ("img_size", "num_classes"):
+        if getattr(arguments, flag):
+            words += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
+    for flag, degree in (("--pp", one.layout.pp), ("--tp", one.layout.tp)):
+        words += [flag, str(degree)] if degree > 1 or arguments.recipe else []  # a recipe has its own
+    if one.layout.pp > 1:
+        words += ["--pp-partition", ",".join(map(str, one.bounds))]
+    if arguments.model_ema:
+        words.append("--model-ema")
+    if one.recomputing or arguments.recipe:
+        words.append(f"--grad-checkpointing={one.recomputing}")  # some shells drop a separate empty word
+    return words
+
+
+def _script(one: Candidate, folder: Path, arguments: argparse.Namespace) -> str:
+    """The script that starts training: a --dry-run first, on one process that is given the number of ranks."""
+    words = shlex.join(training_words(one, folder, arguments))
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {arguments.model} on {arguments.gpus} GPUs, {one}: planned by ds-vit plan. From the clone's folder:\n"
+        f"#     bash {folder / 'command.sh'} --data-dir DIR --output RUN\n"
+        f"# Write the hosts' names into {folder / 'hostfile'} before.\n"
+        "set -euo pipefail\n"
+        f'RANK=0 LOCAL_RANK=0 WORLD_SIZE={arguments.gpus} python launch/train.py {words} "$@" --dry-run\n'
+        f'bash launch/run_hostfile.sh --hostfile {shlex.quote(str(folder / "hostfile"))} launch/train.py {words} "$@"\n'
     )

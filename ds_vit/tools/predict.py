@@ -24,9 +24,9 @@ from rich.progress import track
 from ds_vit.data import ImageDecodeError, Loader, eval_loader, finish_images
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.interop.source import Exported, load_source
-from ds_vit.interop.stored_weights import find_weights
 from ds_vit.models import TimmViT
+from ds_vit.weights.files import find_weights
+from ds_vit.weights.source import Exported, load_source
 
 _MOST_WORKERS = 4  # timm's default
 
@@ -271,7 +271,7 @@ def collect(exported: Exported, found: Iterable[Prediction | Unreadable]) -> Pre
     found = list(found)
     return Predictions(
         model=exported.model.pretrained_cfg["architecture"],
-        weights=str(exported.found.path),
+        weights=str(exported.weights.path),
         by="sigmoid" if exported.bce else "softmax",
         images=tuple(one for one in found if isinstance(one, Prediction)),
         unreadable=tuple(one for one in found if isinstance(one, Unreadable)),

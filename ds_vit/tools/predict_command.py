@@ -16,12 +16,13 @@ import numpy as np
 from rich.table import Table
 
 from ds_vit import config as flags
+from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.interop.source import MODEL_FLAGS, PIXEL_FLAGS, Exported
-from ds_vit.interop.stored_weights import add_weights_arguments
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.tools.predict import Prediction, Unreadable, collect, embed, predict_each
+from ds_vit.weights.files import add_weights_arguments
+from ds_vit.weights.source import MODEL_FLAGS, Exported
 
 _EXAMPLES = {
     "predict": """

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.run_folder import RunFolder
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +55,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     records = read_records(arguments.runs)
     console, names = make_console(), [record.name for record in records]
     differing = differences(records)
-    print_columns(console, "what differs", [("setting", *names), *differing])
-    print_columns(console, "what came of it", [("figure", *names), *outcomes(records)])
+    print_columns(console, "differences", [("setting", *names), *differing])
+    print_columns(console, "results", [("metric", *names), *outcomes(records)])
     if batches := [values for name, *values in differing if name.startswith("JSON train_batch_size")]:
         console.print(
             f"  The global batches differ ({', '.join(batches[0])} images): a step is not the same step. --batch-size "

@@ -25,15 +25,16 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from ds_vit.config.run_folder import written_whole
 from ds_vit.data.decode import ImageDecodeError, decode
 from ds_vit.data.sources.datasets import open_source
-from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, FolderSource
-from ds_vit.data.sources.shard_index import DOT, load_index, read_index, save_index
+from ds_vit.data.sources.folders import FolderSource
+from ds_vit.data.sources.shard_index import DOT, DOT_OF_SUFFIX, load_index, read_index, save_index
 from ds_vit.data.sources.shards import CLASSES_FILE, PLAN_FILE, shard_name
+from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
 from ds_vit.data.sources.tars import TarSource
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.progress import Line
+from ds_vit.run_folder import written_whole
 
 _QUALITY = 90  # of what is resized
 _Packable = FolderSource | TarSource
@@ -235,8 +236,10 @@ def _write(path: Path, numbers: Sequence[int]) -> tuple[int, list[bytes], tuple[
                 data = source.encoded(number)
                 file_bytes += len(data)
                 stem, suffix = posixpath.splitext(source.path(number))
-                folder, stem = posixpath.split(stem + suffix if number in _work.clashing else stem)
+                folder, stem = posixpath.split(stem)
                 key = posixpath.join(folder, stem.replace(".", DOT))
+                if number in _work.clashing:
+                    key += DOT_OF_SUFFIX + suffix.removeprefix(".")
                 try:
                     encoded = _encoded_anew(data, name, _work.packing)
                 except ImageDecodeError:

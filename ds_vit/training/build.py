@@ -1,119 +1,447 @@
-"""From a plan to a running engine: layers, initial values, tensor slices, stages, optimizer, loss, DeepSpeed."""
+"""From a resolved run to its components: each gets its own config, and `build_training` puts them together."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
+from ds_vit.config import RunConfig
+from ds_vit.config.units import Interval, parse_steps
+from ds_vit.data import Source
 from ds_vit.engine.base import Engine
-from ds_vit.engine.pipeline import PipeEngine, StagedViT
-from ds_vit.engine.plain import PlainEngine
-from ds_vit.engine.workarounds import leave_products_alone
-from ds_vit.models import (
-    CheckpointFunction,
-    Layer,
-    SequentialViT,
-    initialise,
-    no_weight_decay_names,
-    recompute_all,
-    recompute_from_host_memory,
-    recompute_selectively,
-    timm_names,
-)
-from ds_vit.optim.build import attach, build_optimizer, parameter_groups
+from ds_vit.engine.start import device_of
+from ds_vit.fault_tolerance.signals import Deadline, Signals
+from ds_vit.fault_tolerance.watchdog import Watchdog
+from ds_vit.launching.process import Process
+from ds_vit.models import create_model, names_and_shapes
+from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
+from ds_vit.monitoring.profile import StepProfiler
+from ds_vit.monitoring.progress import Line
+from ds_vit.monitoring.sheets import TrainingSheet
+from ds_vit.monitoring.starts import note_start
+from ds_vit.monitoring.throughput import Throughput
+from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import gather_logits
-from ds_vit.training.layer_converters import layer_converters
-from ds_vit.training.plan import Plan
+from ds_vit.planner.counting import Flops, count_flops
+from ds_vit.run_folder import RunFolder
+from ds_vit.tasks import Batch
+from ds_vit.training.build_engine import EngineConfig, build_engine
+from ds_vit.training.callbacks import (
+    AverageWeights,
+    BadSteps,
+    Callback,
+    CheckReplicas,
+    Clock,
+    GradientStatistics,
+    Profile,
+    SetImageSize,
+)
+from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
+from ds_vit.training.dry_run import show_dry_run
+from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
+from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
+from ds_vit.training.prediction import Prediction
+from ds_vit.training.resolve import Resolved, resolve_run, resolved_flags
+from ds_vit.training.start_rows import Rows, settings_of, start_rows
+from ds_vit.training.step_log import StepLog
+from ds_vit.training.summary import show_end, show_start, summarise, write_settings
+from ds_vit.training.trainer import Trainer
 
 
-def build_engine(plan: Plan, device: torch.device, groups: Groups) -> Engine:
-    """This rank's part of the plan's model, initialised and wrapped by DeepSpeed (a collective)."""
-    if plan.config.tf32:
-        torch.set_float32_matmul_precision("high")
-    if plan.deepspeed.checkpointing.selective:
-        leave_products_alone()
-    layers = _build_layers(plan, device, groups)
-    tp = groups.tensor_parallel(sequence_parallel=plan.config.sequence_parallel)
-    cut_over_classes = tp if plan.model.class_parallel else None
-    loss = plan.model.task.loss(cut_over_classes)
-    fields = plan.model.task.fields(training=True)
-    shared: dict[str, Any] = {
-        "groups": groups,
-        "input_names": [field.name for field in fields if field.stage == "first"],
-    }
-    if cut_over_classes is not None:
-        shared["whole_outputs"] = lambda logits: gather_logits(logits, plan.model.task.num_classes, cut_over_classes)
-    config, interval = dict(plan.deepspeed.json), plan.deepspeed.checkpointing.interval
-    function = recompute_function(plan)
-    engine: Engine
-    if plan.parallel.layout.pp == 1:
-        model = SequentialViT(layers, checkpoint_interval=interval, checkpoint_function=function if interval else None)
-        optimizer = _optimizer(plan, model, device)
-        engine = PlainEngine(model, optimizer, loss, config, **shared)
-    else:
-        targets = [field.name for field in fields if field.stage == "last"]
-        staged = StagedViT(
-            layers,
-            plan.model.bounds,
-            groups,
-            loss,
-            targets,
-            checkpoint_interval=interval,
-            checkpoint_function=function,
-        )
-        optimizer = _optimizer(plan, staged, device)
-        engine = PipeEngine(staged, optimizer, config, **shared)
-    if optimizer is not None:
-        attach(optimizer, engine.zero_map, plan.model.whole, plan.config.layer_decay)
-    return engine
+class Parts(NamedTuple):
+    """What a tool takes of a run that it does not train."""
+
+    engine: EngineConfig
+    inputs: InputConfig
 
 
-def _build_layers(plan: Plan, device: torch.device, groups: Groups) -> list[Layer]:
-    """The model's layers, those of this rank's stage filled.
+def resolve_parts(
+    config: RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    *,
+    on_cpu: bool,
+    sources: tuple[Source, Source | None] | None = None,
+) -> Parts:
+    """Resolve a run for a tool; arguments and errors are those of `resolve_run`."""
+    resolved = resolve_run(config, explicit, process, on_cpu=on_cpu, sources=sources)
+    return Parts(engine_config(resolved), input_config(resolved))
 
-    They are filled one at a time, each converted before the next one (layer_converters.py), so that no rank holds more
-    than one layer whole.
-    """
-    whole, bounds, stage = plan.model.whole, plan.model.bounds, plan.parallel.stage
-    layers = plan.model.task.layers(whole)
-    converters = layer_converters(plan, groups)
 
-    def on_layer(layer: Layer) -> None:
-        for convert in converters:
-            convert(layer)
-
-    initialise(
-        whole,
-        layers[bounds[stage] : bounds[stage + 1]],
-        seed=plan.config.seed,
-        device=device,
-        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-        dtype=getattr(torch, plan.deepspeed.precision.compute) if plan.deepspeed.zero_stage == 3 else torch.float32,
-        checkpoint=plan.model.initial_checkpoint,
-        on_layer=on_layer,
+def engine_config(resolved: Resolved) -> EngineConfig:
+    """How the run computes, distributes and updates its model."""
+    config, deepspeed = resolved.config, resolved.deepspeed
+    return EngineConfig(
+        model=resolved.model,
+        optimizer=resolved.optimizer,
+        layout=resolved.layout,
+        stage=resolved.layout.stage(resolved.process.rank),
+        local_world_size=resolved.process.local_world_size,
+        batch=resolved.data.batch,
+        json=deepspeed.json,
+        precision=deepspeed.precision,
+        checkpointing=deepspeed.checkpointing,
+        seed=config.seed,
+        sequence_parallel=config.sequence_parallel,
+        norms_fp32=config.norm_dtype == "float32",
+        tf32=config.tf32,
+        compile_mode=config.compile_mode if config.compile else None,
+        # A compiled graph is for one number of rows.
+        drop_path_compute=config.drop_path_compute if config.drop_path and not config.compile else "all",
+        layer_decay=config.layer_decay,
+        averaged=config.model_ema,
     )
-    return layers
 
 
-def _optimizer(plan: Plan, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer | None:
-    wanted = plan.optimizer
-    if wanted is None:
-        return None
-    names = timm_names(model)
-    parameters = [(names[local], p) for local, p in model.named_parameters()]
-    undecayed = no_weight_decay_names(plan.model.whole)
-    groups = parameter_groups(parameters, wanted.weight_decay, undecayed, wanted.fallback)
-    # With the optimizer offloaded, its step runs on the CPU.
-    zero = plan.deepspeed.json.get("zero_optimization", {})
-    offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
+def input_config(resolved: Resolved) -> InputConfig:
+    """Which samples the run loads, and how."""
+    config, data = resolved.config, resolved.data
+    return InputConfig(
+        task=resolved.model.task,
+        train_source=data.train_source,
+        val_source=data.val_source,
+        order=data.order,
+        share=resolved.share,
+        sizes=resolved.image_sizes,
+        total_steps=resolved.optimizer.total_steps if resolved.optimizer else 0,
+        eval_rows=config.validation_batch_size or data.batch.micro_batch,
+        on_bad_image=config.on_bad_image,
+        max_bad_images=config.max_bad_images,
+        workers=resolved.workers,
+        layout=resolved.layout,
+        rank=resolved.process.rank,
+        local_world_size=resolved.process.local_world_size,
+    )
 
 
-def recompute_function(plan: Plan) -> CheckpointFunction:
-    """What runs a group of blocks whose activations are recomputed: `function(run, *tensors)`."""
-    told = plan.deepspeed.checkpointing
-    if told.selective:
-        return recompute_selectively
-    return recompute_from_host_memory if told.cpu else recompute_all
+def reads(resolved: Resolved) -> Callable[[int], str]:
+    """Rank → what it reads of the samples: "images", "targets" or "" for nothing."""
+    task, layout, training = resolved.model.task, resolved.layout, resolved.optimizer is not None
+    return lambda rank: reads_of(task, layout, rank, training=training)
+
+
+def checkpoint_config(resolved: Resolved) -> CheckpointConfig:
+    """When the run saves and stops, and what its checkpoints say about it."""
+    config = resolved.config
+    return CheckpointConfig(
+        interval=Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
+        keep=config.keep_checkpoints,
+        rollback=bool(config.rollback),
+        deadline=Deadline(resolved.stop_at, config.stop_before_seconds or 0.0),
+        order=resolved.data.order,
+        resume=resolved.resume,
+        schedule=resolved.rates,
+        identity=resolved.identity,
+        flags=resolved_flags(resolved),
+    )
+
+
+def _flops_by_size(resolved: Resolved) -> dict[int | None, Flops]:
+    """The FLOPs of an image of each size that the run trains on; of the model's size under None."""
+    sizes, model = resolved.image_sizes, resolved.model
+    flops: dict[int | None, Flops] = {None: count_flops(model.whole, model.frozen)}
+    for size in sizes.sizes if sizes else ():
+        flops[size] = count_flops(create_model(dataclasses.replace(model.spec, img_size=size)), model.frozen)
+    return flops
+
+
+# ---- a training run --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that is ready to train, on this rank.
+
+    Attributes:
+        trainer: its loop.
+        config: of its engine.
+        process: this rank.
+        folder: of its output.
+        clock: of its time.
+        prediction: of its memory and time.
+        reporter: of rank 0.
+    """
+
+    trainer: Trainer
+    config: EngineConfig
+    process: Process
+    folder: RunFolder
+    clock: Clock
+    prediction: Prediction
+    reporter: Reporter | None
+
+    def run(self) -> str:
+        """Train and save (a collective); gives the word that summary.json ends with."""
+        engine = self.trainer.engine
+        try:
+            exit_word = self.trainer.run()
+        finally:
+            engine.on_close.close()
+            if self.reporter:
+                self.reporter.close()
+        lost = self.reporter.num_lost if self.reporter else 0
+        if engine.sum(torch.tensor(lost, device=engine.device)) and exit_word == "completed":
+            return "not all saved"
+        return exit_word
+
+    def finish(self, exit_word: str) -> dict[str, Any]:
+        """Write summary.json and the report, and show the end (a collective); gives what summary.json holds."""
+        trainer, throughput = self.trainer, self.clock.throughput
+        evaluations, skipped = trainer.evaluations, trainer.inputs.skipped.state_dict()
+        summary = summarise(
+            self.config,
+            evaluations.evaluations,
+            evaluations.ema_evaluations,
+            throughput,
+            skipped,
+            self.clock.wall_seconds,
+            steps=trainer.step,
+            exit_word=exit_word,
+        )
+        images, batch = throughput.total_images, trainer.inputs.config.order.global_batch
+        summary |= self.prediction.figures(batch * throughput.total_seconds / images if images else None)
+        console = self.reporter.console if self.reporter else None
+        rows = self.prediction.end_rows(summary) if console else ()
+        show_end(self.config, self.process, self.folder, summary, console, trainer.checkpoints.stopped, rows)
+        trainer.engine.close()
+        return summary
+
+
+def build_training(
+    resolved: Resolved,
+    folder: RunFolder,
+    groups: Groups,
+    started: float,
+    watchdog: Watchdog,
+    signals: Signals | None = None,
+    listeners: Listeners = MappingProxyType({}),
+) -> Training:
+    """Show a run, build its engine and everything around it, and restore its checkpoint (a collective).
+
+    Args:
+        resolved: the run.
+        folder: of the output, shared by all ranks; rank 0 writes to it.
+        groups: of the run.
+        started: `time.perf_counter()` when the program began.
+        watchdog: receives every bit of progress.
+        signals: received by this rank, or None where they are not listened for.
+        listeners: as for `Reporter`.
+    """
+    order, device = resolved.data.order, device_of(resolved.process.local_rank)
+    clock = Clock(Throughput(), order.global_batch, started)
+    reporter = None
+    if resolved.process.rank == 0:
+        reporter = Reporter(
+            folder,
+            total_steps=resolved.training.total_steps,
+            console=make_console(),
+            stamp=lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": clock.wall_seconds},
+            listeners=listeners,
+        )
+    config = engine_config(resolved)
+    prediction = Prediction(config, device, predict_time=resolved.image_sizes is None)
+    flops = _flops_by_size(resolved) if reporter else {}
+    more: Rows = ()
+    if reporter:
+        prediction.predict()
+        more = prediction.start_rows()
+    hosts = _show(resolved, folder, device, flops.get(None), reporter.console if reporter else None, more)
+    with _doing(reporter, "building the model"):
+        watchdog.beat(0, "building the model", patience=4)
+        engine = build_engine(config, device, groups)
+        trainer = _build_trainer(resolved, engine, folder, clock, flops, watchdog, signals, prediction, reporter)
+    with _doing(reporter, "reading the checkpoint") if resolved.resume else contextlib.nullcontext():
+        watchdog.beat(0, "reading the checkpoint", patience=4)
+        trainer.restore()
+    if reporter:
+        reporter.start(trainer.step, engine.write_events)
+        reporter.settings(*settings_of(resolved))
+        precision, zero_stage = resolved.deepspeed.precision.name, resolved.deepspeed.zero_stage
+        schedule = resolved.training.schedule
+        note_start(folder, trainer.step, resolved.layout, zero_stage, device, hosts, schedule, precision)
+    return Training(trainer, config, resolved.process, folder, clock, prediction, reporter)
+
+
+def _show(
+    resolved: Resolved,
+    folder: RunFolder,
+    device: torch.device,
+    flops: Flops | None,
+    console: Console | None,
+    more: Rows = (),
+) -> list[str]:
+    """Write the settings files and show the start (a collective); gives the host of each rank.
+
+    Args:
+        resolved: the run.
+        folder: of its output.
+        device: of this rank.
+        flops: of an image, on rank 0.
+        console: of rank 0; None on the others.
+        more: further rows of the table.
+    """
+    rows: Rows = ()
+    if console is not None and flops is not None:
+        deepspeed = resolved.deepspeed
+        write_settings(folder, resolved_flags(resolved), deepspeed.json, deepspeed.origins, resolved.model.task)
+        rows = [*start_rows(resolved, flops, device, folder.path), *more]
+    return show_start(console, resolved.notes, rows, resolved.layout, resolved.process)
+
+
+def _build_trainer(
+    resolved: Resolved,
+    engine: Engine,
+    folder: RunFolder,
+    clock: Clock,
+    flops: Mapping[int | None, Flops],
+    watchdog: Watchdog,
+    signals: Signals | None,
+    prediction: Prediction,
+    reporter: Reporter | None,
+) -> Trainer:
+    """The loop around an engine: inputs, callbacks, evaluations, checkpoints (a collective)."""
+    config, model = resolved.config, resolved.model
+    ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
+    if config.spike_factor is not None:
+        engine.guard.watch_spikes(config.spike_factor)
+    samples = folder.samples if config.log_samples else None
+    inputs = InputPipeline(input_config(resolved), engine, clock.throughput, samples, folder.skipped)
+    if reporter and config.log_images:
+        names, number = model.task.class_names, resolved.data.batch.accumulation
+        sheet = TrainingSheet(model.image, resolved.data.train_source, names, config.log_images, number)
+        inputs.look = partial(sheet.add, save=reporter.training_images)
+    phases = Phases(watchdog, resolved.first_patience)
+    precision, layout = resolved.deepspeed.precision.name, resolved.layout
+    step_log = StepLog(engine, inputs, resolved.log_interval, precision, flops, clock.throughput, prediction, reporter)
+    sees_images = layout.pp == 1 and not config.sequence_parallel and resolved.share.dp_rank == 0
+    draws = sees_images and bool(model.task.class_names)
+    evaluations = Evaluations(engine, inputs, ema, config.eval_interval, draws, watchdog, phases, reporter)
+
+    def make_checkpoints(trainer: Trainer) -> CheckpointManager:
+        return CheckpointManager(
+            checkpoint_config(resolved),
+            folder.checkpoints,
+            engine,
+            model.task,
+            names_and_shapes(model.whole),
+            engine.teachers or ema,
+            clock.throughput,
+            signals,
+            trainer,
+            reporter,
+        )
+
+    callbacks = _callbacks(resolved, engine, ema, clock, step_log, folder, watchdog, reporter)
+    schedule, horizon = resolved.training.schedule, resolved.training.horizon
+    return Trainer(
+        engine, inputs, schedule, horizon, evaluations, callbacks, make_checkpoints, watchdog, phases, folder
+    )
+
+
+def _callbacks(
+    resolved: Resolved,
+    engine: Engine,
+    ema: Ema | None,
+    clock: Clock,
+    step_log: StepLog,
+    folder: RunFolder,
+    watchdog: Watchdog,
+    reporter: Reporter | None,
+) -> list[Callback]:
+    """What happens around each step, in this order."""
+    config, sizes = resolved.config, resolved.image_sizes
+    bad_steps = BadSteps(
+        engine,
+        reporter,
+        stop=config.on_nonfinite == "stop",
+        max_rollbacks=config.rollback,
+        fp16="fp16" in resolved.deepspeed.precision.name,
+    )
+    callbacks: list[Callback] = [bad_steps]
+    if ema is not None:
+        callbacks.append(AverageWeights(ema))
+    if sizes is not None:
+        callbacks.append(SetImageSize(engine, sizes, resolved.model.whole.patch_embed.patch_size))
+    if config.grad_stats_interval:
+        callbacks.append(GradientStatistics(engine, config.grad_stats_interval, bad_steps, reporter))
+    callbacks.append(clock)
+    if config.check_replicas:
+        callbacks.append(CheckReplicas(engine, config.check_replicas))
+    callbacks.append(step_log)
+    if steps := parse_steps(config.profile_steps, "--profile-steps"):
+        profiler = StepProfiler(steps, folder.profile, engine.groups, engine.device)
+        callbacks.append(Profile(profiler, clock.throughput, watchdog, reporter))
+    return callbacks
+
+
+def _doing(reporter: Reporter | None, what: str) -> contextlib.AbstractContextManager[object]:
+    """A line on rank 0's terminal for the block."""
+    return reporter.line.doing(what) if reporter else contextlib.nullcontext()
+
+
+# ---- evaluation only -------------------------------------------------------------------------------------------------
+
+
+def run_evaluation(
+    resolved: Resolved, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog
+) -> dict[str, Any]:
+    """`--eval-only`: evaluate, and write a run's files (a collective); the arguments are those of `build_training`.
+
+    Returns:
+        What summary.json holds, on every rank.
+    """
+    device, task, first_patience = device_of(resolved.process.local_rank), resolved.model.task, resolved.first_patience
+
+    def stamp(step: int) -> dict[str, float]:
+        return {"epoch": 0, "wall_seconds": time.perf_counter() - started}
+
+    reporter, console, flops = None, None, None
+    if resolved.process.rank == 0:
+        reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp)
+        console, flops = reporter.console, count_flops(resolved.model.whole)
+    _show(resolved, folder, device, flops, console)
+
+    def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
+        watchdog.beat(0, "evaluation", patience=first_patience)
+        return watchdog.micro_batches(batches)
+
+    pictures: dict[str, torch.Tensor] = {}
+    watchdog.beat(0, "building the model", patience=4)
+    watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
+    config = engine_config(resolved)
+    engine, figures = build_and_evaluate(config, input_config(resolved), device, groups, watch, folder.skipped)
+    if reporter:
+        reporter.start(events=engine.write_events)
+        reporter.eval({"step": 0, **figures}, task.figures)
+        reporter.pictures(0, pictures)
+        reporter.close()
+    seconds = time.perf_counter() - started
+    skipped = {"skipped_images": len(resolved.data.validation) - int(figures["images"])}
+    summary = summarise(config, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
+    show_end(config, resolved.process, folder, summary, console)
+    engine.close()
+    return summary
+
+
+def run_dry(resolved: Resolved, device_type: str, folder: Path) -> None:
+    """`--dry-run`: show the run and what it would need and write."""
+    flops = count_flops(resolved.model.whole, resolved.model.frozen)
+    show_dry_run(
+        engine_config(resolved),
+        resolved.notes,
+        start_rows(resolved, flops, torch.device(device_type), folder),
+        resolved.rates if resolved.optimizer else {},
+        folder,
+        resolved.config.checkpoint_interval,
+        resolved.config.keep_checkpoints,
+    )

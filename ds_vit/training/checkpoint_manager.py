@@ -1,16 +1,18 @@
-"""What makes a run survive: when to save, going on from what was saved, and stopping in order when told to.
+"""Saves a run at its intervals, restores it, and stops it in order when it receives a signal.
 
-Every rank has a `CheckpointManager` and calls the same methods in the same order; what one rank alone may know (a
-signal, the clock, a disk that is still busy) is put to all of them at the boundary between two steps.
+Every rank has a `CheckpointManager` and calls the same methods in the same order. What only one rank may know (a
+signal, the clock, a disk that is still busy) is shared by all of them at the boundary between two steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shutil
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,105 +20,152 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ds_vit.checkpoint import Checkpoint, forget_best_after, newest, open_checkpoint, remove_leftovers
-from ds_vit.checkpoint.holding import Holding
-from ds_vit.checkpoint.load import load_tensors, optimizer_scalars, together, verify_together
+from ds_vit.checkpoint.folder import (
+    Checkpoint,
+    Damaged,
+    folder_name,
+    forget_best_after,
+    newest,
+    open_checkpoint,
+    read_figures,
+    remove_leftovers,
+    step_of,
+)
+from ds_vit.checkpoint.load import (
+    from_first_rank,
+    load_tensors,
+    optimizer_scalars,
+    tensors_as_json,
+    tensors_of_json,
+    verify_together,
+)
+from ds_vit.checkpoint.rank_share import RankShare
 from ds_vit.checkpoint.snapshot import Save, Saver
-from ds_vit.config.durations import Interval
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.units import Interval
+from ds_vit.data import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
-from ds_vit.models import names_and_shapes
-from ds_vit.models.weight_files import names_as_metadata
 from ds_vit.monitoring.metrics import Reporter, in_bytes
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.optim.ema import Ema
-from ds_vit.training.plan import Plan, resolved_flags
-from ds_vit.training.resume import first_step, skipped_batches
+from ds_vit.optim.ema import Ema, TeacherAverage
+from ds_vit.tasks import Task
+from ds_vit.training.resume import Resume, first_step, skipped_batches
+from ds_vit.weights.files import names_as_metadata
 
 
 class Stateful(Protocol):
-    """What a checkpoint keeps as plain data."""
+    """The state that a checkpoint keeps as plain data."""
+
+    def conclude(self) -> None:
+        """Finish what waits for the result of the last step (a collective); may raise RollBack."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As it is now (a collective)."""
+        """The current state (a collective)."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As it was then."""
+        """Restore the state."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run saves and stops, what it resumes from, and what its checkpoints say about it.
+
+    Attributes:
+        interval: between checkpoints; false for none.
+        keep: checkpoints to keep in addition to the best one; 0 keeps all.
+        rollback: a bad step may return the run to its last checkpoint.
+        deadline: when the run has to stop.
+        order: of the training samples.
+        resume: the checkpoint to resume from; None for a new run.
+        schedule: sets the learning rate (state.json).
+        identity: must be the same in a run that resumes (state.json).
+        flags: resolved (state.json).
+    """
+
+    interval: Interval
+    keep: int
+    rollback: bool
+    deadline: Deadline
+    order: SampleOrder
+    resume: Resume | None
+    schedule: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    flags: Mapping[str, Any]
 
 
 class CheckpointManager:
     """Saves and restores one run.
 
     Args:
-        plan: the run.
-        folder: of its output, shared by all ranks.
+        config: of the run's checkpoints.
+        parent: the folder `checkpoints`, shared by all ranks.
         engine: running, with the groups that saving takes.
+        task: has state, names of classes and parameters with separate files.
+        shapes: timm name → whole shape, of all parameters in the model's order.
         ema: the moving average, or None.
-        throughput: is paused while training stands still for a save.
-        signals: that this rank has had; None where they are not listened for.
-        trainer: is asked for its state at every save, and given it back.
+        throughput: is paused while training waits for a save.
+        signals: received by this rank; None where they are not listened for.
+        trainer: its state is saved and restored.
         reporter: of rank 0; None elsewhere.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        folder: RunFolder,
+        config: CheckpointConfig,
+        parent: Path,
         engine: Engine,
+        task: Task,
+        shapes: Mapping[str, torch.Size],
         ema: Ema | None,
         throughput: Throughput,
         signals: Signals | None,
         trainer: Stateful,
         reporter: Reporter | None = None,
     ) -> None:
-        config = plan.config
-        self.plan = plan
-        self.parent = folder.checkpoints
+        self.config = config
+        self.parent = parent
         self.engine = engine
+        self.task = task
         self.ema = ema
         self.throughput = throughput
         self.reporter = reporter
         self.num_failed = 0
         """Checkpoints that could not be written, the weights of the end among them."""
         self.stopped_unsaved = False
-        """The run was told to stop, and the step that it stopped at could not be written."""
+        """The run was stopped, and the step that it stopped at could not be written."""
         self.stopped = ""
-        """What stopped the run before its end, and where what it trained lies; for people."""
+        """What stopped the run before its end, and where its last step is saved; for people."""
         self.skipped_batches = 0
         """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
         self._signals = signals or Signals()
         self._trainer = trainer
-        self._interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
-        self._every_steps = self._interval.steps
-        if self._interval.epochs:
-            self._every_steps = self._interval.epochs * plan.data.order.steps_per_epoch
-        self._deadline = Deadline(plan.stop_at, config.stop_before_seconds or 0.0)
+        self._every_steps = config.interval.steps or config.interval.epochs * config.order.steps_per_epoch
         self._ballot = Ballot(engine.groups.ballots)
-        holding = Holding(engine.zero_map, ema.tensors if ema else None, names_and_shapes(plan.model.whole))
         self._saver = Saver(
-            self.parent,
-            holding,
-            config.keep_checkpoints,
+            parent,
+            RankShare(engine.zero_map, ema.tensors if ema else None, shapes),
+            config.keep,
             engine.groups.files,
-            apart=plan.model.task.weight_files(),
-            metadata=names_as_metadata(plan.model.task.class_names),
+            apart=task.weight_files(),
+            metadata=names_as_metadata(task.class_names),
         )
-        self._saved_step: int | None = None  # of the last save that was begun, or resumed from
-        self._failed_step: int | None = None  # of the last save that came to nothing
+        self._saved_step: int | None = None  # of the last save that was started, or resumed from
+        self._complete_step: int | None = None  # of the last save that was completed, or resumed from
+        self._failed_step: int | None = None  # of the last save that failed
+        self._best_step: int | None = None  # whose weights are the best so far
+        self._figures: tuple[int, Mapping[str, Any]] | None = None  # step and its evaluations, until written
         self._saved_at = time.monotonic()
         self._due = False
         self._reserved = False  # memory for saves
-        self._identity = plan.identity  # asked for once: it reads the names of all samples
-        self._best_step: int | None = None  # step whose weights are the best so far
-        self._said_slow = False
-        self._has_saved = False
+        self._warned_slow = False
+        # The newest complete checkpoint that fell due by its step: where a rollback returns to.
+        self._rollback_to: Path | None = None
 
-    # ---- going on --------------------------------------------------------------------------------------------------
+    # ---- resuming --------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Go on from the plan's checkpoint, if it has one (a collective).
+        """Restore the checkpoint that the run resumes from, if there is one (a collective).
 
         Returns:
             The optimizer steps that are done; 0 for a new run.
@@ -127,14 +176,18 @@ class CheckpointManager:
         if dist.get_rank() == 0 and self.parent.is_dir():
             for name in remove_leftovers(self.parent):
                 self._say(f"removed {name}, which a run left that was ended while it saved")
-        if self.plan.resume is None:
+        resume = self.config.resume
+        if resume is None:
             return 0
-        step, state = self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+        step, state = self._load(self._open_intact(resume.checkpoint.path, falls_back=resume.falls_back))
         self._trainer.load_state_dict(state)
         return step
 
     def roll_back(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Back to the newest checkpoint of this run, or the one that it went on from (a collective).
+        """Return to the last checkpoint that fell due, of this run or of the one it resumed from (a collective).
+
+        A checkpoint that an interruption saved is skipped, so that the run has the curve of one that was not
+        interrupted.
 
         Returns:
             The optimizer steps that are done, and the trainer's state at that step; None where nothing was saved yet.
@@ -142,144 +195,151 @@ class CheckpointManager:
         Raises:
             UserError: on every rank: no checkpoint is intact.
         """
-        self._saver.wait()
-        self._collect()
-        # Before its own first save, what lies in the folder may be of a course that was given up.
-        checkpoint = together(lambda: newest(self.parent)[0]) if self._has_saved else None
-        if checkpoint is not None:
-            return self._take(self._intact(checkpoint, falls_back=True))
-        if self.plan.resume is None:
-            return None
-        return self._take(self._intact(self.plan.resume.checkpoint, self.plan.resume.falls_back))
+        self._finish_save()
+        path = self._rollback_to
+        return self._load(self._open_intact(path, falls_back=True)) if path else None
 
-    def _take(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
-        """Fill everything from a checkpoint that is intact."""
+    def _load(self, checkpoint: Checkpoint) -> tuple[int, Mapping[str, Any]]:
+        """Restore everything except the trainer's state, which is returned with the step."""
         state = checkpoint.state
-        step = first_step(state, self.plan.data.order)
+        step = first_step(state, self.config.order)
         average = self.ema.tensors if self.ema else None
         load_tensors(checkpoint, self.engine.zero_map, average, state["optimizer"])
         if self.ema is not None:
             self.ema.updates = int(state["ema_updates"] or 0)
+        if isinstance(self.ema, TeacherAverage):
+            self.ema.write()
+        self.task.load_state_dict(tensors_of_json(state.get("task", {})))
         self.engine.restore_progress(state["engine"], step)
-        self._say(f"going on from {checkpoint.path} at step {step}")
+        self._say(f"resuming from {checkpoint.path} at step {step}")
         own = checkpoint.path.parent.resolve() == self.parent.resolve() and step == state["step"]
-        self._saved_step = step if own else None
-        together(lambda: forget_best_after(self.parent, step) if own else None)
-        self._best_step = self._failed_step = None  # of a course that was given up
+        self._saved_step = self._complete_step = step if own else None
+        from_first_rank(lambda: forget_best_after(self.parent, step) if own else None)
+        due = checkpoint.path.parent / folder_name(state.get("rollback_step", state["step"]))
+        self._rollback_to = due if from_first_rank(due.is_dir) else checkpoint.path
+        self._best_step = self._failed_step = self._figures = None  # of steps that the run abandons
         self._due = False
-        self.skipped_batches = skipped_batches(state, self.plan.data.order)
-        history = dict(state["history"])
-        for name in ("evaluations", "ema_evaluations"):  # "accuracies" in checkpoints from before there were tasks
-            history.setdefault(name, history.get(name.replace("evaluations", "accuracies")))
-        return step, history
+        self.skipped_batches = skipped_batches(state, self.config.order)
+        return step, {**state["history"], **from_first_rank(lambda: read_figures(checkpoint.path))}
 
-    def _intact(self, checkpoint: Checkpoint, falls_back: bool) -> Checkpoint:
-        """The checkpoint, or the newest one before it that has the contents it should have."""
+    def _open_intact(self, path: Path, *, falls_back: bool) -> Checkpoint:
+        """Open and verify a checkpoint, or the newest intact one before it (a collective)."""
+        checkpoint, wrong = from_first_rank(lambda: _open(path))  # another host may not see the newest one yet
         damaged: set[str] = set()
-        path = Path(together(lambda: str(checkpoint.path)))
-        if path != checkpoint.path:  # a network file system that has not shown this host the newest one yet
-            checkpoint = open_checkpoint(path)
-        while wrong := verify_together(checkpoint):
-            damaged.add(checkpoint.path.name)
+        while wrong := wrong or verify_together(checkpoint):
             if not falls_back:
-                raise UserError(f"--resume {checkpoint.path}: {wrong}; give another one, or its run's folder")
+                raise UserError(f"--resume {path}: {wrong}; give another one, or its run's folder")
             self._say(f"{wrong}; the checkpoint before it is tried")
-            parent, skip = checkpoint.path.parent, frozenset(damaged)
-            found = together(lambda parent=parent, skip=skip: newest(parent, skip=skip)[0])
-            if found is None:
-                raise UserError(f"--resume: no checkpoint in {parent} is intact; the newest: {wrong}")
-            checkpoint = found
+            damaged.add(path.name)
+            parent, skip = path.parent, frozenset(damaged)
+            checkpoint = from_first_rank(lambda parent=parent, skip=skip: newest(parent, skip=skip)[0])
+            if checkpoint is None:
+                raise UserError(f"no checkpoint in {parent} is intact; the last one tried: {wrong}")
+            path, wrong = checkpoint.path, ""
         return checkpoint
 
     # ---- saving ----------------------------------------------------------------------------------------------------
 
-    def evaluated(self, step: int, *, is_best: bool) -> None:
-        """The weights were judged; a new best one is saved where checkpoints are saved at all (a collective).
+    def evaluated(self, step: int, figures: Mapping[str, Any], *, is_best: bool) -> None:
+        """Record an evaluation; a new best step is saved if the run has checkpoints (a collective).
 
         Args:
             step: that was evaluated.
+            figures: of all evaluations so far, as in the trainer's state.
             is_best: whether no evaluation so far was better.
         """
-        if not is_best or not self._interval:
+        if self._saved_step == step:
+            self._figures = step, figures
+            self._write_figures()
+        if not is_best or not self.config.interval:
             return
         self._best_step = step
         if self._saved_step != step:
             self._due = True
-        else:  # the run was interrupted between the save and the figures
-            self._saver.wait()
-            self._collect()
-            if self._failed_step != step and (error := self._saver.mark_best(step)):
-                self.num_failed += 1
-                self._say(f"WARNING: the checkpoint of step {step} could not be marked as the best one ({error})")
+            return
+        self._finish_save()
+        if self._failed_step != step and (error := self._saver.mark_best(step)):
+            self.num_failed += 1
+            self._say(f"WARNING: the checkpoint of step {step} could not be marked as the best one ({error})")
 
     def boundary(self, step: int) -> None:
-        """Between two steps: ask all ranks whether to stop, and save if it is time (a collective).
+        """Between two steps: stop if any rank has to, and save if it is time (a collective).
 
         Raises:
-            Interrupted: on every rank; what was trained is saved.
+            Interrupted: on every rank; the step is saved.
         """
         if step and self._every_steps and step % self._every_steps == 0:
             self._due = True
-        seconds = self._interval.seconds
+        seconds = self.config.interval.seconds
         elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
         number, late, busy, clock = self._ballot.largest(
-            (self._signals.received, self._deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
+            (self._signals.received, self.config.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
         self._collect()
         if number or late:
             self._stop(step, number)
-        if self._interval and step and not self._reserved:
+        if self.config.interval and step and not self._reserved:
             self._reserved = True
-            self._tell_need()
+            self._report_disk_space()
             self._saver.reserve()
         if self._saved_step == step:
-            self._due = False  # a run that goes on finds the step that it goes on from saved
-        if not (self._due or clock) or self._saved_step == step:
-            return
-        if busy and self._best_step != step:  # these weights can be had at a later step too; the best ones cannot
-            self._due = True
-            if not self._said_slow:
-                self._said_slow = True
-                self._say(
-                    f"step {step}: the checkpoint of step {self._saved_step} is still being written; the next one "
-                    "waits for it and training goes on (a slow disk, or an epoch or --checkpoint-interval shorter than "
-                    "a save takes)"
-                )
-            return
-        self._begin(step)
+            self._due = False
+        elif self._due or clock:
+            # A best step cannot be replaced by a later one, and a rollback returns to this very step: these wait.
+            if busy and self._best_step != step and not self.config.rollback:
+                self._postpone(step)
+            else:
+                self._start_save(step)
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank (a collective)."""
+        return bool(self._ballot.largest((flag,))[0])
 
     def asked_to_stop(self) -> bool:
-        """Whether any rank has been told to stop (a collective); what follows is to be `boundary`."""
-        return any(self._ballot.largest((self._signals.received, self._deadline.passed)))
+        """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
+        return any(self._ballot.largest((self._signals.received, self.config.deadline.passed)))
+
+    def end_save(self) -> None:
+        """Complete the checkpoint that is being written, before this process ends with an error."""
+        with contextlib.suppress(RuntimeError):  # another rank is gone: the error that ends this one is shown
+            self._finish_save()
 
     def finish(self, step: int) -> None:
-        """The end of training: wait for the last save, and save the end where the run has checkpoints."""
-        self._saver.wait()
-        self._collect()
-        if self._interval and step and self._saved_step != step:
-            self._begin(step)
-            self._saver.wait()
-            self._collect()
+        """Complete the last save, and save the last step of training if the run has checkpoints."""
+        self._finish_save()
+        if self.config.interval and step and self._saved_step != step:
+            self._start_save(step, due=False)
+            self._finish_save()
+
+    def save_last(self, step: int) -> str:
+        """Save the step that the run stops at, unless it is saved (a collective); returns a phrase for people."""
+        self._finish_save()
+        if step and self._saved_step != step:
+            self._start_save(step, due=self._due)
+            self._finish_save()
+        self.stopped_unsaved = step > 0 and self._failed_step == step
+        if self.stopped_unsaved:
+            return "this step could not be saved"
+        return f"saved in {self.parent}" if step else "nothing was trained yet"
 
     def save_weights(self, folder: Path) -> None:
-        """`model.safetensors`, what the task has apart from it, and both of the average where there is one, written by
-        all ranks; `best.safetensors` where there is a best checkpoint.
+        """Write the weights, their average and the best checkpoint's into the run's folder (a collective).
 
-        Weights that could not be written count among `num_failed`, and a line says why.
+        A failure counts in `num_failed`, and a line says why.
         """
-        for save in (self._saver.save_weights, *([self._saver.save_best] if self._interval else [])):
+        for save in (self._saver.save_weights, *([self._saver.save_best] if self.config.interval else [])):
             try:
                 save(folder)
             except NotSaved as error:
                 self.num_failed += 1
-                self._say(f"WARNING: {error}; the checkpoints are as they were")
+                self._say(f"WARNING: {error}; the checkpoints are intact")
 
-    def _tell_need(self) -> None:
-        """What the checkpoints of this run will take on the disk, and what is free there (a line of rank 0)."""
+    def _report_disk_space(self) -> None:
+        """Print the space that this run's checkpoints need on the disk, and the free space (a line of rank 0)."""
         if self.reporter is None:
             return
         each, at_the_end = self._saver.num_bytes()
-        keep = self.plan.config.keep_checkpoints
+        keep = self.config.keep
         need = (keep + 2 if keep else 1) * each + at_the_end
         existing = next(path for path in (self.parent, *self.parent.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
@@ -292,32 +352,41 @@ class CheckpointManager:
             text = f"WARNING: {text}: make room" + (", or lower --keep-checkpoints" if keep > 1 else "")
         self._say(text)
 
-    def _begin(self, step: int) -> None:
+    def _postpone(self, step: int) -> None:
+        self._due = True
+        if not self._warned_slow:
+            self._warned_slow = True
+            self._say(
+                f"step {step}: the checkpoint of step {self._saved_step} is still being written; the next one waits "
+                "for it and training continues (a slow disk, or an epoch or --checkpoint-interval shorter than a save)"
+            )
+
+    def _start_save(self, step: int, *, due: bool = True) -> None:
+        """Start a save; `due`: an uninterrupted run saves this step too."""
+        self._trainer.conclude()
         self.throughput.pause()
         self._due = False
-        save = Save(step, self._state(step), best=self._best_step == step)
-        self._saver.start(save)
+        back = folder_name(step) if due or self._rollback_to is None else self._rollback_to.name
+        state = {**self._state(step), "rollback_step": step_of(back)}
+        spare = back if self.config.rollback else ""
+        self._saver.start(Save(step, state, best=self._best_step == step, spare=spare))
         self._saved_step, self._saved_at = step, time.monotonic()
         self.throughput.resume()
 
     def _stop(self, step: int, number: int) -> None:
         why = ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name) if number else "the time limit"
-        self._saver.wait()
-        self._collect()
-        if step and self._saved_step != step:
-            self._begin(step)
-            self._saver.wait()
-            self._collect()
-        saved = f"saved in {self.parent}" if step else "nothing was trained yet"
-        self.stopped_unsaved = step > 0 and self._failed_step == step
-        if self.stopped_unsaved:
-            saved = "this step could not be saved"
+        saved = self.save_last(step)
         self.stopped = f"by {why}; {saved}"
-        self._say(f"interrupted by {why} after step {step}; {saved}; --resume auto goes on")
+        self._say(f"interrupted by {why} after step {step}; {saved}; resume with --resume auto")
         raise Interrupted(why)
 
+    def _finish_save(self) -> None:
+        """Wait for the save that is being written."""
+        self._saver.wait()
+        self._collect()
+
     def _collect(self) -> None:
-        """Take note of saves that have come to their end."""
+        """Report the saves that have finished."""
         for save in self._saver.finished():
             row: dict[str, Any] = {
                 "step": save.step,
@@ -325,37 +394,47 @@ class CheckpointManager:
                 "write_seconds": save.write_seconds,
                 "bytes": save.num_bytes,
             }
-            self._has_saved = self._has_saved or not save.error
             if save.error:
                 self.num_failed += 1
                 self._failed_step = save.step
                 row["error"] = save.error
                 self._say(
-                    f"WARNING: the checkpoint of step {save.step} could not be written ({save.error}); training goes "
-                    "on, and the checkpoints before it are as they were"
+                    f"WARNING: the checkpoint of step {save.step} could not be written ({save.error}); training "
+                    "continues, and the checkpoints before it are intact"
                 )
+            else:
+                self._complete_step = save.step
+                if save.state["rollback_step"] == save.step:
+                    self._rollback_to = self.parent / folder_name(save.step)
             if self.reporter is not None:
                 self.reporter.checkpoint(row)
+        self._write_figures()
+
+    def _write_figures(self) -> None:
+        """Add an evaluation's figures to the checkpoint of its step once that is complete."""
+        if self._figures is not None and self._figures[0] == self._complete_step:
+            self._saver.write_figures(*self._figures)
+            self._figures = None
 
     def _state(self, step: int) -> dict[str, Any]:
         """state.json: everything but tensors, and nothing that depends on the layout."""
-        plan = self.plan
-        history = self._trainer.state_dict()  # first: it moves the average where the last step has not yet
-        epoch, rest = divmod(step, plan.data.order.steps_per_epoch)
+        config, order = self.config, self.config.order
+        epoch, rest = divmod(step, order.steps_per_epoch)
         return {
             "step": step,
             "epoch": epoch,
-            "images_in_epoch": rest * plan.data.batch.global_batch,
-            "images_seen": step * plan.data.batch.global_batch,
-            "global_batch": plan.data.batch.global_batch,
+            "images_in_epoch": rest * order.global_batch,
+            "images_seen": step * order.global_batch,
+            "global_batch": order.global_batch,
             "skipped_batches": self.skipped_batches,
-            "schedule": plan.rates,
+            "schedule": config.schedule,
             "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
-            "history": history,
-            "run": self._identity,
-            "config": resolved_flags(plan),
+            "history": self._trainer.state_dict(),
+            "task": tensors_as_json(self.task.state_dict()),
+            "run": config.identity,
+            "config": config.flags,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -368,3 +447,11 @@ class CheckpointManager:
             self.reporter.say(text)
         elif dist.get_rank() == 0:
             print(text, flush=True)
+
+
+def _open(path: Path) -> tuple[Checkpoint | None, str]:
+    """A checkpoint, or why it cannot be opened."""
+    try:
+        return open_checkpoint(path), ""
+    except Damaged as damage:
+        return None, str(damage)

@@ -1,31 +1,105 @@
-"""The batches of this rank: who loads what, finished on the device.
+"""The batches of this rank: which rank loads what, and with how many processes; finished on the device.
 
-What is loaded follows from the task's fields: a pipeline stage decodes images, or reads targets, only where a field of
-its own needs them. Of the ranks that share a layer's tensor slices one loads and the others receive.
+The task's fields decide what is loaded: a pipeline stage decodes images, or reads targets, only if one of its fields
+needs them. In a tensor-parallel group one rank loads and the others receive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import json
 import os
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ds_vit.data import Loader, MicroBatch, Source, eval_loader, finish_keys, finish_valid, train_loader
+from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.data import (
+    ImageDecodeError,
+    Loader,
+    MicroBatch,
+    SampleOrder,
+    Share,
+    Source,
+    eval_loader,
+    finish_keys,
+    finish_valid,
+    train_loader,
+)
 from ds_vit.engine.base import Engine
 from ds_vit.launching.numa import addresses_of_ranks, cores_to_share, pci_address
+from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.tasks import Batch, Field
-from ds_vit.training.plan import Plan
+from ds_vit.parallel.layout import Layout
+from ds_vit.run_folder import LineLog
+from ds_vit.tasks import Batch, Field, Task
 from ds_vit.training.skipped_images import SkippedImages
+
+
+@dataclass(frozen=True)
+class InputConfig:
+    """Which samples a run loads, and how this rank loads its part of them.
+
+    Attributes:
+        task: makes the tensors of a batch.
+        train_source: the training split; in evaluation only it says which classes there are.
+        val_source: the evaluation split, or None.
+        order: of the training samples.
+        share: this rank's rows of a global batch.
+        sizes: which size of images each step trains on; None where all have the model's.
+        total_steps: optimizer steps of the run; 0 in evaluation only.
+        eval_rows: rows of an evaluation batch.
+        on_bad_image: "error" or "skip".
+        max_bad_images: the share of an epoch's images that may be skipped.
+        workers: loader processes of this rank.
+        layout: degrees of parallelism.
+        rank: of this process.
+        local_world_size: ranks on this host; None where unknown.
+    """
+
+    task: Task
+    train_source: Source
+    val_source: Source | None
+    order: SampleOrder
+    share: Share
+    sizes: ImageSizes | None
+    total_steps: int
+    eval_rows: int
+    on_bad_image: str
+    max_bad_images: float
+    workers: int
+    layout: Layout
+    rank: int
+    local_world_size: int | None
+
+    @property
+    def validation(self) -> Source:
+        """`val_source` of a run that evaluates."""
+        assert self.val_source is not None, "there is no evaluation split"
+        return self.val_source
+
+    @property
+    def has_images(self) -> bool:
+        """Whether this rank's pipeline stage takes images: the first one."""
+        return self.layout.stage(self.rank) == 0
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether this rank's pipeline stage takes targets: the last one."""
+        return self.layout.stage(self.rank) == self.layout.pp - 1
+
+    @property
+    def leader(self) -> int:
+        """The rank that loads for this rank's tensor-parallel group."""
+        return self.rank - self.layout.tp_rank(self.rank)
 
 
 @dataclass
@@ -33,13 +107,14 @@ class EvaluationInputs:
     """One pass over a split as evaluation sees it, on one rank.
 
     Attributes:
-        batches: with "valid"; rows that are not valid are padding or could not be decoded, and count nowhere.
+        batches: with "valid"; rows that are not valid are padding or could not be decoded, and count nowhere. Whoever
+            reads them closes them: until then the loader's processes and their shared memory stay.
         num_batches: how many; the same number on every rank.
         num_samples: in the split.
         num_skipped: samples of this rank that could not be decoded, so far.
     """
 
-    batches: Iterator[Batch]
+    batches: Generator[Batch, None, None]
     num_batches: int
     num_samples: int
     num_skipped: int = 0
@@ -49,31 +124,36 @@ class InputPipeline:
     """Inputs of training and evaluation for one rank.
 
     Args:
-        plan: the run.
+        config: of the inputs.
         engine: its device, type and process groups.
-        throughput: is told how long the loop waited for data.
+        throughput: counts how long the loop waited for data.
         samples: folder for files of the samples that each step used (--log-samples), or None.
         skipped: file that images are named in that could not be decoded, or None.
 
     Attributes:
-        look: is shown the micro-batches of the run from its first one on, as read and as the model gets them; or None.
+        look: receives the micro-batches of a new run, as read and as the model gets them; or None.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        config: InputConfig,
         engine: Engine,
         throughput: Throughput,
         samples: Path | None = None,
         skipped: Path | None = None,
     ) -> None:
-        self.plan = plan
+        self.config = config
         self.engine = engine
         self.throughput = throughput
-        self.loads = plan.parallel.layout.tp_rank(plan.parallel.process.rank) == 0
-        self.samples = samples
+        self.loads = config.rank == config.leader
+        self.samples = LineLog(samples / f"rank-{config.rank:05d}.jsonl") if samples is not None else None
         self.look: Callable[[MicroBatch, Batch], None] | None = None
-        self.skipped = SkippedImages(skipped, active=plan.config.on_bad_image == "skip")
+        order = config.order
+        epoch_images = order.steps_per_epoch * order.global_batch
+        active, most = config.on_bad_image == "skip", config.max_bad_images
+        self.skipped = SkippedImages(skipped, active=active, epoch_images=epoch_images, most=most)
+        self._read: Iterator[MicroBatch] | None = None  # of training
+        self._ahead: deque[MicroBatch] = deque()
 
     def training(self, first_step: int = 0, skipped_batches: int = 0) -> Generator[Batch, None, None]:
         """The micro-batches of the run from a step on; the time they are waited for is counted.
@@ -82,55 +162,80 @@ class InputPipeline:
             first_step: optimizer steps that are done.
             skipped_batches: global batches that were left out before this step.
         """
-        plan = self.plan
-        fields, sizes = self._here(plan.model.task.fields(training=True)), plan.image_sizes
-        if not self.loads:
-            for number in range(max(0, plan.training.total_steps - first_step) * plan.data.batch.accumulation):
-                step, micro_index = divmod(number, plan.data.batch.accumulation)
-                rows = plan.share.rows(micro_index)
-                _, keys = plan.data.order.rows(first_step + skipped_batches + step, rows)
-                sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
-                yield _with_host_keys(self._receive(sized, plan.data.batch.micro_batch), torch.from_numpy(keys))
-            return
-        batches = iter(
-            train_loader(
-                plan.data.train_source,
-                order=plan.data.order,
-                share=plan.share,
-                augment=plan.config.augment,
-                mix=plan.config.mix,
+        config, task = self.config, self.config.task
+        fields = self._here(task.fields(training=True))
+        self._ahead.clear()
+        if self.loads:
+            loader = train_loader(
+                config.train_source,
+                order=config.order,
+                share=config.share,
+                augment=task.augment,
+                mix=task.mix,
                 start_step=first_step + skipped_batches,
-                stop_step=max(first_step, plan.training.total_steps) + skipped_batches,
-                sizes=sizes and sizes.later(skipped_batches),
+                skipped_batches=skipped_batches,
+                stop_step=max(first_step, config.total_steps) + skipped_batches,
+                sizes=config.sizes and config.sizes.later(skipped_batches),
                 **self._loading(fields),
             )
-        )
-        for number in itertools.count(first_step * plan.data.batch.accumulation):
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.throughput.waited(time.perf_counter() - before)
-            if batch is None:
-                return
-            if plan.parallel.has_images:
-                # Noted here alone: a row is read on several ranks.
-                step = number // plan.data.batch.accumulation
-                self.skipped.found(plan.data.train_source, batch.skipped, step // plan.data.order.steps_per_epoch)
-                self._log_samples(number, batch)
-            shared = self._share(self._finish(fields, batch, training=True))
-            if first_step == 0 and self.look is not None:
-                self.look(batch, shared)
-            yield _with_host_keys(shared, batch.keys[: batch.num_rows])
+            self._read = iter(loader)
+        return self._training(fields, first_step, skipped_batches, self._read)
+
+    def read_ahead(self) -> ImageDecodeError | None:
+        """Read what this rank loads for the next step of `training`; gives what is wrong with an image of it."""
+        before = time.perf_counter()
+        try:
+            while self._read is not None and len(self._ahead) < self.config.share.accumulation:
+                self._ahead.append(next(self._read))
+        except StopIteration:
+            pass
+        except ImageDecodeError as error:
+            return error
+        self.throughput.waited(time.perf_counter() - before)
+        return None
+
+    def _training(
+        self, fields: Sequence[Field], first_step: int, skipped_batches: int, read: Iterator[MicroBatch] | None
+    ) -> Generator[Batch, None, None]:
+        config, sizes, accumulation = self.config, self.config.sizes, self.config.share.accumulation
+        if not self.loads:
+            for number in range(max(0, config.total_steps - first_step) * accumulation):
+                step, micro_index = divmod(number, accumulation)
+                rows = config.share.rows(micro_index)
+                _, keys = config.order.rows(first_step + skipped_batches + step, rows)
+                sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
+                yield _with_host_keys(self._receive(sized, config.share.micro_batch), torch.from_numpy(keys))
+            return
+        assert read is not None, "this rank loads"
+        try:
+            for number in itertools.count(first_step * accumulation):
+                before = time.perf_counter()
+                batch = self._ahead.popleft() if self._ahead else next(read, None)
+                self.throughput.waited(time.perf_counter() - before)
+                if batch is None:
+                    return
+                if config.has_images:
+                    # Noted only here: a row is read on several ranks.
+                    epoch = number // accumulation // config.order.steps_per_epoch
+                    self.skipped.add(config.train_source, batch.skipped, "training", epoch)
+                    self._log_samples(number, batch)
+                shared = self._share(self._finish(fields, batch, training=True))
+                if first_step == 0 and self.look is not None:
+                    self.look(batch, shared)
+                yield _with_host_keys(shared, batch.keys[: batch.num_rows])
+        finally:  # the loader's processes end with its iterator
+            if self._read is read:
+                self._read = None
+                self._ahead.clear()
 
     def _log_samples(self, number: int, batch: MicroBatch) -> None:
         """Write down which samples a micro-batch is made of, counted over the run from 0."""
         if self.samples is None:
             return
-        step, micro_index = divmod(number, self.plan.data.batch.accumulation)
-        rows = self.plan.share.rows(micro_index)
+        step, micro_index = divmod(number, self.config.share.accumulation)
+        rows = self.config.share.rows(micro_index)
         line = {"step": step + 1, "first_row": rows.start, "samples": batch.indices[: batch.num_rows].tolist()}
-        self.samples.mkdir(parents=True, exist_ok=True)
-        with (self.samples / f"rank-{self.plan.parallel.process.rank:05d}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.samples.add(line)
 
     def evaluation(self, source: Source | None = None, fields: Sequence[Field] | None = None) -> EvaluationInputs:
         """The batches of a split, each image once and without augmentation.
@@ -139,73 +244,70 @@ class InputPipeline:
             source: the split; None for the validation split.
             fields: what a batch has; None for what the task's evaluation takes.
         """
-        plan = self.plan
-        source = plan.data.validation if source is None else source
-        rows = plan.config.validation_batch_size or plan.data.batch.micro_batch
-        share = plan.share
-        fields = self._here(plan.model.task.fields(training=False) if fields is None else fields)
+        config, rows, share = self.config, self.config.eval_rows, self.config.share
+        source = config.validation if source is None else source
+        fields = self._here(config.task.fields(training=False) if fields is None else fields)
         loader = eval_loader(source, batch=rows, dp_rank=share.dp_rank, dp_size=share.dp_size, **self._loading(fields))
-        inputs = EvaluationInputs(iter(()), len(loader), len(source))
-        inputs.batches = self._evaluation(inputs, fields, loader, rows)
+        inputs = EvaluationInputs((_ for _ in ()), len(loader), len(source))
+        inputs.batches = self._evaluation(inputs, source, fields, loader, rows)
         return inputs
 
     def _evaluation(
-        self, inputs: EvaluationInputs, fields: Sequence[Field], loader: Loader, rows: int
-    ) -> Iterator[Batch]:
+        self, inputs: EvaluationInputs, source: Source, fields: Sequence[Field], loader: Loader, rows: int
+    ) -> Generator[Batch, None, None]:
         if not self.loads:
             for _ in range(len(loader)):
                 yield self._receive(fields, rows, valid=True)
             return
-        for batch in loader:
-            if self.plan.parallel.has_targets:  # once a row: where it is counted
-                inputs.num_skipped += batch.num_skipped
-                self.skipped.found(self.plan.data.validation, batch.skipped, None)
-            valid = finish_valid(batch, device=self.engine.device)
-            yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
+        split = "evaluation" if source is self.config.validation else "training"
+        with contextlib.closing(iter(loader)) as batches:
+            for batch in batches:
+                if self.config.has_targets:  # once a row: where it is counted
+                    inputs.num_skipped += batch.num_skipped
+                    self.skipped.add(source, batch.skipped, split)
+                valid = finish_valid(batch, device=self.engine.device)
+                yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
 
     def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
         """The fields of this rank's stage, in the type that they have there."""
-        here = {"first": self.plan.parallel.has_images, "last": self.plan.parallel.has_targets}
+        here = {"first": self.config.has_images, "last": self.config.has_targets}
         own = (field for field in fields if here[field.stage])
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
     def _loading(self, fields: Sequence[Field]) -> dict[str, Any]:
-        plan = self.plan
         return {
-            "image": plan.model.image,
+            "image": self.config.task.image,
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
-            "on_bad_image": plan.config.on_bad_image,
-            "num_workers": plan.workers,
+            "on_bad_image": self.config.on_bad_image,
+            "num_workers": self.config.workers,
             "pin_memory": self.engine.device.type == "cuda",
             "cores": self._cores(),
         }
 
     def _cores(self) -> frozenset[int]:
         """Where the loader's processes are to run; none: anywhere."""
-        device, process = self.engine.device, self.plan.parallel.process
-        of_ranks = addresses_of_ranks(device, process.local_world_size)
-        return cores_to_share(pci_address(device), of_ranks, self.plan.workers, os.sched_getaffinity(0))
+        device = self.engine.device
+        of_ranks = addresses_of_ranks(device, self.config.local_world_size)
+        return cores_to_share(pci_address(device), of_ranks, self.config.workers, os.sched_getaffinity(0))
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys."""
         device = self.engine.device
-        tensors = self.plan.model.task.tensors(fields, batch, training=training, device=device)
+        tensors = self.config.task.tensors(fields, batch, training=training, device=device)
         return {**tensors, "keys": finish_keys(batch, device=device)}
 
     # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------
 
     def _broadcast(self, batch: Batch) -> Batch:
         """Send or receive each tensor, in the order of their names (the same on both sides)."""
-        rank = self.plan.parallel.process.rank
-        leader = rank - self.plan.parallel.layout.tp_rank(rank)
         for name in sorted(batch):
-            dist.broadcast(batch[name], leader, group=self.engine.groups.tp)
+            dist.broadcast(batch[name], self.config.leader, group=self.engine.groups.tp)
         return batch
 
     def _share(self, batch: Batch) -> Batch:
-        """Hand a batch to the ranks that hold the other slices."""
-        return self._broadcast(batch) if self.plan.parallel.layout.tp > 1 else batch
+        """Send a batch to the ranks that hold the other shards."""
+        return self._broadcast(batch) if self.config.layout.tp > 1 else batch
 
     def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:
         """The counterpart of `_share`: a batch of `rows` samples, in evaluation with what is valid of it."""
@@ -231,3 +333,93 @@ def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
 def _with_host_keys(batch: Batch, keys: torch.Tensor) -> Batch:
     """A batch of training with its samples' keys on the CPU too, so that the host need not wait for the device's."""
     return {**batch, "keys_on_host": keys}
+
+
+# ---- --workers auto --------------------------------------------------------------------------------------------------
+
+MAX_WORKERS = 16
+"""Of a rank: at some 500 images a second a core, more than any model takes that is worth sharing over GPUs."""
+
+
+class Loading(NamedTuple):
+    """What a rank loads, and where.
+
+    Attributes:
+        host: its name.
+        cores: that the process may use.
+        reads: "images", "targets" or "" for nothing.
+        quota: how many of the cores its container is given the time of.
+    """
+
+    host: str
+    cores: frozenset[int]
+    reads: str
+    quota: int = 2**31
+
+
+class Workers(NamedTuple):
+    """Loader processes of a rank; how `auto` came to that number, for people ("" where it was given)."""
+
+    number: int
+    reason: str = ""
+
+
+def count_workers(ranks: Sequence[Loading], rank: int) -> Workers:
+    """Loader processes of a rank, from the cores that it may use and the ranks that it shares them with.
+
+    One core is left for each training process. Each rank that only reads targets (a pipeline's last stage) gets one of
+    the rest, and the ranks that read images get equal parts of what is left.
+
+    Args:
+        ranks: all of the run, or those of this rank's host.
+        rank: its place among them.
+    """
+    own = ranks[rank]
+    near = [other for other in ranks if other.host == own.host and other.cores & own.cores]
+    num_cores = min(len(frozenset().union(*(other.cores for other in near))), own.quota)
+    num_loaders = sum(other.reads == "images" for other in near)
+    num_targets = sum(other.reads == "targets" for other in near)
+    number = 1
+    if own.reads == "images":
+        number = max(1, min(MAX_WORKERS, (num_cores - len(near) - num_targets) // num_loaders))
+    trained = f"{len(near)} training process{'es' if len(near) > 1 else ''}"
+    return Workers(number, f"{num_cores} cores for {trained}, {num_loaders} of which load images")
+
+
+def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """How many cores' time the container is given; affinity does not show it."""
+    words = limit_file.read_text().split() if limit_file.is_file() else []
+    if len(words) != 2 or not words[0].isdigit():  # "max 100000"
+        return 2**31
+    return max(1, int(words[0]) // int(words[1]))
+
+
+def reads_of(task: Task, layout: Layout, rank: int, *, training: bool) -> str:
+    """What a rank reads of the samples, by the fields of its pipeline stage; one rank of a tensor-parallel group."""
+    here = {"first": layout.stage(rank) == 0, "last": layout.stage(rank) == layout.pp - 1}
+    if layout.tp_rank(rank):
+        return ""
+    reads = {field.reads for field in task.fields(training=training) if here[field.stage]}
+    return "images" if "images" in reads else "targets" if reads else ""
+
+
+def estimate_workers(reads: Callable[[int], str], process: Process) -> Workers:
+    """The workers of this rank if all ranks of its host may use the same cores; before the ranks meet.
+
+    Args:
+        reads: rank → what it reads, as `reads_of`.
+        process: this rank.
+    """
+    first = process.rank - process.local_rank
+    here = range(first, min(first + (process.local_world_size or 1), process.world_size))
+    cores = frozenset(os.sched_getaffinity(0))
+    ranks = [Loading("", cores, reads(rank), cpu_quota()) for rank in here]
+    return count_workers(ranks, min(process.local_rank, len(ranks) - 1))
+
+
+def assign_workers(reads: Callable[[int], str], process: Process) -> Workers:
+    """The same by the cores that each rank may use (a collective); a launcher or Slurm may bind each to its own."""
+    own = Loading(socket.gethostname(), frozenset(os.sched_getaffinity(0)), reads(process.rank), cpu_quota())
+    ranks: list[Loading] = [own] * process.world_size
+    dist.all_gather_object(ranks, own)
+    return count_workers(ranks, process.rank)

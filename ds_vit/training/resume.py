@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it is the same run: found out before any process group exists."""
+"""Finds the checkpoint that a run resumes from, and checks that it is the same run, before any process group exists."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vit.checkpoint import Checkpoint, Damaged, newest, open_checkpoint, step_of
+from ds_vit.checkpoint.folder import Checkpoint, Damaged, newest, open_checkpoint, step_of
 from ds_vit.config import FIELDS, RunConfig, default_of, spelling
 from ds_vit.config.batch import BatchSizes, nearest_batch, nearest_dp, ways_to_share
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import names_with
 from ds_vit.data import SampleOrder
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import identity_remedies
 from ds_vit.optim.schedules import Schedule
+from ds_vit.run_folder import RunFolder
+from ds_vit.tasks import TASKS
 
-# What must be the same in the run that goes on, and what to do about it.
+# What must be the same in the run that resumes, and what to do about a difference.
 _IDENTITY = {
     "task": "give the same --task",
     "model": "give the same --model",
@@ -36,33 +39,18 @@ _IDENTITY = {
     **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
 }
-_SINCE_LATER = ("class_names", "samples")  # older checkpoints lack them
-_BEFORE = {
-    "task": "classification",
-    "img_size_schedule": "",
-    "train_img_sizes": [],
-    "decode": "exact",
-    "mixture": [],
-}  # what was the case before it had a name in checkpoints
-# Flags that say how or how long, not what: these may change without a word.
-_FREE_NAMES = """
-    deepspeed_config set pp tp pp_partition sequence_parallel class_parallel workers output resume check_replicas
-    grad_checkpointing drop_path_compute checkpoint_interval keep_checkpoints log_interval stop_before_seconds
-    time_limit log_samples log_images profile_steps data_dir dataset_download allow_empty_classes verbose
-    allow_batch_change allow_schedule_change auto_batch memory max_steps pretrained initial_checkpoint
-    resample_patch_embed validation_batch_size compile compile_mode
-"""
-_FREE = frozenset(_FREE_NAMES.split())
+# Flags that may change without a note.
+_FREE = frozenset(names_with(Scope.FREE))
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Attributes:
         checkpoint: opened; its contents are yet to be verified.
-        falls_back: whether an earlier one in the same folder may take its place if it is damaged.
-        notes: what was found on the way, for people.
+        falls_back: whether an earlier one in the same folder may replace it if it is damaged.
+        notes: problems found in the folder, for people.
     """
 
     checkpoint: Checkpoint
@@ -76,17 +64,16 @@ class Resume:
 
 
 def find(config: RunConfig) -> Resume | None:
-    """The checkpoint that --resume asks for; None where a run is to begin.
+    """The checkpoint that --resume asks for; None for a new run.
 
     Raises:
-        UserError: there is none where a path was given, or all that there are are damaged.
+        UserError: there is none where a path was given, or all are damaged.
     """
     if config.resume == "none":
         return None
-    if config.resume == "auto":
-        path = Path(config.output)
-    else:
-        path = Path(config.resume)
+    path = Path(config.output if config.resume == "auto" else config.resume)
+    parent = RunFolder(path).checkpoints
+    if config.resume != "auto":
         if not path.is_dir():
             raise UserError(f"--resume {path}: there is no such folder; give a checkpoint's folder or a run's --output")
         if step_of(path.name) is not None or (path / "manifest.json").exists():
@@ -94,9 +81,7 @@ def find(config: RunConfig) -> Resume | None:
                 return Resume(open_checkpoint(path), falls_back=False)
             except Damaged as error:
                 raise UserError(f"--resume {path}: {error}; give another one, or its run's folder") from None
-    parent = RunFolder(path).checkpoints
-    if config.resume != "auto" and not parent.is_dir():
-        parent = path
+        parent = parent if parent.is_dir() else path
     checkpoint, notes = newest(parent)
     if checkpoint is not None:
         return Resume(checkpoint, falls_back=True, notes=tuple(notes))
@@ -107,21 +92,11 @@ def find(config: RunConfig) -> Resume | None:
     return None
 
 
-def goes_on_in(output: str, resume: str) -> bool:
-    """Whether a run with this --resume may go on in a folder that holds a run: its own."""
+def can_resume_in(output: str, resume: str) -> bool:
+    """Whether a run with this --resume continues the run that an output folder holds."""
     if resume in ("none", "auto"):
         return resume == "auto"
     return Path(output).resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
-
-
-def _default_of(name: str) -> Any:
-    """What a run had of a flag that is younger than its checkpoint, as JSON has it."""
-    return json.loads(json.dumps(default_of(name))) if name in FIELDS else None
-
-
-def _may_change(config: Mapping[str, Any]) -> bool:
-    """Whether what counts in shares of the run's steps may be another: it was asked for, or the steps are others."""
-    return bool(config.get("allow_schedule_change") or config.get("allow_batch_change"))
 
 
 def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: bool) -> tuple[BatchSizes, list[str]]:
@@ -131,13 +106,13 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
         batch: what JSON and flags ask for.
         resume: the checkpoint.
         fixed: the JSON names train_batch_size itself.
-        allow: --allow-batch-change: take what is asked for.
+        allow: --allow-batch-change: keep `batch`.
 
     Returns:
-        It, and what to tell people.
+        It, and notes for people.
 
     Raises:
-        UserError: with the numbers, where it cannot be kept.
+        UserError: with the numbers, where the checkpoint's global batch is impossible.
     """
     wanted = resume.global_batch
     if batch.global_batch == wanted:
@@ -145,26 +120,22 @@ def keep_global_batch(batch: BatchSizes, resume: Resume, *, fixed: bool, allow: 
     if allow:
         return batch, [f"the global batch changes from {wanted} to {batch}; the curve changes with it"]
     kept = None if fixed else nearest_batch(wanted, batch.dp, batch.micro_batch)
-    if kept is None:
-        why = f"the checkpoint's global batch is {wanted}, and this run's would be {batch}"
-        if not fixed:
-            why += f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
-        raise UserError(
-            f"--resume: {why}; "
-            + (
-                f'write "train_batch_size": {wanted} or "auto"'
-                if fixed
-                else f"start {nearest_dp(wanted, batch.dp)} data-parallel ranks"
-            )
-            + ", or say --allow-batch-change to go on with another batch"
-        )
-    return kept, [f"the checkpoint's global batch is kept: {kept}"]
+    if kept is not None:
+        return kept, [f"the checkpoint's global batch is kept: {kept}"]
+    why, way_out = "", f'write "train_batch_size": {wanted} or "auto"'
+    if not fixed:
+        why = f"; {wanted} cannot be shared by {batch.dp} data-parallel ranks"
+        way_out = f"start {nearest_dp(wanted, batch.dp)} data-parallel ranks"
+    raise UserError(
+        f"--resume: the checkpoint's global batch is {wanted}, and this run's would be {batch}{why}; {way_out}, or say "
+        "--allow-batch-change to resume with another batch"
+    )
 
 
 def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> None:
-    """Refuse another --batch-size than the run had before, where the global batch has no room for it.
+    """Reject a new --batch-size that does not divide the global batch.
 
-    The same one as before follows the number of ranks instead: one command must do on however many there are.
+    The --batch-size of the earlier run is adapted instead: one command must work on any number of ranks.
 
     Args:
         batch: with the checkpoint's global batch.
@@ -172,21 +143,20 @@ def check_micro_batch(batch: BatchSizes, resume: Resume, asked: int | None) -> N
         asked: --batch-size.
 
     Raises:
-        UserError: with the micro-batches that can be had.
+        UserError: with the possible micro-batches.
     """
     before = resume.checkpoint.state.get("config", {}).get("batch_size")
     if asked in (None, before, batch.micro_batch) or batch.global_batch != resume.global_batch:
         return
-    ways = reversed(ways_to_share(batch.global_batch, batch.dp))
-    legal = ", ".join(str(way.micro_batch) for way in ways)
+    legal = ", ".join(str(way.micro_batch) for way in reversed(ways_to_share(batch.global_batch, batch.dp)))
     raise UserError(
         f"--resume: --batch-size {asked} does not go with the checkpoint's global batch of {batch.global_batch} on "
-        f"{batch.dp} data-parallel ranks; give one of {legal}, or --allow-batch-change to go on with another batch"
+        f"{batch.dp} data-parallel ranks; give one of {legal}, or --allow-batch-change to resume with another batch"
     )
 
 
 def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Refuse to go on with another model, other data, another seed or optimizer; name what else has changed.
+    """Reject another model, other data, another seed or optimizer; name the other flags that have changed.
 
     Args:
         resume: the checkpoint.
@@ -199,18 +169,16 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     Raises:
         UserError: names the first difference, both values, and what to do.
     """
-    saved = resume.checkpoint.state
-    notes = []
+    saved, notes = resume.checkpoint.state, []
+    may_change = config.get("allow_schedule_change") or config.get("allow_batch_change")
     of_task = {name: f"give the same {spelling(name)}" for name in identity if name in FIELDS and name not in _IDENTITY}
     for key, remedy in {"task": _IDENTITY["task"], **of_task, **_IDENTITY}.items():
-        old, new = saved["run"].get(key, _BEFORE.get(key)), identity.get(key)
-        if key in _SINCE_LATER and key not in saved["run"] and new is not None:
-            notes.append(f"the checkpoint is from before {key.replace('_', ' ')} were saved: they are not compared")
-        elif old != new and key == "img_size_schedule" and old and new and _may_change(config):
-            notes.append(f"the size of the images changes from {old} to {new}; the curve with it")
+        old, new = saved["run"].get(key), identity.get(key)
+        if old != new and key == "img_size_schedule" and old and new and may_change:
+            notes.append(f"the size of the images changes from {old} to {new}; the curve changes with it")
         elif old != new:
             raise UserError(
-                f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_shown(key, old, new, identity)}; "
+                f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "
                 f"{remedy}, or start a new run"
             )
     config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
@@ -225,20 +193,38 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     has_average = "ema" in resume.checkpoint.kinds
     if config.get("model_ema") and not has_average:
         notes.append("the checkpoint has no moving average: it starts from the checkpoint's weights")
-    if has_average and not config.get("model_ema"):
-        notes.append("the checkpoint's moving average is not carried on: --model-ema is off")
+    if has_average and not config.get("model_ema") and not TASKS[config["task"]].teachers:
+        notes.append("the checkpoint's moving average is dropped: --model-ema is off")
     return notes
 
 
+def _default_of(name: str) -> Any:
+    """The value, as JSON has it, of a flag in a run that is older than the flag."""
+    return json.loads(json.dumps(default_of(name))) if name in FIELDS else None
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    """How two values of `_IDENTITY` differ, for people."""
+    if key == "samples":  # hashes, which say nothing to people
+        return "the number of images is the same, and the name or the label of at least one is another"
+    if key == "class_names":
+        old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
+    if not isinstance(new, dict):
+        return f"{old} there and {new} here"
+    old = old or {}
+    name = next(n for n in [*new, *old] if old.get(n) != new.get(n))
+    return f"{name} is {old.get(name, 'absent')} there and {new.get(name, 'absent')} here"
+
+
 def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: int, *, allow: bool) -> list[str]:
-    """Refuse to go on with other learning rates; a length of the run that sets none of them may change without a word.
+    """Reject other learning rates; the run's length may change where it sets none of them.
 
     Args:
         resume: the checkpoint.
-        rates: what sets this run's (`Plan.rates`).
-        global_batch: of this run. With another one than the checkpoint's, which was asked for, a schedule that counts
-            epochs cannot be the same: it is told.
-        allow: --allow-schedule-change: go on with this run's.
+        rates: set this run's learning rate (`Resolved.rates`).
+        global_batch: of this run. Another one than the checkpoint's changes a schedule that counts epochs: a note says
+            so.
+        allow: --allow-schedule-change: resume with this run's.
 
     Returns:
         Lines for people.
@@ -246,78 +232,34 @@ def check_same_schedule(resume: Resume, rates: Mapping[str, Any], global_batch: 
     Raises:
         UserError: both schedules, and what to do.
     """
-    old, new = resume.checkpoint.state.get("schedule"), json.loads(json.dumps(rates))
-    if old is None and _is_of_json(new):
-        return [f"the checkpoint does not say how the JSON's scheduler was set: it goes on as {_rates_in_words(new)}"]
-    if old is None or _rates_that_act(old) != _rates_that_act(new):
-        was = "the JSON's" if old is None else _rates_in_words(old)
-        if allow or resume.global_batch != global_batch:
-            return [f"the learning rate's schedule changes from {was} to {_rates_in_words(new)}; the curve with it"]
-        raise UserError(
-            f"--resume {resume.checkpoint.path}: the learning rate's schedule: {was} there and {_rates_in_words(new)} "
-            f"here; {_remedy(old, new)}, or say --allow-schedule-change to go on with the new one"
-        )
-    return []
-
-
-def _is_of_json(rates: Mapping[str, Any]) -> bool:
-    return "type" in rates
+    old, new = resume.checkpoint.state["schedule"], json.loads(json.dumps(rates))
+    if _rates_that_act(old) == _rates_that_act(new):
+        return []
+    was, becomes = _describe(old), _describe(new)
+    if allow or resume.global_batch != global_batch:
+        return [f"the learning rate's schedule changes from {was} to {becomes}; the curve changes with it"]
+    raise UserError(
+        f"--resume {resume.checkpoint.path}: the learning rate's schedule: {was} there and {becomes} here; give "
+        "--sched, --lr, --min-lr, the warm-up and the length (--epochs, or --max-steps without it), or the JSON's "
+        "scheduler, as before, or say --allow-schedule-change to resume with the new one"
+    )
 
 
 def _rates_that_act(rates: Mapping[str, Any]) -> Mapping[str, Any]:
-    return rates if _is_of_json(rates) else Schedule(**rates).acts
+    return rates if "type" in rates else Schedule(**rates).acts  # a scheduler of the JSON has a type
 
 
-def _rates_in_words(rates: Mapping[str, Any]) -> str:
-    if not _is_of_json(rates):
+def _describe(rates: Mapping[str, Any]) -> str:
+    if "type" not in rates:
         return str(Schedule(**rates))
     params = {**rates.get("params", {}), **({"lr": rates["lr"]} if "lr" in rates else {})}
     return f"the JSON's {rates['type']} ({', '.join(f'{name} {value}' for name, value in params.items())})"
 
 
-# What to give as before, where a field of two schedules differs.
-_FLAGS_OF = {
-    "name": "--sched",
-    "base_lr": "--lr",
-    "total_steps": "--epochs and --max-steps (without --epochs, --max-steps is the schedule's length)",
-    "min_lr": "--min-lr",
-    "warmup_steps": "the warm-up",
-    "warmup_lr": "--warmup-lr",
-    "decay_fraction": "--wsd-decay-fraction",
-}
-
-
-def _remedy(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
-    if old is None or _is_of_json(old) or _is_of_json(new):
-        return "give the JSON's scheduler, --epochs, --max-steps and the warm-up as before"
-    a, b = _rates_that_act(old), _rates_that_act(new)
-    names = [flag for field, flag in _FLAGS_OF.items() if a.get(field) != b.get(field)]
-    return f"give {', '.join(names[:-1]) + ' and ' if names[:-1] else ''}{names[-1]} as before"
-
-
-def _shown(key: str, old: Any, new: Any, identity: Mapping[str, Any]) -> str:
-    """What differs, in words."""
-    if key == "samples":  # hashes, which say nothing to people
-        return (
-            f"there are {identity['images']:,} as there were, but the name or the label of at least one is another "
-            "(a checkpoint holds a hash of them, so that it does not know which)"
-        )
-    if key == "class_names":
-        old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
-    return _difference(old, new) if isinstance(new, dict) else f"{old} there and {new} here"
-
-
-def _difference(old: Any, new: dict[str, Any]) -> str:
-    """The first tensor that differs, in words."""
-    old = old or {}
-    name = next(n for n in [*new, *old] if old.get(n) != new.get(n))
-    return f"{name} is {old.get(name, 'absent')} there and {new.get(name, 'absent')} here"
-
-
 def first_step(state: Mapping[str, Any], order: SampleOrder) -> int:
     """The optimizer steps that count as done, in this run's global batches.
 
-    With another global batch the epoch goes on at the first batch whose samples have all not been seen.
+    With another global batch the epoch resumes at the first batch of which no sample has been seen.
     """
     if int(state["global_batch"]) == order.global_batch:
         return int(state["step"])

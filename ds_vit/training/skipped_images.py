@@ -1,7 +1,8 @@
-"""Which images --on-bad-image skip has passed over: counted over all ranks, each file once in a log."""
+"""Images that `--on-bad-image skip` could not decode: counted over all ranks, each file once in a log."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_vit.data import Source
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.run_folder import LineLog
 
 
 class SkippedImages:
@@ -19,23 +20,38 @@ class SkippedImages:
 
     Args:
         log: file that rank 0 writes each of them to once, a JSON object a line; None for none.
-        active: whether there can be any; what cannot be is not exchanged.
+        active: whether images may be skipped; otherwise the ranks exchange nothing.
+        epoch_images: images in an epoch of training.
+        most: the share of them that may be replaced.
     """
 
-    def __init__(self, log: Path | None, *, active: bool) -> None:
+    def __init__(self, log: Path | None, *, active: bool, epoch_images: int = 0, most: float = 1.0) -> None:
         self._log = log
         self._active = active
-        self._new: list[tuple[str, str, int | None]] = []  # of this rank since the last exchange: file, reason, epoch
+        self._epoch_images = epoch_images
+        self._most = most
+        # Of this rank since the last exchange: file, reason, split, epoch.
+        self._new: list[tuple[str, str, str, int | None]] = []
         self._by_file: Counter[str] = Counter()
         self._by_epoch: Counter[str] = Counter()
-        self._earlier = 0  # of a checkpoint that has the sum alone
+        self._towards_limit: Counter[int] = Counter()  # by epoch
         self._logged: set[str] = set()
-        if log is not None and log.exists():  # of the run that goes on
-            self._logged = {json.loads(line)["file"] for line in log.read_text().splitlines()}
+        self._lines = LineLog(log) if log is not None else None
+        if log is not None and log.exists():  # of the run that is resumed
+            for line in log.read_text().splitlines():
+                with contextlib.suppress(ValueError):  # a line that a full disk or a kill cut off
+                    self._logged.add(json.loads(line)["file"])
 
-    def found(self, source: Source, skipped: Sequence[tuple[int, str]], epoch: int | None) -> None:
-        """Note what this rank has met, from a `MicroBatch`; `epoch` is None in evaluation."""
-        self._new += [(source.describe(number), reason, epoch) for number, reason in skipped]
+    def add(self, source: Source, skipped: Sequence[tuple[int, str]], split: str, epoch: int | None = None) -> None:
+        """Add the skipped images of a `MicroBatch` of this rank.
+
+        Args:
+            source: of the batch.
+            skipped: as `MicroBatch.skipped`.
+            split: "training" or "evaluation", for the log.
+            epoch: that the image was replaced in; None for evaluation, which only leaves it out.
+        """
+        self._new += [(source.describe(number), reason, split, epoch) for number, reason in skipped]
 
     def gather(self) -> int:
         """How many training samples were replaced so far, on all ranks (a collective)."""
@@ -43,34 +59,41 @@ class SkippedImages:
             everywhere: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everywhere, self._new)
             self._new = []
-            for file, reason, epoch in (item for of_rank in everywhere for item in of_rank):
+            for file, reason, split, epoch in (item for of_rank in everywhere for item in of_rank):
                 if epoch is not None:
                     self._by_file[file] += 1
                     self._by_epoch[str(epoch)] += 1
-                self._write(file, reason, epoch)
-        return self._earlier + sum(self._by_file.values())
+                    self._towards_limit[epoch] += 1
+                if self._lines is not None and file not in self._logged and dist.get_rank() == 0:
+                    self._lines.add({"file": file, "split": split, "reason": reason})
+                self._logged.add(file)
+        return self._by_file.total()
 
-    def _write(self, file: str, reason: str, epoch: int | None) -> None:
-        if self._log is None or file in self._logged:
-            return
-        self._logged.add(file)
-        if dist.get_rank() == 0:
-            split = "evaluation" if epoch is None else "training"
-            try:
-                with self._log.open("a") as log:
-                    log.write(json.dumps({"file": file, "split": split, "reason": reason}) + "\n")
-            except OSError as error:
-                raise UserError(f"{self._log} cannot be written to: {error.strerror or error}") from error
+    def too_many(self) -> str:
+        """An error message if an epoch has had more of them than it may, else ""; as of the last `gather`."""
+        epoch, number = max(self._towards_limit.items(), key=lambda item: item[1], default=(0, 0))
+        newest = max(self._towards_limit, default=0)
+        self._towards_limit = Counter({newest: self._towards_limit[newest]})  # earlier epochs are over
+        if number <= self._most * self._epoch_images:
+            return ""
+        self._towards_limit.clear()  # a run that resumes counts anew: the files may have been repaired
+        return (
+            f"{number:,} of the {self._epoch_images:,} images of epoch {epoch} ({number / self._epoch_images:.2g}) "
+            f"could not be decoded, and --max-bad-images allows {self._most:g}; {self._log} names those found so far, "
+            "and ds-vit doctor --images DATA_DIR all of them; repair or replace the files, or raise --max-bad-images"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Of training, as plain data (a collective); by file and by epoch only where there are any."""
         state: dict[str, Any] = {"skipped_images": self.gather()}
         if self._by_file:
             state |= {"skipped_by_file": dict(sorted(self._by_file.items())), "skipped_by_epoch": dict(self._by_epoch)}
+        if self._towards_limit.total():
+            state["skipped_towards_limit"] = {str(epoch): number for epoch, number in self._towards_limit.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._by_file = Counter(state.get("skipped_by_file", {}))
         self._by_epoch = Counter(state.get("skipped_by_epoch", {}))
-        self._earlier = state["skipped_images"] - sum(self._by_file.values())
+        self._towards_limit = Counter({int(epoch): n for epoch, n in state.get("skipped_towards_limit", {}).items()})

@@ -1,23 +1,21 @@
-"""What is written down of a step: a row of metrics.jsonl, a point of TensorBoard's curves, the progress line."""
+"""Writes each step down: a row of metrics.jsonl, a point of TensorBoard's curves, the progress line."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_vit.engine.base import Engine
 from ds_vit.engine.step_guard import StepResult
-from ds_vit.models import Flops, count_flops, create_model
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
-from ds_vit.training.bad_steps import BadSteps
-from ds_vit.training.epoch_mean import EpochMean
+from ds_vit.planner.counting import Flops
+from ds_vit.training.callbacks import Callback, RolledBack, Step
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.plan import Plan
-from ds_vit.training.truth import Truth
+from ds_vit.training.prediction import Prediction
 
 _FEW_ROWS = 12  # of which a curve is hardly one
 
@@ -36,107 +34,178 @@ def few_rows(total_steps: int, interval: int) -> list[tuple[str, str]]:
     return [("metrics", f"{number} rows, one every {interval} steps; --log-interval 1 writes each step down")]
 
 
-class StepLog:
-    """Writes down steps whose verdict is known; all ranks call it, for the figures are means over them.
+class StepLog(Callback):
+    """Writes steps down: rows, points and the progress line; all ranks call it, because figures are means over them.
 
     Args:
-        plan: what to do.
         engine: runs the model.
         inputs: of the run.
-        flops: of the model, on rank 0.
+        interval: steps between rows of metrics.jsonl.
+        precision: by its name, for the peak of the accelerator.
+        flops: of an image by its size, on rank 0; of the model's size under None.
         throughput: images a second, and the time waited for data.
-        epoch_loss: the epoch's mean loss up to now.
-        bad_steps: counts the steps that were skipped.
-        truth: looks at the memory.
+        prediction: measures the memory.
         reporter: of rank 0; None elsewhere.
     """
 
     def __init__(
         self,
-        plan: Plan,
         engine: Engine,
         inputs: InputPipeline,
-        flops: Flops,
+        interval: int,
+        precision: str,
+        flops: Mapping[int | None, Flops],
         throughput: Throughput,
-        epoch_loss: EpochMean,
-        bad_steps: BadSteps,
-        truth: Truth,
+        prediction: Prediction,
         reporter: Reporter | None,
     ) -> None:
-        self.plan = plan
         self.engine = engine
         self.inputs = inputs
+        self.interval = interval
+        # TensorBoard gets 200 points of a short run too.
+        self.point_interval = max(1, min(interval, inputs.config.total_steps // 200))
         self.flops = flops
-        self.sizes = plan.image_sizes
-        self.flops_of: dict[int, Flops] = {}  # of an image, by its side
-        if reporter and self.sizes:
-            specs = {size: dataclasses.replace(plan.model.spec, img_size=size) for size in self.sizes.sizes}
-            self.flops_of = {size: count_flops(create_model(spec), plan.model.frozen) for size, spec in specs.items()}
-        self.since = 0  # the step of the last row
-        self.peak = peak_tflops(engine.device, plan.deepspeed.precision.name)
         self.throughput = throughput
-        self.epoch_loss = epoch_loss
-        self.bad_steps = bad_steps
-        self.truth = truth
+        self.prediction = prediction
         self.reporter = reporter
-        self.late_loss = Lagging(engine.device)
+        self.epoch_loss = EpochMean(engine.device)
+        self._since = 0  # the step of the last row
+        self._peak = peak_tflops(engine.device, precision)
+        self._late_loss = Lagging(engine.device)
 
-    def gradients(self, step: int, row: Mapping[str, Any], scale: float, result: StepResult) -> None:
-        """A row of kind "gradients"."""
-        if self.reporter and result.applied:
-            self.reporter.gradients({"step": step, **row, "loss_scale": scale, "skipped_steps": self.bad_steps.skipped})
+    def before_training(self, step: int) -> None:
+        """As `Callback.before_training`."""
+        self._since = step
 
-    def row(self, step: int, lr: float, scale: float, result: StepResult) -> None:
-        """A row of metrics.jsonl; a collective, and the place where the device is waited for."""
-        plan = self.plan
-        epoch = plan.data.order.epoch_of(max(step - 1, 0))
-        losses = torch.stack((result.loss.float(), self.epoch_loss.own(epoch)))
+    def needs_result(self, step: int) -> bool:
+        """As `Callback.needs_result`."""
+        return self._is_row(step) or step % self.point_interval == 0
+
+    def _is_row(self, step: int) -> bool:
+        return step == 1 or step % self.interval == 0 or step == self.inputs.config.total_steps
+
+    def after_step(self, step: Step) -> None:
+        """As `Callback.after_step`."""
+        if self._is_row(step.number):
+            self.row(step)
+        elif self.needs_result(step.number):
+            self.point(step)
+        self.line(step)
+
+    def after_result(self, step: Step) -> None:
+        """As `Callback.after_result`."""
+        if step.result.applied:
+            self.epoch_loss.add(step.result.loss, self._epoch(step.number))
+
+    def _epoch(self, step: int) -> int:
+        return self.inputs.config.order.epoch_of(max(step - 1, 0))
+
+    def row(self, step: Step) -> None:
+        """A row of metrics.jsonl; a collective that waits for the device."""
+        config, number = self.inputs.config, step.number
+        losses = torch.stack((step.result.loss.float(), self.epoch_loss.own(self._epoch(number))))
         loss, epoch_loss = self.engine.mean(losses).tolist()
-        norm = _norm(result)
-        rate, waiting = self.throughput.window(count=step > 1)
-        memory = self.truth.memory_bytes()
-        counted = {"skipped_images": self.inputs.skipped.gather()} if plan.config.on_bad_image == "skip" else {}
+        norm = _norm(step.result)
+        rate, waiting = self.throughput.window(count=number > 1)
+        memory = self.prediction.memory_bytes()
+        skipped = {"skipped_images": self.inputs.skipped.gather()} if config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
-        tflops = self._training_flops(step) * rate / plan.parallel.layout.world_size / 1e12
+        tflops = self._training_flops(number) * rate / dist.get_world_size() / 1e12
         self.reporter.train(
             {
-                "step": step,
+                "step": number,
                 "loss": loss,
                 "epoch_loss": epoch_loss if self.epoch_loss.steps else None,
-                "lr": lr,
+                "lr": step.lr,
                 "grad_norm": norm,
-                "loss_scale": scale,
+                "loss_scale": step.loss_scale,
                 "images_per_second": rate,
                 "tflops_per_accelerator": tflops,
-                "mfu": tflops / self.peak if self.peak else None,
+                "mfu": tflops / self._peak if self._peak else None,
                 "data_wait_fraction": waiting,
                 "memory_bytes": memory,
-                "images_seen": step * plan.data.batch.global_batch,
-                **counted,
+                "images_seen": number * config.order.global_batch,
+                **skipped,
             }
         )
 
     def _training_flops(self, step: int) -> float:
         """Of an image, the mean over the steps since the last row."""
-        first, self.since = min(self.since, step - 1), step
-        if self.sizes is None:
-            return self.flops.training
-        flops = [self.flops_of[self.sizes.at(done)].training for done in range(first, step)]
-        return sum(flops) / len(flops)
+        first, self._since = min(self._since, step - 1), step
+        sizes = self.inputs.config.sizes
+        if sizes is None:
+            return self.flops[None].training
+        each = [self.flops[sizes.at(done)].training for done in range(first, step)]
+        return sum(each) / len(each)
 
-    def point(self, step: int, lr: float, scale: float, result: StepResult) -> None:
+    def point(self, step: Step) -> None:
         """A point of TensorBoard's curves between two rows of metrics.jsonl (a collective)."""
-        loss, norm = float(self.engine.mean(result.loss)), _norm(result)
+        loss, norm = float(self.engine.mean(step.result.loss)), _norm(step.result)
         if self.reporter:
-            self.reporter.draw({"step": step, "loss": loss, "lr": lr, "grad_norm": norm, "loss_scale": scale})
+            row = {"step": step.number, "loss": loss, "lr": step.lr, "grad_norm": norm, "loss_scale": step.loss_scale}
+            self.reporter.draw(row)
 
-    def line(self, step: int, result: StepResult) -> None:
+    def line(self, step: Step) -> None:
         """Move the progress line, where there is one."""
         if self.reporter and self.reporter.line.moves:
-            # This rank's own loss: the mean over all ranks would have to wait for them.
-            late = self.late_loss.exchange(result.loss)
-            self.reporter.line.step(step, loss=late, images=self.plan.data.batch.global_batch)
+            # This rank's loss: the mean over all ranks would have to wait for them.
+            late = self._late_loss.exchange(step.result.loss)
+            self.reporter.line.step(step.number, loss=late, images=self.inputs.config.order.global_batch)
+
+    def after_rollback(self, back: RolledBack) -> None:
+        """As `Callback.after_rollback`."""
+        self.load_state_dict(back.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Callback.state_dict`."""
+        return {"epoch_loss": self.epoch_loss.state_dict(self.engine)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Callback.load_state_dict`."""
+        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
+
+
+class EpochMean:
+    """The mean of this rank's losses over the applied steps of an epoch; its mean over the ranks is the epoch's.
+
+    Args:
+        device: where the losses are.
+
+    Attributes:
+        epoch: that the mean is of.
+        steps: that are in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.epoch = 0
+        self.steps = 0
+        self._mean = torch.zeros((), device=device)
+
+    def add(self, loss: torch.Tensor, epoch: int) -> None:
+        """Add the loss of a step; the first one of another epoch starts anew."""
+        self._begin(epoch)
+        self.steps += 1
+        self._mean.lerp_(loss.detach().float(), 1 / self.steps)
+
+    def own(self, epoch: int) -> torch.Tensor:
+        """This rank's mean over an epoch so far, fp32; 0 where none of its steps was applied yet."""
+        self._begin(epoch)
+        return self._mean
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.steps = epoch, 0
+            self._mean.zero_()
+
+    def state_dict(self, engine: Engine) -> dict[str, Any]:
+        """Plain data, the same on every rank (a collective)."""
+        return {"epoch": self.epoch, "steps": self.steps, "mean": float(engine.mean(self._mean))}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` gave; None, of a checkpoint from before there was one, starts anew."""
+        self.epoch, self.steps = (state["epoch"], state["steps"]) if state else (0, 0)
+        self._mean.fill_(state["mean"] if state else 0.0)
 
 
 def _norm(result: StepResult) -> float | None:

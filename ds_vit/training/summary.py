@@ -1,4 +1,4 @@
-"""What a run writes and shows at its start and at its end, and summary.json."""
+"""The files and tables of a run's start and end, and summary.json."""
 
 from __future__ import annotations
 
@@ -8,31 +8,58 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from ds_vit import config as flags
-from ds_vit.checkpoint import marked
+from ds_vit.checkpoint.folder import marked
 from ds_vit.config.deepspeed_json import derived_path
-from ds_vit.config.run_folder import BEST, RunFolder, write_json
+from ds_vit.engine.patches.process import version_warnings
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
-from ds_vit.launching.last_word import is_mpirun, say_last, say_nothing_last
-from ds_vit.models import Flops, num_parameters
+from ds_vit.launching.process import Process
+from ds_vit.models import num_parameters
 from ds_vit.monitoring.metrics import print_table
 from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.starts import num_starts
 from ds_vit.monitoring.throughput import Throughput
+from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.placement import Placement
-from ds_vit.tasks import Figure
-from ds_vit.training.plan import Plan, resolved_flags
-from ds_vit.training.start_rows import Rows, command_to_go_on, start_rows
+from ds_vit.run_folder import BEST, RunFolder, write_json
+from ds_vit.tasks import Figure, Task
+from ds_vit.training.build_engine import EngineConfig
+from ds_vit.training.start_rows import Rows, resume_command
 
 Quality = dict[str, float | None]
 
 
+def write_settings(
+    folder: RunFolder, values: Mapping[str, Any], json: Mapping[str, Any], origins: Mapping[str, str], task: Task
+) -> None:
+    """Write the settings files of a run: enough to run it again.
+
+    Args:
+        folder: of the run.
+        values: of config.yaml.
+        json: of deepspeed.json.
+        origins: of deepspeed.derived.json: dotted name of a value → where it came from.
+        task: has the names of classes.json.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(flags.to_yaml(dict(values)))
+        write_json(folder.deepspeed, json)
+        write_json(derived_path(folder.deepspeed), origins)
+        if task.has_classes:
+            write_json(folder.classes, task.class_names)
+    except OSError as error:
+        raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
+
+
 def summarise(
-    plan: Plan,
+    config: EngineConfig,
     evaluations: Sequence[Mapping[str, float]],
     ema_evaluations: Sequence[Mapping[str, float]],
     throughput: Throughput,
@@ -45,7 +72,7 @@ def summarise(
     """The contents of summary.json; the average's figure stands in it only where there is an average.
 
     Args:
-        plan: the run.
+        config: of the engine.
         evaluations: the figures of all evaluations, in order.
         ema_evaluations: those of the average.
         throughput: of the training steps.
@@ -56,7 +83,7 @@ def summarise(
         exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint, the
             weights or rows of metrics.jsonl).
     """
-    figures = plan.model.task.figures
+    model, task = config.model, config.model.task
 
     def best_and_last(
         figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = ""
@@ -67,16 +94,16 @@ def summarise(
         return dict(zip(names, (figure.best(*values), values[-1]) if values else (None, None), strict=True))
 
     quality: Quality = {}
-    for figure in figures:
+    for figure in task.figures:
         quality |= best_and_last(figure, evaluations) if figure.summed_up else {}
-    average = best_and_last(figures[0], ema_evaluations, "_ema") if plan.config.model_ema else {}
+    average = best_and_last(task.figures[0], ema_evaluations, "_ema") if config.averaged else {}
     seconds = throughput.total_seconds
     return {
-        "model": plan.config.model,
-        "num_parameters": num_parameters(plan.model.whole),
-        **({"class_names": list(plan.model.task.class_names)} if plan.model.task.has_classes else {}),
-        "layout": {**asdict(plan.parallel.layout), "zero_stage": plan.deepspeed.zero_stage},
-        "precision": plan.deepspeed.precision.name,
+        "model": model.spec.name,
+        "num_parameters": num_parameters(model.whole),
+        **({"class_names": list(task.class_names)} if task.has_classes else {}),
+        "layout": {**asdict(config.layout), "zero_stage": config.zero_stage},
+        "precision": config.precision.name,
         "steps": steps,
         **quality,
         "eval_images": evaluations[-1]["images"] if evaluations else 0,
@@ -88,10 +115,14 @@ def summarise(
     }
 
 
-def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
+def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Rows:
     """The table of the end: model, layout, top-1, images/s, where the files are."""
-    rows = [("model", summary["model"]), ("layout", plan.in_words)]
-    figure = plan.model.task.figures[0]
+    rows = [
+        ("model", summary["model"]),
+        ("layout", config.text),
+    ]
+    task = config.model.task
+    figure = task.figures[0]
     for suffix, label, over in (
         ("", figure.label, f" over {summary['eval_images']:,} images"),
         ("_ema", f"{figure.label}, average", ""),
@@ -103,12 +134,12 @@ def end_rows(plan: Plan, summary: dict[str, Any], folder: Path) -> Rows:
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
-        instead = "do not count" if plan.config.eval_only else "were replaced"
+        instead = "do not count" if config.optimizer is None else "were replaced"
         said = f"{summary['skipped_images']} could not be decoded and {instead}"
         if files := len(summary.get("skipped_by_file", ())):
             said += f" ({files} file{'s' if files > 1 else ''}: {RunFolder(folder).skipped.name})"
         rows.append(("skipped images", said))
-    apart = plan.model.task.weight_files()
+    apart = task.weight_files()
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
     launches = num_starts(RunFolder(folder))
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
@@ -127,58 +158,37 @@ def _saved_rows(folder: RunFolder) -> Rows:
     return [("checkpoints", f"{folder.checkpoints}/ ({found})")] if found else []
 
 
-def warn_under_mpirun(folder: Path, num_ranks: int, signal_name: str) -> None:
-    """Let mpirun's output end with how to go on, at a signal: its ranks may not live until they have saved.
-
-    Open MPI 5 kills its ranks 0.2 s after it was told to stop, whatever its own options say.
-    """
-    if is_mpirun():
-        say_last(
-            f"mpirun ended its ranks at {signal_name} and did not wait for them to save (bash launch/mpi.sh does); "
-            f"go on from the newest checkpoint with: {command_to_go_on(folder, num_ranks)}"
-        )
-
-
 def show_start(
-    plan: Plan, folder: RunFolder, flops: Flops, device: torch.device, console: Console | None, more: Rows = ()
-) -> tuple[str, ...]:
-    """Write config.yaml, deepspeed.json and classes.json (enough to run again), and show the run (a collective).
+    console: Console | None, notes: Sequence[str], rows: Rows, layout: Layout, process: Process
+) -> list[str]:
+    """Show the run: lines for people and the start table (a collective).
 
     Args:
-        plan: the run.
-        folder: its output folder.
-        flops: of an image.
-        device: where this rank computes.
         console: of rank 0; None on the others.
-        more: rows for the table.
+        notes: lines for people.
+        rows: of the table.
+        layout: degrees of parallelism.
+        process: this rank.
 
     Returns:
         The host's name of each rank; empty where all are on one.
     """
     if console is not None:
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.config.write_text(flags.to_yaml(resolved_flags(plan)))
-            write_json(folder.deepspeed, plan.deepspeed.json)
-            write_json(derived_path(folder.deepspeed), plan.deepspeed.origins)
-            if plan.model.task.has_classes:
-                write_json(folder.classes, plan.model.task.class_names)
-        except OSError as error:
-            raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
-        for note in plan.notes:
+        for note in (*notes, *version_warnings()):
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-        print_table(console, "ds_vit", [*start_rows(plan, flops, device, folder.path), *more])
-    if not plan.parallel.process.spans_hosts:
-        return ()
+        print_table(console, "ds_vit", rows)
+    if not process.spans_hosts:
+        return []
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     if console is not None and len(set(hosts)) > 1:
-        print_table(console, "placement", Placement(plan.parallel.layout, tuple(hosts)).rows())
-    return tuple(hosts)
+        print_table(console, "placement", Placement(layout, tuple(hosts)).rows())
+    return hosts
 
 
 def show_end(
-    plan: Plan,
+    config: EngineConfig,
+    process: Process,
     folder: RunFolder,
     summary: dict[str, Any],
     console: Console | None,
@@ -188,7 +198,8 @@ def show_end(
     """Write summary.json and show it, where there is a console; then report.html, as far as the disk takes it.
 
     Args:
-        plan: the run.
+        config: of the engine.
+        process: this rank.
         folder: its output folder.
         summary: the contents.
         console: of rank 0; None on the others.
@@ -200,17 +211,14 @@ def show_end(
     """
     if console is None:
         return
-    rows = [*end_rows(plan, summary, folder.path), *more]
-    if stopped:
-        place = f"at {summary['steps']:,} of {plan.training.total_steps:,}"
+    rows = [*end_rows(config, summary, folder.path), *more]
+    if stopped and config.optimizer is not None:
+        place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])
-        process = plan.parallel.process
-        sentence = f"interrupted {place}; go on with: {command_to_go_on(folder.path, process.world_size)}"
+        sentence = f"interrupted {place}; resume with: {resume_command(folder.path, process)}"
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-        say_last(sentence, stopped=True)
     else:
         print_table(console, "done", rows)
-        say_nothing_last()
     try:
         write_json(folder.summary, summary)
     except OSError as error:

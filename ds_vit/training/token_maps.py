@@ -24,22 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from ds_vit.data import ImageConfig
 from ds_vit.models import SequentialViT
-from ds_vit.monitoring.report.heat_map import viridis
+from ds_vit.monitoring.report.charts import viridis
 from ds_vit.tasks import Batch
-from ds_vit.training.plan import Plan
 
 SIDE = 112  # pixels of an image in the picture
 MOST = 8
 _GAP = 4
 NORMS, ATTENTION = "token-norms", "attention"
-
-
-def can_be_seen(plan: Plan) -> bool:
-    """Whether this rank sees images of the first replica and all of their tokens: not in a pipeline, nor where ranks
-    share a sequence."""
-    if plan.parallel.layout.pp > 1 or plan.config.sequence_parallel or not plan.model.task.class_names:
-        return False
-    return plan.share.dp_rank == 0
 
 
 @dataclass
@@ -115,13 +106,12 @@ def _mean_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Seen]:
+def watched(model: SequentialViT) -> Iterator[Seen]:
     """Look at the first batch with a valid row that goes through a `SequentialViT`; `Seen.passing` says which it is.
 
     Yields:
         Filled by that batch.
     """
-    assert isinstance(model, SequentialViT)
     embed, last, head = model.layers[0], model.layers[-2], model.layers[-1]
     # What the classifier reads: the class token, or all patches.
     queries = slice(0, 1) if head.global_pool == "token" else slice(head.num_tokens.num_prefix_tokens, None)

@@ -1,421 +1,258 @@
-"""A started run on this rank: for each step → metrics, evaluation; in the end the weights and the summary."""
+"""The training loop: steps until the end, with rollbacks, evaluations and saves between them.
+
+`run` → `train` → `train_step`. Everything around a step is a callback (callbacks.py), evaluations are in evaluation.py,
+saves in checkpoint_manager.py; build.py puts them together.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-import torch
+import torch.distributed as dist
 
-from ds_vit.config.durations import parse_steps
-from ds_vit.config.run_folder import RunFolder
-from ds_vit.engine.start import device_of
-from ds_vit.engine.step_guard import StepResult
+from ds_vit.engine.base import Engine
+from ds_vit.fault_tolerance.errors import EndedTogether, UserError
 from ds_vit.fault_tolerance.exit_codes import Diverged
-from ds_vit.fault_tolerance.signals import Interrupted, Signals
+from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
-from ds_vit.models import Flops, count_flops
-from ds_vit.monitoring.gradients import GradientHealth
-from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
-from ds_vit.monitoring.profile import StepProfiler
-from ds_vit.monitoring.progress import Counted
-from ds_vit.monitoring.sheets import TrainingSheet
-from ds_vit.monitoring.starts import note_start
-from ds_vit.monitoring.throughput import Throughput
-from ds_vit.optim.ema import Ema
-from ds_vit.parallel.groups import Groups
+from ds_vit.optim.schedules import Schedule
+from ds_vit.run_folder import RunFolder
 from ds_vit.tasks import Batch
-from ds_vit.training.bad_steps import BadSteps, RollBack
-from ds_vit.training.build import build_engine
+from ds_vit.training.callbacks import Callback, RollBack, RolledBack, Step
 from ds_vit.training.checkpoint_manager import CheckpointManager
-from ds_vit.training.epoch_mean import EpochMean
+from ds_vit.training.evaluation import Evaluations, Phases, Stopped
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.plan import Plan
-from ds_vit.training.replica_check import check_replicas
-from ds_vit.training.start_rows import settings_of
-from ds_vit.training.step_log import StepLog
-from ds_vit.training.summary import show_end, show_start, summarise, warn_under_mpirun
-from ds_vit.training.truth import Truth
-from ds_vit.training.validation import Stopped, Validation
 
 
 class Trainer:
-    """One run, on the rank that calls; all ranks do the same things in the same order.
+    """The loop of one run, on this rank; all ranks do the same things in the same order.
 
     Args:
-        plan: what to do.
-        folder: of the output, shared by all ranks; rank 0 writes to it.
-        groups: of the run.
-        started: `time.perf_counter()` when the program began.
-        watchdog: is told of every bit of progress.
-        signals: that this rank has had, or None where they are not listened for.
-        listeners: as for `Reporter`.
+        engine: runs the model.
+        inputs: of the run.
+        schedule: of the learning rate; None where the JSON's scheduler sets it.
+        horizon: steps that the schedules are made for; the run may be shorter.
+        evaluations: of the run.
+        callbacks: are called around each step, in this order.
+        make_checkpoints: makes the manager that saves and restores this trainer.
+        watchdog: receives every bit of progress.
+        phases: announces what comes next to the watchdog.
+        folder: of the run; its weights are written there.
+
+    Attributes:
+        step: optimizer steps that are done.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        folder: RunFolder,
-        groups: Groups,
-        started: float,
+        engine: Engine,
+        inputs: InputPipeline,
+        schedule: Schedule | None,
+        horizon: int,
+        evaluations: Evaluations,
+        callbacks: Sequence[Callback],
+        make_checkpoints: Callable[[Trainer], CheckpointManager],
         watchdog: Watchdog,
-        signals: Signals | None = None,
-        listeners: Listeners = MappingProxyType({}),
+        phases: Phases,
+        folder: RunFolder,
     ) -> None:
-        self.plan = plan
-        self.folder = folder
-        self.groups = groups
-        self.started = started
+        self.engine = engine
+        self.inputs = inputs
+        self.schedule = schedule
+        self.horizon = horizon
+        self.total_steps = inputs.config.total_steps
+        self.evaluations = evaluations
+        self.callbacks = callbacks
+        self.checkpoints = make_checkpoints(self)
         self.watchdog = watchdog
-        self.signals = signals
-        self.device = device_of(plan.parallel.process.local_rank)
-        is_first = plan.parallel.process.rank == 0
-        self.flops = count_flops(plan.model.whole, plan.model.frozen) if is_first else Flops(0, 0)  # rank 0 tells them
-        self.throughput = Throughput()
-        self.bad_steps = BadSteps(plan.config, fp16="fp16" in plan.deepspeed.precision.name)
-        self.phases: set[str] = set()  # what this process has begun once
-        self.before = {"wall_seconds": 0.0}  # this run, up to the checkpoint it goes on from
-        self.step = 0  # optimizer steps that are done
-        self.sizes = plan.image_sizes
-        self.size = self.sizes and self.sizes.sizes[-1]  # of the images that the model takes now
-        self.profiler = StepProfiler(
-            parse_steps(plan.config.profile_steps, "--profile-steps"), folder.profile, groups, self.device
-        )
-        # The last step (its number, its loss scale, what it left), until the verdict on it is asked for.
-        self._open: tuple[int, float, StepResult] | None = None
-        self.epoch_loss = EpochMean(self.device)
-        self.ema: Ema | None = None
-        self.reporter: Reporter | None = None  # of rank 0
-        # TensorBoard gets 200 points of a short run too.
-        self.draw_interval = max(1, min(plan.config.log_interval, plan.training.total_steps // 200))
-        if is_first:
-            self.reporter = Reporter(
-                folder,
-                total_steps=plan.training.total_steps,
-                console=make_console(),
-                stamp=self._stamp,
-                listeners=listeners,
-            )
+        self.phases = phases
+        self.folder = folder
+        self.step = 0
+        self._open: Step | None = None  # the last step, until it is known whether it was applied
 
-    def run(self) -> dict[str, Any]:
-        """Build, train, evaluate, save.
+    def run(self) -> str:
+        """Train and save (a collective).
 
         Returns:
-            What summary.json holds, on every rank.
+            The word that summary.json ends with.
         """
-        plan = self.plan
-        console = self.reporter.console if self.reporter else None
-        self.truth = truth = Truth(plan, self.device)
-        if console is not None:
-            truth.predict()
-        more = truth.start_rows() if console else ()
-        hosts = show_start(plan, self.folder, self.flops, self.device, console, more)
-        with self._doing("building the model"):
-            self._build()
-        if plan.resume is not None:
-            self.watchdog.beat(0, "reading the checkpoint", patience=4)
-            with self._doing("reading the checkpoint"):
-                self.step = self.checkpoint_manager.restore()
-        else:
-            self.step = self.checkpoint_manager.restore()
-        if self.reporter:
-            self.reporter.start(self.step, self.engine.write_events)
-            self.reporter.settings(*settings_of(plan))
-            note_start(self.folder, self.step, plan.parallel.layout, plan.deepspeed.zero_stage, self.device, hosts)
-            if self.signals is not None:
-                self.signals.on_first = partial(warn_under_mpirun, self.folder.path, plan.parallel.process.world_size)
         try:
-            exit_word = self._carry_out()
-        finally:
-            if self.reporter:
-                self.reporter.close()
-        lost = self.reporter.num_lost if self.reporter else 0
-        if self.engine.sum(torch.tensor(lost, device=self.device)) and exit_word == "completed":
-            exit_word = "not all saved"
-        summary = self._sum_up(exit_word)
-        images, seconds = self.throughput.total_images, self.throughput.total_seconds
-        step_seconds = plan.data.batch.global_batch * seconds / images if images else None
-        summary |= truth.figures(step_seconds)
-        more = truth.end_rows(summary) if console else ()
-        show_end(plan, self.folder, summary, console, self.checkpoint_manager.stopped, more)
-        self.engine.close()
-        return summary
-
-    def _build(self) -> None:
-        """The engine and everything around it (a collective)."""
-        plan, config = self.plan, self.plan.config
-        self.watchdog.beat(0, "building the model", patience=4)
-        self.engine = build_engine(plan, self.device, self.groups)
-        if config.model_ema:
-            self.ema = Ema(self.engine.zero_map, config.model_ema_decay, config.model_ema_warmup)
-        if config.spike_factor is not None:
-            self.engine.guard.watch_spikes(config.spike_factor)
-        self.health = GradientHealth(self.engine.zero_map, self.engine.clipped_by)
-        samples = self.folder.samples if config.log_samples else None
-        self.inputs = InputPipeline(plan, self.engine, self.throughput, samples, self.folder.skipped)
-        if self.reporter and config.log_images:
-            image, names, number = plan.model.image, plan.model.task.class_names, plan.data.batch.accumulation
-            sheet = TrainingSheet(image, plan.data.train_source, names, config.log_images, number)
-            self.inputs.look = partial(sheet.add, save=self.reporter.training_images)
-        self.checkpoint_manager = CheckpointManager(
-            plan, self.folder, self.engine, self.ema, self.throughput, self.signals, self, self.reporter
-        )
-        self.step_log = StepLog(
-            plan,
-            self.engine,
-            self.inputs,
-            self.flops,
-            self.throughput,
-            self.epoch_loss,
-            self.bad_steps,
-            self.truth,
-            self.reporter,
-        )
-        self.validation = Validation(
-            plan,
-            self.engine,
-            self.inputs,
-            self.ema,
-            self.checkpoint_manager,
-            self.watchdog,
-            self._begin,
-            self.reporter,
-        )
-
-    def _carry_out(self) -> str:
-        """Train and save (a collective); gives the word that summary.json ends with."""
-        manager = self.checkpoint_manager
-        try:
-            self._train(self.step)
-            self._save()
+            self.train()
+            self.save()
         except Interrupted:
-            return "not all saved" if manager.stopped_unsaved else "interrupted"
-        return "not all saved" if manager.num_failed else "completed"
+            return "not all saved" if self.checkpoints.stopped_unsaved else "interrupted"
+        except (Diverged, UserError):
+            # Every rank's writer runs, even if only one rank raised: the checkpoint that is being written counts.
+            self.watchdog.beat(self.step, "saving", patience=4)
+            self.checkpoints.end_save()
+            raise
+        return "not all saved" if self.checkpoints.num_failed else "completed"
 
-    def _sum_up(self, exit_word: str) -> dict[str, Any]:
-        """The contents of summary.json (a collective)."""
-        return summarise(
-            self.plan,
-            self.validation.evaluations,
-            self.validation.ema_evaluations,
-            self.throughput,
-            self.inputs.skipped.state_dict(),
-            self._wall_seconds(),
-            steps=self.step,
-            exit_word=exit_word,
-        )
+    def restore(self) -> None:
+        """Restore the checkpoint that the run resumes from, if there is one (a collective)."""
+        self.step = self.checkpoints.restore()
 
-    def _save(self) -> None:
-        """The end of the run as a checkpoint, where it has any, and its weights (a collective)."""
-        self.watchdog.beat(self.step, "saving", patience=4)
-        self.checkpoint_manager.finish(self.step)
-        self.watchdog.beat(self.step, "saving the weights", patience=4)
-        self.checkpoint_manager.save_weights(self.folder.path)
-
-    def _train(self, first_step: int) -> None:
-        """Steps until the end; after each rollback from the step that it led to."""
-        self._boundary(first_step)
+    def train(self) -> None:
+        """Take steps until the end; after each rollback from the step that it led to."""
+        self._save_if_due()
         while True:
-            self._evaluate_if_due(first_step)  # where the run was interrupted within this evaluation
+            self._evaluate_if_due()  # also where the run was interrupted within this evaluation
             try:
-                return self._train_from(first_step)
+                return self._take_steps()
             except RollBack as bad:
                 bad_step = bad.with_traceback(None)  # which would hold the activations of the step after it
-            first_step = self._roll_back(bad_step)
+            self._roll_back(bad_step)
 
-    def _roll_back(self, bad: RollBack) -> int:
-        """Take up the last checkpoint, and leave out the samples of the steps since then (a collective).
+    def save(self) -> None:
+        """Save the end of the run as a checkpoint, where it has any, and its weights (a collective)."""
+        self.watchdog.beat(self.step, "saving", patience=4)
+        self.checkpoints.finish(self.step)
+        self.watchdog.beat(self.step, "saving the weights", patience=4)
+        self.checkpoints.save_weights(self.folder.path)
 
-        Returns:
-            The steps that are done now.
+    def _take_steps(self) -> None:
+        first, skipped = self.step, self.checkpoints.skipped_batches
+        # Closed, so that a loader's workers end now; DeepSpeed's pipeline keeps its iterator.
+        with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first, skipped))) as batches:
+            watched: Iterator[Batch] = batches
+            for callback in self.callbacks:
+                watched = callback.batches(watched)
+            for callback in self.callbacks:
+                callback.before_training(first)
+            for step in range(first + 1, self.total_steps + 1):
+                if self.inputs.config.on_bad_image == "error":
+                    self._read_ahead()
+                self.train_step(step, watched)
+                self.step = step
+                if too_many := self.inputs.skipped.too_many():
+                    self._end_saved(too_many)
+                self._save_if_due()  # before the evaluation: an error there costs no training
+                self._evaluate_if_due()
+
+    def train_step(self, step: int, batches: Iterator[Batch]) -> None:
+        """One optimizer step, counted from 1 (a collective).
+
+        Raises:
+            RollBack, Diverged: as `BadSteps.after_result`.
+        """
+        if self.schedule is not None:
+            self.engine.set_lr(self.schedule.lr(step - 1))
+        self.engine.begin_step(step, self.inputs.config.task.schedules(step, self.horizon))
+        lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
+        for callback in self.callbacks:
+            callback.before_step(step)
+        self.phases.begin(step, "forward, backward and update")
+        result = self.engine.train_step(batches, self.conclude)
+        self._open = done = Step(step, lr, loss_scale, result)
+        if any(callback.needs_result(step) for callback in self.callbacks):
+            self.conclude()
+        for callback in self.callbacks:
+            callback.after_step(done)
+
+    def conclude(self) -> None:
+        """Act on the result of the last step: counts and averages (a collective).
+
+        It comes before anything that shows or saves them, else while the next step's first forward pass is under way:
+        where the device decides, nothing waits for it.
+
+        Raises:
+            RollBack, Diverged: as `BadSteps.after_result`.
+        """
+        done, self._open = self._open, None
+        if done is not None:
+            for callback in self.callbacks:
+                callback.after_result(done)
+
+    def _save_if_due(self) -> None:
+        """Between two steps: save if it is time.
+
+        Raises:
+            Interrupted: some rank received a signal; all of them are here, and the step is saved.
+        """
+        self.watchdog.beat(self.step, "saving", patience=4)
+        self.checkpoints.boundary(self.step)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate the weights if it is time (a collective).
+
+        Raises:
+            Interrupted: the ranks received a signal meanwhile; the step is saved.
+        """
+        if not self.evaluations.is_due(self.step):
+            return
+        self.conclude()
+        for callback in self.callbacks:
+            callback.before_evaluation(self.step)
+        try:
+            is_best = self.evaluations.run(self.step, self.checkpoints.asked_to_stop)
+            self.checkpoints.evaluated(self.step, self.evaluations.state_dict(), is_best=is_best)
+        except Stopped:
+            pass
+        except Exception:
+            self.checkpoints.end_save()  # an epoch that is being saved is not lost
+            raise
+        for callback in self.callbacks:
+            callback.after_evaluation(self.step)
+        self._save_if_due()  # where the weights are the best so far and not saved, or the ranks received a signal
+
+    def _roll_back(self, bad: RollBack) -> None:
+        """Restore the last checkpoint, and leave out the samples of the steps since then (a collective).
+
+        Time, images and skipped steps keep counting; what was measured after that step is forgotten.
 
         Raises:
             Diverged: nothing was saved yet.
         """
-        manager = self.checkpoint_manager
+        checkpoints = self.checkpoints
         self.watchdog.beat(bad.step, "reading the checkpoint", patience=4)
-        used = bad.step + manager.skipped_batches
-        back = manager.roll_back()
-        if back is None:
+        used = bad.step + checkpoints.skipped_batches
+        found = checkpoints.roll_back()
+        if found is None:
             raise Diverged(f"{bad.diverged}; there is no checkpoint yet to go back to")
-        self.step, state = back
-        skipped = used - self.step - manager.skipped_batches
-        manager.skipped_batches = used - self.step
-        # Time, images and skipped steps go on counting; what was measured after that step is forgotten.
-        self.validation.load_state_dict(state)
-        self.engine.guard.remember(state["spikes"])
-        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
-        self.bad_steps.rolled_back(bad, self.step, skipped, self.reporter)
-        return self.step
+        self.step, state = found
+        back = RolledBack(bad, self.step, used - self.step - checkpoints.skipped_batches, state)
+        checkpoints.skipped_batches = used - self.step
+        self.evaluations.load_state_dict(state)
+        for callback in self.callbacks:
+            callback.after_rollback(back)
 
-    def _train_from(self, first_step: int) -> None:
-        self.step_log.since = first_step
-        skipped = self.checkpoint_manager.skipped_batches
-        # Closed, so that a loader's workers end now; DeepSpeed's pipeline goes on holding its iterator.
-        with contextlib.closing(self.watchdog.micro_batches(self.inputs.training(first_step, skipped))) as batches:
-            self._take_steps(first_step, self.profiler.batches(batches))
-
-    def _take_steps(self, first_step: int, batches: Iterator[Batch]) -> None:
-        self.throughput.restart()
-        for step in range(first_step, self.plan.training.total_steps):
-            self.profiler.before(step + 1)
-            self._take_step(step + 1, batches)
-            if self.profiler.after(step + 1):
-                self._write_profile(step + 1)
-            self.step = step + 1
-            self._evaluate_if_due(self.step)
-            self._boundary(self.step)
-
-    def _take_step(self, step: int, batches: Iterator[Batch]) -> None:
-        """One optimizer step, counted from 1, and what is written down of it (a collective).
+    def _read_ahead(self) -> None:
+        """Read the next step's images before it begins, so that all ranks can end where one cannot be decoded.
 
         Raises:
-            RollBack, Diverged: as `BadSteps.skip`.
+            EndedTogether: the steps that are done are saved.
         """
-        plan, config = self.plan, self.plan.config
-        if plan.training.schedule is not None:
-            self.engine.set_lr(plan.training.schedule.lr(step - 1))
-        lr, scale = self.engine.lr(), self.engine.loss_scale()
-        looks = config.grad_stats_interval > 0 and (step - 1) % config.grad_stats_interval == 0
-        if looks:
-            self.health.arm()
-        self._take_images_of(self.sizes.at(step - 1) if self.sizes else None)
-        self._begin(step, "forward, backward and update")
-        result = self.engine.train_step(batches, self._conclude)
-        self._open = step, scale, result
-        if looks:
-            self._conclude()
-            self.step_log.gradients(step, self.health.finish(), scale, result)
-        self.throughput.step(plan.data.batch.global_batch)
-        if config.check_replicas and step % config.check_replicas == 0:
-            check_replicas(self.engine, step)
-        if step == 1 or step % config.log_interval == 0 or step == plan.training.total_steps:
-            self._log(step, lr, scale, result)
-        elif step % self.draw_interval == 0:
-            self._draw(step, lr, scale, result)
-        self.step_log.line(step, result)
-
-    def _take_images_of(self, size: int | None) -> None:
-        """Let the model take images of this size, if it does not already."""
-        if size is not None and size != self.size:
-            self.engine.take_images_of(size, self.plan.model.whole.patch_embed.patch_size)
-            self.size = size
-
-    def _conclude(self) -> None:
-        """What waits for the verdict on the last step: counts and averages (a collective).
-
-        It comes before anything that shows or saves them, else when the next step's first forward pass is under way:
-        where the device decides, nothing waits for it.
-
-        Raises:
-            RollBack, Diverged: as `BadSteps.skip`.
-        """
-        if self._open is None:
+        self.watchdog.beat(self.step, "reading images", patience=4)
+        error = self.inputs.read_ahead()
+        if not self.checkpoints.on_any_rank(error is not None):
             return
-        (step, scale, result), self._open = self._open, None
-        if not result.applied:
-            self.bad_steps.skip(step, scale, result, float(self.engine.mean(result.loss)), self.reporter)
-            return
-        self.epoch_loss.add(result.loss, self.plan.data.order.epoch_of(max(step - 1, 0)))
-        self.bad_steps.applied()
-        if self.ema is not None:
-            self.ema.update()
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error and str(error))
+        self._end_saved(next(filter(None, errors)))
 
-    def _log(self, step: int, lr: float, scale: float, result: StepResult) -> None:
-        self._conclude()
-        self.step_log.row(step, lr, scale, result)
-
-    def _draw(self, step: int, lr: float, scale: float, result: StepResult) -> None:
-        self._conclude()
-        self.step_log.point(step, lr, scale, result)
-
-    def _write_profile(self, step: int) -> None:
-        """What was recorded of the steps up to this one (a collective)."""
-        self.throughput.pause()
-        self.watchdog.beat(step, "writing the profile", patience=4)
-        self.profiler.finish(self.reporter.say if self.reporter else None)
-        self.throughput.resume()
-
-    def _begin(self, step: int, phase: str) -> float:
-        """Tell the watchdog what comes now; what this process does for the first time may have to be compiled.
-
-        Returns:
-            How many times `stall_seconds` it may take.
-        """
-        patience = 1.0 if phase in self.phases else self.plan.patience_of_first
-        self.phases.add(phase)
-        self.watchdog.beat(step, phase, patience=patience)
-        return patience
-
-    def _boundary(self, done: int) -> None:
-        """Between two steps: save if it is time.
+    def _end_saved(self, why: str) -> NoReturn:
+        """Save the steps that are done and end (a collective).
 
         Raises:
-            Interrupted: some rank was told to stop; all of them are here, and the step is saved.
+            EndedTogether: always.
         """
-        self.watchdog.beat(done, "saving", patience=4)
-        self.checkpoint_manager.boundary(done)
-
-    def _evaluate_if_due(self, done: int) -> None:
-        """Judge the weights if it is time (a collective).
-
-        Raises:
-            Interrupted: the ranks were told to stop meanwhile; the step is saved.
-        """
-        if not self.validation.is_due(done):
-            return
-        self._conclude()
-        self._take_images_of(self.sizes.sizes[-1] if self.sizes else None)
-        self.throughput.pause()
-        try:
-            self.validation.judge(done)
-        except Stopped:
-            self._boundary(done)
-        self.throughput.resume()
-
-    def _doing(self, what: str, total: int | None = None) -> contextlib.AbstractContextManager[Counted]:
-        """A line on rank 0's terminal for the block."""
-        return self.reporter.line.doing(what, total) if self.reporter else contextlib.nullcontext(iter)
-
-    def _wall_seconds(self) -> float:
-        """Of all processes that this run has had, up to now."""
-        return self.before["wall_seconds"] + time.perf_counter() - self.started
-
-    def _stamp(self, step: int) -> dict[str, float]:
-        """What each row of metrics.jsonl has."""
-        return {"epoch": self.plan.data.order.epoch_of(max(step - 1, 0)), "wall_seconds": self._wall_seconds()}
-
-    # ---- what a run that goes on wants to find again ---------------------------------------------------------------
+        self.watchdog.beat(self.step, "saving", patience=4)
+        saved = self.checkpoints.save_last(self.step)
+        again = "then start the same command again" + (" with --resume auto" if self.step else "")
+        raise EndedTogether(f"{why}; {again} (step {self.step} of {self.total_steps}: {saved})")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the trainer knows beside the engine, as plain data (a collective).
-
-        Raises:
-            RollBack, Diverged: as `BadSteps.skip`; the last step was turned down.
-        """
-        self._conclude()
-        return {
-            **self.validation.state_dict(),
-            **self.bad_steps.state_dict(),
-            "spikes": self.engine.guard.recent(),
-            **self.inputs.skipped.state_dict(),
-            "wall_seconds": self._wall_seconds(),
-            "epoch_loss": self.epoch_loss.state_dict(self.engine),
-            "trained_images": self.throughput.total_images,
-            "trained_seconds": self.throughput.total_seconds,
-        }
+        """The run's state except the engine's, as plain data (a collective); `conclude` comes before."""
+        state = {**self.evaluations.state_dict(), **self.inputs.skipped.state_dict()}
+        for callback in self.callbacks:
+            state |= callback.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
-        self.validation.load_state_dict(state)
-        self.bad_steps.load_state_dict(state)
-        self.engine.guard.remember(state["spikes"])
-        self.epoch_loss.load_state_dict(state.get("epoch_loss"))
-        self.before = {name: state[name] for name in self.before}
+        """Restore the run's state."""
+        self.evaluations.load_state_dict(state)
         self.inputs.skipped.load_state_dict(state)
-        self.throughput.total_images = state["trained_images"]
-        self.throughput.total_seconds = state["trained_seconds"]
+        for callback in self.callbacks:
+            callback.load_state_dict(state)

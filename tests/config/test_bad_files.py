@@ -1,4 +1,4 @@
-"""Files, folders and values that timm, torch, json, yaml or the system refuse: one sentence, and code 2."""
+"""Files, folders and values that timm, torch, json, yaml or the system reject: one line, and exit code 2."""
 
 from __future__ import annotations
 
@@ -22,46 +22,37 @@ TINY = ["--model", "vit_tiny_patch16_224", "--model-kwargs", *MODEL, "--img-size
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two images, and everything that is not what its name says."""
+    """Four images, and files whose contents are not what their names say."""
     folder = tmp_path_factory.mktemp("bad")
     for split in ("train", "val"):
         for label in ("cat", "dog"):
             (folder / "data" / split / label).mkdir(parents=True)
-            pixels = np.zeros((16, 16, 3), np.uint8)
-            Image.fromarray(pixels).save(folder / "data" / split / label / "0.png")
-    for name in ("folder", "folder.json", "folder.yaml", "tars/train", "tars/val"):
+            Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(folder / "data" / split / label / "0.png")
+    for name in ("folder", "folder.json", "tars/train", "tars/val"):
         (folder / name).mkdir(parents=True)
     for name in ("file", "text.safetensors", "text.pth", "text.safetensors.index.json", "text.foo", "tars/train/a.tar"):
         (folder / name).write_text("none of the kind")
-    for name in ("binary.json", "binary.yaml"):
-        (folder / name).write_bytes(b"\xff\xfe\x00\x81")
-    for name in ("empty.json", "empty.safetensors", "empty.pth"):
+    (folder / "binary.json").write_bytes(b"\xff\xfe\x00\x81")
+    for name in ("empty.json", "empty.pth"):
         (folder / name).touch()
-    (folder / "list.json").write_text("[1, 2]")
-    (folder / "endless.json").write_text("[" * 100_000)
-    (folder / "digits.json").write_text('{"train_batch_size": ' + "9" * 5000 + "}")
-    (folder / "flow.yaml").write_text("a: [1,\nb: }")
-    (folder / "control.yaml").write_text("a: \x01\n")
-    (folder / "list.yaml").write_text("- 1\n")
-    (folder / "object.yaml").write_text("epochs: !!python/object/apply:os.system ['true']\n")
-    (folder / "kwargs.yaml").write_text("model_kwargs: [1]\n")
-    (folder / "list.safetensors.index.json").write_text("[1]")
-    (folder / "gone.safetensors.index.json").write_text('{"weight_map": {"cls_token": "gone.safetensors"}}')
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
     save_file({"cls_token": torch.zeros(1, 1, 24, dtype=torch.int32)}, folder / "whole.safetensors")
     (folder / "cut.safetensors").write_bytes((folder / "whole.safetensors").read_bytes()[:-20])
     torch.save([1, 2, 3], folder / "list.pth")
-    torch.save({"cls_token": torch.zeros(1, 1, 24, dtype=torch.int8)}, folder / "whole.pth")
     torch.save({"model": {"cls_token": 3}}, folder / "number.pth")
     return folder
 
 
-JSON_FILES = {
-    "folder.json": "Is a directory",
-    "binary.json": "not UTF-8",
-    "empty.json": "malformed JSON",
-    "list.json": "one JSON object, not a list",
-    "endless.json": "malformed JSON: maximum recursion depth",
-    "digits.json": "malformed JSON: Exceeds the limit",
+TEXTS = {
+    "list.json": "[1, 2]",
+    "endless.json": "[" * 100_000,
+    "digits.json": '{"train_batch_size": ' + "9" * 5000 + "}",
+    "control.yaml": "a: \x01\n",
+    "object.yaml": "epochs: !!python/object/apply:os.system ['true']\n",
+    "kwargs.yaml": "model_kwargs: [1]\n",
+    "list.safetensors.index.json": "[1]",
+    "gone.safetensors.index.json": '{"weight_map": {"cls_token": "gone.safetensors"}}',
 }
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 BLOCKS = [
@@ -69,61 +60,48 @@ BLOCKS = [
     ({"optimizer": {**OPTIMIZER, "params": [1]}}, "optimizer.params must be a block"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": "fast"}}}, "lr"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "betas": 0.9}}}, "betas must be two numbers"),
-    ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "betas": [0.9, 0.9, 0.9]}}}, "betas must be two numbers"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "eps": "small"}}}, "params of AdamW"),
     ({"gradient_clipping": "a lot"}, "gradient_clipping must be a number"),
     ({"zero_optimization": None}, "must be a block"),
     ({"zero_optimization": {"stage": [1]}}, "stage [1] does not exist"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled"),
-    ({"scheduler": "WarmupLR"}, '"scheduler" must be a block'),
     ({"data_types": {"grad_accum_dtype": [1]}}, "data_types.grad_accum_dtype"),
     ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": 3}}, "must be a list"),
     ({"train_batch_size": 4.5}, "train_batch_size must be a whole number"),
     ({"steps_per_print": "often"}, "steps_per_print must be a number above 0"),
 ]
-RECIPES = {
-    "folder.yaml": "Is a directory",
-    "binary.yaml": "not UTF-8",
-    "flow.yaml": "malformed YAML",
-    "control.yaml": "malformed YAML",
-    "list.yaml": "a recipe is a table of flags, not a list",
-    "object.yaml": "malformed YAML",
-    "kwargs.yaml": "key=value pieces, not 1",
-}
-MODEL_KWARGS = {
-    "patch_size=big": "timm cannot build",
-    "patch_size=0": "timm cannot build",
-    "embed_dim=0": "timm cannot build",
-    "depth=-1": "timm cannot build",
-    "depth=0": "depth must be 1 or more",
-    "depth=1.5": "timm cannot build",
-    "num_heads=7": "timm cannot build",
-    "init_values=x": "timm cannot build",
-    "global_pool=median": "timm cannot build",
-    "norm_layer=foo": "timm cannot build",
-    "in_chans=1": "in three colours",
-    "patchsize=8": "nearest: 'patch_size'",
-}
-WEIGHTS = {
-    "folder": "without model.safetensors",
-    "text.safetensors": "no safetensors file",
-    "empty.safetensors": "no safetensors file",
-    "cut.safetensors": "no safetensors file",
-    "whole.safetensors": "no floating-point numbers in 1 tensors (cls_token)",
-    "whole.pth": "no floating-point numbers in 1 tensors (cls_token)",
-    "text.safetensors.index.json": "cannot be read",
-    "list.safetensors.index.json": "cannot be read",
-    "gone.safetensors.index.json": "no safetensors file",
-    "text.pth": "is not loaded",
-    "empty.pth": "cannot be read",
-    "list.pth": "not a dictionary of tensors",
-    "number.pth": "is no state dict: it holds cls_token (int)",
-    "text.foo": "its ending '.foo' is none of",
-}
 FLAGS = {
+    "--deepspeed_config {folder}/folder.json": "Is a directory",
+    "--deepspeed_config {folder}/binary.json": "not UTF-8",
+    "--deepspeed_config {folder}/empty.json": "malformed JSON",
+    "--deepspeed_config {folder}/list.json": "one JSON object, not a list",
+    "--deepspeed_config {folder}/endless.json": "malformed JSON: maximum recursion depth",
+    "--deepspeed_config {folder}/digits.json": "malformed JSON: Exceeds the limit",
+    "--recipe {folder}/folder.json": "Is a directory",
+    "--recipe {folder}/control.yaml": "malformed YAML",
+    "--recipe {folder}/object.yaml": "malformed YAML",
+    "--recipe {folder}/kwargs.yaml": "key=value pieces, not 1",
+    "--model-kwargs patch_size=0": "timm cannot build",
+    "--model-kwargs depth=0": "depth must be 1 or more",
+    "--model-kwargs depth=1.5": "timm cannot build",
+    "--model-kwargs num_heads=7": "timm cannot build",
+    "--model-kwargs in_chans=1": "in three colours",
+    "--model-kwargs patchsize=8": "nearest: 'patch_size'",
+    "--initial-checkpoint {folder}/folder": "without model.safetensors",
+    "--initial-checkpoint {folder}/missing.pth": "missing.pth",
+    "--initial-checkpoint {folder}/text.safetensors": "not a safetensors file",
+    "--initial-checkpoint {folder}/cut.safetensors": "not a safetensors file",
+    "--initial-checkpoint {folder}/whole.safetensors": "no floating-point numbers in 1 tensors (cls_token)",
+    "--initial-checkpoint {folder}/text.safetensors.index.json": "cannot be read",
+    "--initial-checkpoint {folder}/list.safetensors.index.json": "cannot be read",
+    "--initial-checkpoint {folder}/gone.safetensors.index.json": "not a safetensors file",
+    "--initial-checkpoint {folder}/text.pth": "is not loaded",
+    "--initial-checkpoint {folder}/empty.pth": "cannot be read",
+    "--initial-checkpoint {folder}/list.pth": "not a dictionary of tensors",
+    "--initial-checkpoint {folder}/number.pth": "is no state dict: it holds cls_token (int)",
+    "--initial-checkpoint {folder}/text.foo": "its ending '.foo' is none of",
     "--output {folder}/file": "is not a folder that can be written to",
-    "--output {folder}/file/run": "is not a folder that can be written to",
     f"--output {{folder}}/{'x' * 300}": "File name too long",
     "--data-dir {folder}/file": "file",
     f"--data-dir {'x' * 5000}": "",
@@ -137,28 +115,26 @@ FLAGS = {
     "--img-size 4": "img_size",
 }
 CASES = [
-    *(pytest.param(["--deepspeed_config", f"{{folder}}/{name}"], said, id=name) for name, said in JSON_FILES.items()),
-    *(pytest.param(block, said, id=json.dumps(block)) for block, said in BLOCKS),
-    *(pytest.param(["--recipe", f"{{folder}}/{name}"], said, id=name) for name, said in RECIPES.items()),
-    *(pytest.param(["--model-kwargs", *MODEL, word], said, id=word) for word, said in MODEL_KWARGS.items()),
-    *(pytest.param(["--initial-checkpoint", f"{{folder}}/{name}"], said, id=name) for name, said in WEIGHTS.items()),
-    *(pytest.param(words.split(), said, id=words[:40]) for words, said in FLAGS.items()),
+    *(pytest.param(block, message, id=json.dumps(block)) for block, message in BLOCKS),
+    *(pytest.param(words.split(), message, id=words[:60]) for words, message in FLAGS.items()),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of tensors without elements
-@pytest.mark.parametrize(("asked", "said"), CASES)
-def test_one_sentence(capsys, tmp_path, folder, asked, said):
-    # Catches: a library's exception that reaches the top as if it were a bug of ours, or a page in place of a sentence.
+@pytest.mark.parametrize(("given", "message"), CASES)
+def test_one_line(capsys, tmp_path, folder, given, message):
+    # Catches: a library's exception that looks like a bug of ours, or a page instead of a line.
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({**CPU, **asked} if isinstance(asked, dict) else CPU))
-    words = [] if isinstance(asked, dict) else [word.replace("{folder}", str(folder)) for word in asked]
+    config.write_text(json.dumps({**CPU, **given} if isinstance(given, dict) else CPU))
+    words = [] if isinstance(given, dict) else [word.replace("{folder}", str(folder)) for word in given]
     argv = [*TINY, "--max-steps", "2", "-b", "2", "--warmup-steps", "0", "--deepspeed_config", str(config)]
     for flag, value in (("--data-dir", folder / "data"), ("--output", tmp_path / "run")):
         argv += [] if flag in words else [flag, str(value)]
+    if words[:1] == ["--model-kwargs"]:
+        words[1:1] = MODEL
     assert main([*argv, *words]) == 2
     assert not dist.is_initialized()
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("train.py: error: ")
-    assert said in lines[0]
+    assert message in lines[0]

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from curves import assert_same_curve, read_rows, train_rows
 from picture_folders import CPU, TINY, make_folder
 from safetensors.torch import load_file, save_file
 
+from ds_vit.checkpoint.folder import marked
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.train import main
 
@@ -41,8 +43,8 @@ def json_file(tmp_path, **changes):
     return str(path)
 
 
-def test_fast_decoding_where_there_is_nothing_to_decode_fast(capsys, tmp_path, folder, monkeypatch):
-    """A flag that is passed over, and a missing library that is found in a worker."""
+def test_fast_decoding_without_its_libraries_or_jpegs(capsys, tmp_path, folder, monkeypatch):
+    """A flag without effect, and a missing library that a worker would find."""
     pytest.importorskip("simplejpeg")
     assert "these images have none" in refused(capsys, tmp_path, "--dataset", "digits", "--decode", "fast")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -51,166 +53,77 @@ def test_fast_decoding_where_there_is_nothing_to_decode_fast(capsys, tmp_path, f
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     line = refused(capsys, tmp_path, "--data-dir", folder, "--decode", "fast", "--augment-on", "device")
-    assert "needs torchcodec 0.16 or later, which cannot be imported" in line
+    assert "cannot import torchcodec" in line
 
 
-def test_unknown_model(capsys, tmp_path, folder):
-    """The nearest name is the help."""
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--model", "vit_tinny_patch16_224")
-    assert "vit_tinny_patch16_224" in line
-    assert "vit_tiny_patch16_224" in line
+RPROP = {"optimizer": {"type": "Rprop"}, "gradient_clipping": 1.0}
+LION = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
+# Flags, changes of the JSON, and what the line must contain.
+REFUSED = [
+    ("--model vit_tinny_patch16_224", {}, ["vit_tinny_patch16_224", "vit_tiny_patch16_224"]),
+    ("--model resnet50", {}, ["resnet50"]),
+    ("--model deit_tiny_distilled_patch16_224", {}, ["Distilled"]),
+    ("--model beit_base_patch16_224", {}, ["'beit' family"]),
+    ("--model-kwargs attn_drop_rate=0.1 patch_size=8 depth=1", {}, ["attn_drop"]),
+    ("--data-dir nowhere", {}, ["nowhere"]),
+    ("--dataset digit", {}, ["digits"]),
+    ("--dataset torch/cifar11", {}, ["torch/cifar10"]),
+    ("--deepspeed_config absent.json", {}, ["absent.json"]),
+    ("", {"train_batch_size": 10, "gradient_accumulation_steps": 1}, ["10 is not micro-batch 4 x", "= 4", "or choose"]),
+    ("--batch-size 7", {}, ["7", "6"]),
+    ("--mixup 0.8 --batch-size 3", {}, ["odd", "3"]),
+    ("--num-classes 1", {}, ["--num-classes 1 is smaller than the 2 classes of the data"]),
+    ("", {"fp16": {"enabled": True}}, ["fp16 needs a GPU"]),
+    ("--layer-decay 0.7", RPROP, ["--layer-decay does not work with Rprop"]),
+    ("--lr 1e-3 --weight-decay 0.05", RPROP, ["--weight-decay 0.05 has no effect: Rprop has no weight decay"]),
+    ("--layer-decay 0.7", {"optimizer": LION}, ["--layer-decay does not work with corrected_weight_decay of Lion"]),
+    (
+        "--sched linear",
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}},
+        ["--sched", "WarmupLR"],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        ("resnet50", "resnet50"),
-        ("deit_tiny_distilled_patch16_224", "Distilled"),
-        ("beit_base_patch16_224", "'beit' family"),
-    ],
-)
-def test_model_of_another_class(capsys, tmp_path, folder, name, word):
-    """A model that is not cut here must be refused by its class."""
-    argv = ["--data-dir", folder, "--model", name]
-    assert word in refused(capsys, tmp_path, *argv)
+@pytest.mark.parametrize(("words", "changes", "parts"), REFUSED, ids=lambda value: str(value)[:50])
+def test_refused_before_training(capsys, tmp_path, folder, words, changes, parts):
+    """A message without the numbers, the flag or the nearest valid name; a run that starts or crashes."""
+    data = [] if "--data" in words else ["--data-dir", folder]
+    line = refused(capsys, tmp_path, *data, *words.split(), config=json_file(tmp_path, **changes))
+    assert all(part in line for part in parts), line
 
 
-def test_data_folder_missing_or_without_classes(capsys, tmp_path, folder):
-    """A typing mistake in a path, and a folder of loose files."""
-    assert "nowhere" in refused(capsys, tmp_path, "--data-dir", tmp_path / "nowhere")
+def test_folders_without_classes_or_with_other_ones(capsys, tmp_path, folder):
+    """Loose files, a missing split, and labels that would mean something else in evaluation."""
     (tmp_path / "empty" / "train").mkdir(parents=True)
     line = refused(capsys, tmp_path, "--data-dir", tmp_path / "empty")
     assert "class" in line
     assert "train" in line
-    shutil.rmtree(folder / "val")
-    assert "val" in refused(capsys, tmp_path, "--data-dir", folder)
-
-
-def test_validation_with_other_classes(capsys, tmp_path, folder):
-    """Labels would mean something else in evaluation."""
     (folder / "val" / "dog").rename(folder / "val" / "wolf")
     line = refused(capsys, tmp_path, "--data-dir", folder)
     assert "dog" in line
     assert "wolf" in line
-
-
-def test_unknown_dataset(capsys, tmp_path):
-    """The nearest data set is named."""
-    assert "digits" in refused(capsys, tmp_path, "--dataset", "digit")
-    assert "torch/cifar10" in refused(capsys, tmp_path, "--dataset", "torch/cifar11", "--data-dir", tmp_path)
-
-
-def test_malformed_json(capsys, tmp_path, folder):
-    """File, line and column."""
-    path = tmp_path / "broken.json"
-    path.write_text('{\n  "zero_optimization": {"stage": 1,}\n')
-    line = refused(capsys, tmp_path, "--data-dir", folder, config=str(path))
-    assert f"{path}, line 2" in line
-    assert "column" in line
-    assert "absent.json" in refused(capsys, tmp_path, "--data-dir", folder, config=str(tmp_path / "absent.json"))
-
-
-def test_batch_arithmetic(capsys, tmp_path, folder):
-    """The three numbers and two ways out."""
-    config = json_file(tmp_path, train_batch_size=10, gradient_accumulation_steps=1)
-    line = refused(capsys, tmp_path, "--data-dir", folder, config=config)
-    assert "train_batch_size 10 is not micro-batch 4 x accumulation 1 x data-parallel 1 = 4" in line
-    assert "set train_batch_size to 4, or choose" in line
-
-
-def test_data_smaller_than_a_batch(capsys, tmp_path, folder):
-    """No step would ever be taken."""
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--batch-size", 7)
-    assert "7" in line
-    assert "6" in line
-
-
-def test_fp16_on_a_cpu(capsys, tmp_path, folder):
-    """DeepSpeed would say so from inside initialize, after the process group."""
-    config = json_file(tmp_path, fp16={"enabled": True})
-    assert "fp16 needs a GPU" in refused(capsys, tmp_path, "--data-dir", folder, config=config)
-
-
-def test_stage_that_does_not_exist(capsys, tmp_path, folder):
-    """ZeRO has stages 0 to 3."""
-    config = json_file(tmp_path, zero_optimization={"stage": 5})
-    assert "stage 5 does not exist" in refused(capsys, tmp_path, "--data-dir", folder, config=config)
-
-
-def test_value_that_deepspeed_would_refuse(capsys, tmp_path, folder):
-    """DeepSpeed's own check comes after the process group, as a page of pydantic."""
-    config = json_file(tmp_path, zero_optimization={"stage": 1, "reduce_bucket_size": -1})
-    line = refused(capsys, tmp_path, "--data-dir", folder, config=config)
-    assert "zero_optimization.reduce_bucket_size" in line
-
-
-def test_layer_decay_with_an_optimizer_whose_update_is_not_proportional(capsys, tmp_path, folder):
-    """Shorter steps would be another method."""
-    config = tmp_path / "rprop.json"
-    config.write_text(json.dumps({"optimizer": {"type": "Rprop"}, "gradient_clipping": 1.0}))
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--layer-decay", 0.7, config=str(config))
-    assert "--layer-decay does not work with Rprop" in line
-
-
-def test_settings_that_an_optimizer_would_not_take(capsys, tmp_path, folder):
-    """A decay that nothing applies; a decay by the square of the rate, which a factor on the update does not give."""
-    config = json_file(tmp_path, optimizer={"type": "Rprop"}, gradient_clipping=1.0)
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--lr", 1e-3, "--weight-decay", 0.05, config=config)
-    assert "--weight-decay 0.05 has no effect: Rprop has no weight decay" in line
-    lion = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
-    config = json_file(tmp_path, optimizer=lion, gradient_clipping=1.0)
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--layer-decay", 0.7, config=config)
-    assert "--layer-decay does not work with corrected_weight_decay of Lion" in line
-
-
-def test_num_classes_smaller_than_the_datas(capsys, tmp_path, folder):
-    """A label outside the head would crash the loss."""
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--num-classes", 1)
-    assert "--num-classes 1 is smaller than the 2 classes of the data" in line
-
-
-def test_odd_batch_with_mixup(capsys, tmp_path, folder):
-    """Mixing takes pairs."""
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--mixup", 0.8, "--batch-size", 3)
-    assert "odd" in line
-    assert "3" in line
-
-
-def test_two_schedulers(capsys, tmp_path, folder):
-    """The JSON's scheduler and --sched would fight."""
-    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
-    config = json_file(tmp_path, scheduler=block)
-    line = refused(capsys, tmp_path, "--data-dir", folder, "--sched", "linear", config=config)
-    assert "--sched" in line
-    assert "WarmupLR" in line
-
-
-def test_attention_dropout_and_batch_norm(capsys, tmp_path, folder):
-    """Randomness that cannot be keyed, and statistics that follow the micro-batch."""
-    argv = ["--data-dir", folder, "--model-kwargs", "attn_drop_rate=0.1", "patch_size=8", "depth=1"]
-    assert "attn_drop" in refused(capsys, tmp_path, *argv)
+    shutil.rmtree(folder / "val")
+    assert "val" in refused(capsys, tmp_path, "--data-dir", folder)
 
 
 def test_checkpoint_that_does_not_fit(capsys, tmp_path, folder):
-    """The first five names and shapes."""
+    """The file and its first names."""
     path = tmp_path / "weights.safetensors"
     save_file({f"blocks.{i}.mlp.fc9.weight": torch.zeros(2, i + 1) for i in range(7)}, str(path))
     line = refused(capsys, tmp_path, "--data-dir", folder, "--initial-checkpoint", path)
     assert str(path) in line
     assert "blocks.0" in line or "cls_token" in line
-    assert "missing.pth" in refused(
-        capsys, tmp_path, "--data-dir", folder, "--initial-checkpoint", tmp_path / "missing.pth"
-    )
 
 
 def test_output_of_another_run(capsys, tmp_path, folder):
     """A second run must not write into the first one's folder."""
     argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--output", str(tmp_path / "run")]
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert main(argv) == 2
     assert "already holds a run" in capsys.readouterr().err
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "checkpoints"}
 
 
 def run_main(argv):
@@ -228,34 +141,88 @@ def run_main(argv):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_image_that_cannot_be_decoded(ranks, tmp_path, folder, workers):
-    """The default is an error that names the file, from a worker too; no weights are left behind."""
+    """--on-bad-image error names the file, from a worker too; no weights are left behind. The same command in the same
+    folder is not refused afterwards, and the rows of the first try do not stay among the second one's."""
+    sound = (folder / "train" / "cat" / "1.png").read_bytes()
     (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
     output = tmp_path / "out"
     argv = [*TINY, "--workers", str(workers), "--deepspeed_config", CPU, "--data-dir", str(folder)]
-    [(code, said)] = ranks.run(1, run_main, [*argv, "--max-steps", "3", "--output", str(output)])
+    argv += ["--max-steps", "3", "-b", "6", "--output", str(output), "--checkpoint-interval", "0"]
+    argv += ["--on-bad-image", "error"]
+    [(code, said)] = ranks.run(1, run_main, argv)
     assert code == 2
     assert str(Path("cat") / "1.png") in said
     assert len([line for line in said.splitlines() if line.startswith("train.py: error")]) == 1
     assert not (output / "model.safetensors").exists()
     assert not (output / "summary.json").exists()
+    (output / "metrics.jsonl").write_text('{"kind": "train", "step": 99}\n')
+    (folder / "train" / "cat" / "1.png").write_bytes(sound)
+    [(code, said)] = ranks.run(1, run_main, argv)
+    assert code == 0, said
+    assert all(row["step"] <= 3 for row in read_rows(output))
+    assert (output / "unsaved-1" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_bad_image_costs_no_step(ranks, tmp_path, folder, accumulation):
+    """Steps that are lost to an image that one rank alone meets; one that a rank says of its own; a resume that is
+    another run."""
+    (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
+    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--seed", "1", "--log-interval", "1"]
+    argv += ["-b", "1", "--grad-accum-steps", str(accumulation), "--max-steps", "4", "--sched", "constant"]
+    skip = ["--on-bad-image", "skip", "--max-bad-images", "1"]
+    [(code, said), _] = ranks.run(2, run_main, [*argv, *skip, "--output", str(tmp_path / "whole")])
+    assert code == 0, said
+    whole = read_rows(tmp_path / "whole")
+    done = next(row["step"] for row in whole if row.get("skipped_images")) - 1
+    output = tmp_path / "out"
+    argv += ["--output", str(output)]
+    results = ranks.run(2, run_main, [*argv, "--on-bad-image", "error"])
+    assert [code for code, _ in results] == [2, 2]
+    [line] = [line for _, said in results for line in said.splitlines() if "error" in line]
+    assert str(Path("cat") / "1.png") in line
+    if done:
+        assert marked(output / "checkpoints", "latest") == f"step-{done:08d}"
+        assert f"then start the same command again with --resume auto (step {done} of 4: saved in" in line
+    else:
+        assert "then start the same command again (step 0 of 4: nothing was trained yet)" in line
+    [(code, said), _] = ranks.run(2, run_main, [*argv, *skip, "--resume", "auto"])
+    assert code == 0, said
+    assert_same_curve(whole, read_rows(output), rtol=1e-6)
+
+
+def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
+    """A count that depends on the layout or on what was saved when; a run that ends again once the file is repaired;
+    a limit that nobody can raise."""
+    sound = (folder / "train" / "cat" / "1.png").read_bytes()
+    (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
+    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--seed", "1", "--log-interval", "1"]
+    argv += ["--max-steps", "6", "--sched", "constant"]
+    lines = []
+    layouts = ((1, ["-b", "2"]), (2, ["-b", "1", "--checkpoint-interval", "1"]), (2, ["-b", "2", "--pp", "2"]))
+    for world, layout in layouts:
+        output = tmp_path / f"run{len(lines)}"
+        results = ranks.run(world, run_main, [*argv, *layout, "--output", str(output)])
+        assert [code for code, _ in results] == [2] * world
+        [line] = [line for _, said in results for line in said.splitlines() if "error" in line]
+        lines.append(line.replace(str(output), "RUN"))
+        step = max(row["step"] for row in train_rows(read_rows(output)))
+        assert marked(output / "checkpoints", "latest") == f"step-{step:08d}"
+    assert len(set(lines)) == 1
+    assert "1 of the 6 images of epoch 0 (0.17) could not be decoded, and --max-bad-images allows 0.01;" in lines[0]
+    argv += ["-b", "2"]
+    [(code, said)] = ranks.run(1, run_main, [*argv, "--output", str(tmp_path / "allowed"), "--max-bad-images", "0.2"])
+    assert code == 0, said
+    (folder / "train" / "cat" / "1.png").write_bytes(sound)
+    [(code, said)] = ranks.run(1, run_main, [*argv, "--output", str(tmp_path / "run0"), "--resume", "auto"])
+    assert code == 0, said
 
 
 def test_bad_image_skipped_and_counted(ranks, tmp_path, folder):
     """--on-bad-image skip replaces it, the same in every layout, and the summary counts it."""
-    from curves import assert_same_curve, read_rows
-
     (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
-    argv = [
-        *TINY,
-        "--deepspeed_config",
-        CPU,
-        "--data-dir",
-        str(folder),
-        "--on-bad-image",
-        "skip",
-        "--log-interval",
-        "1",
-    ]
+    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--log-interval", "1"]
+    argv += ["--on-bad-image", "skip", "--max-bad-images", "1"]
     runs = []
     for world, micro in ((1, 6), (2, 3)):
         output = tmp_path / f"out{world}"
@@ -266,7 +233,7 @@ def test_bad_image_skipped_and_counted(ranks, tmp_path, folder):
     assert_same_curve(*runs, rtol=1e-5)
 
 
-def meet_at_a_taken_port(argv, with_relauncher):
+def meet_at_a_taken_port(argv):
     """On a rank that stands alone: main, at a port that somebody else listens on."""
     import os
     import socket
@@ -281,22 +248,16 @@ def meet_at_a_taken_port(argv, with_relauncher):
         port = other.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {"MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-        if with_relauncher:
-            from ds_vit.launching.process import discover
-            from ds_vit.tools.parity.relaunch import Relauncher
-
-            with pytest.raises(ValueError, match=f"port {port}"):
-                Relauncher(discover())
         return port, *run_main(argv)
 
 
 def test_a_port_that_is_taken(ranks, tmp_path, folder):
     """A second run on one machine, at the launcher's default port: torch's page of C++ frames."""
     argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "-b", "2", "--output", str(tmp_path / "out")]
-    [(port, code, said)] = ranks.run(1, meet_at_a_taken_port, argv, True)
+    [(port, code, said)] = ranks.run(1, meet_at_a_taken_port, argv)
     assert code == 2
     [line] = [line for line in said.splitlines() if line.startswith("train.py: error")]
-    assert f"port {port}, at which the ranks were to meet, is taken" in line
+    assert f"port {port} of the rendezvous is in use" in line
     assert f"--master_port {port + 1}" in line
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
@@ -315,7 +276,7 @@ def test_a_bug_inside_the_package_shows_its_traceback(capsys, monkeypatch, tmp_p
     """`zip(strict=True)` and `int()` raise in our own frames: no mistake of the user's, and worth another start."""
     recipe = tmp_path / "r.yaml"
     recipe.write_text("epochs: 1\n")
-    monkeypatch.setattr("ds_vit.config.parser.EITHER", ((),))  # of which a pair is unpacked
+    monkeypatch.setattr("ds_vit.config.parser.REPLACES", ((),))  # of which a pair is unpacked
     argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--recipe", str(recipe)]
     assert main(argv) == exit_codes.BUG
     said = capsys.readouterr().err

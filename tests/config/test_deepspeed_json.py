@@ -1,54 +1,71 @@
-"""DeepSpeed's JSON: what is accepted, what is refused and in which words, and that our list of keys is DeepSpeed's."""
+"""DeepSpeed's JSON and --set: what is accepted, rejected, resolved or without effect."""
+
+from __future__ import annotations
 
 import copy
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from curves import assert_same_curve, train_in
 from project import ROOT
+from published_files import ZERO2, ZERO3
 
-from ds_vit.config import deepspeed_auto, deepspeed_json, deepspeed_keys, deepspeed_rules
+from ds_vit.config import deepspeed_json, deepspeed_keys, deepspeed_rules, parse
 from ds_vit.config.batch import BatchSizes, batch_sizes
+from ds_vit.config.deepspeed_json import overlay, parse_set
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.training.resolve import resolve_run
+from ds_vit.training.resolve.deepspeed import _auto_precision
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
+WIDTH = 24
+RUN = [
+    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", f"embed_dim={WIDTH}", "depth=1"),
+    *("num_heads=2", "--img-size", 16, "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", 0),
+    *("--max-steps", 4, "--log-interval", 1),
+]
 
 
-def check(data, path):
-    """As a run looks at a file."""
-    deepspeed_keys.check_keys(data, path)
-    deepspeed_keys.check_rules(deepspeed_auto.settle(data), path)
+def write(folder: Path, data: dict) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def resolved(file: str, *words, world: int = 1, on_cpu: bool = True):
+    """A run with a file, resolved."""
+    config, explicit = parse([str(word) for word in [*RUN, "--deepspeed_config", file, *words]])
+    return resolve_run(config, explicit, Process("env", 0, world, 0, world), on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-@pytest.mark.parametrize("dp", [1, 3, 1024])
-def test_shipped_files_are_legal_for_any_number_of_ranks(path, dp):
-    """A shipped file that our own rules, or some number of ranks, would refuse."""
-    data = deepspeed_json.load_json(path)
-    deepspeed_keys.check_keys(data, path.name)
-    assert deepspeed_keys.idle_keys(data) == []
-    deepspeed_json.precision(data, path.name, on_cpu=False)
-    sizes = batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
-    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
-    assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_resolved_files_are_accepted_by_deepspeed_itself(path):
-    """A resolved file that DeepSpeed's own parser refuses."""
+def test_shipped_files_are_legal_for_any_number_of_ranks(path):
+    """A shipped file that our rules, DeepSpeed's parser or some number of ranks would reject, or that we change."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     data = deepspeed_json.load_json(path)
-    sizes = batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
+    assert deepspeed_json.check_and_read(data, path.name) == data
+    assert deepspeed_keys.idle_keys(data) == []
+    deepspeed_rules.precision(data, path.name, on_cpu=False)
+    for dp in (1, 3, 1024):
+        sizes = batch_sizes(data, path.name, dp=dp, batch_size=8, grad_accum_steps=2)
+        assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (16 * dp, 8, 2)
     auto = {"optimizer.params.lr": 1e-3, "optimizer.params.weight_decay": 0.05}
-    parsed = DeepSpeedConfig(
-        deepspeed_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name)
-    )
+    sizes = batch_sizes(data, path.name, dp=1, batch_size=8, grad_accum_steps=2)
+    told = deepspeed_json.resolve(data, batch=sizes, gradient_clipping=1.0, auto=auto, path=path.name)
+    parsed = DeepSpeedConfig(told)
     assert (parsed.train_batch_size, parsed.gradient_clipping) == (16, 1.0)
     assert parsed.zero_optimization_stage == data["zero_optimization"]["stage"]
+    assert path.name in (ROOT / "ds_configs" / "README.md").read_text() or path.name.startswith("cpu_zero")
 
 
 class _Spy(dict):
-    """A dict that remembers which keys were asked for, so that DeepSpeed's parser lists its own keys."""
+    """A dict that records the keys that DeepSpeed's parser asks for."""
 
     def __init__(self, data, seen):
         super().__init__(data)
@@ -69,305 +86,172 @@ class _Spy(dict):
         return self
 
 
-def test_top_level_keys_are_deepspeeds_own():
-    """Canary: an upgrade of DeepSpeed that adds or drops a top-level key."""
-    from deepspeed.runtime.config import DeepSpeedConfig
+def test_our_key_lists_are_deepspeeds():
+    """Canary: an upgrade of DeepSpeed adds or drops a top-level key, or a key of ZeRO that our tables name."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 
     seen: set[str] = set()
     DeepSpeedConfig(_Spy({"train_batch_size": 1}, seen))
-    read = {key for key in seen if isinstance(key, str)} - {"bfloat16"} - set(deepspeed_keys._REMOVED)
+    read = {key for key in seen if isinstance(key, str)} - {"bfloat16", *_REMOVED_TOP_LEVEL_CONFIG_KEYS}
     # These are read outside DeepSpeedConfig.
     elsewhere = {"scheduler", "sequence_parallel_size", "data_parallel_size", "log_level"}
     assert read - deepspeed_keys.TOP_LEVEL == set()
     assert deepspeed_keys.TOP_LEVEL - read - elsewhere == set()
+    named = [*(f"zero_optimization.{key}" for key in deepspeed_keys.STAGES_OF), *deepspeed_keys._IDLE_NAMES.split()]
+    named += [rule.key for rule in deepspeed_keys.REJECTIONS]
+    for name in named:
+        block, _, key = name.partition(".")
+        assert block in deepspeed_keys.TOP_LEVEL
+        assert not key or key.partition(".")[0] in deepspeed_keys.keys_of(block), name
 
 
-def test_removed_keys_are_deepspeeds_own():
-    """Canary: DeepSpeed's list of removed keys moves."""
-    from deepspeed.runtime import config
-
-    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(deepspeed_keys._REMOVED)
-    assert set(config._REMOVED_ZERO_CONFIG_KEYS) <= set(deepspeed_keys._REMOVED_ZERO)
-
-
-def test_stage3_keys_exist():
-    """Canary: a stage-3 key of ours that DeepSpeed no longer has would never be reported as idle."""
-    known = deepspeed_keys._block_keys("zero_optimization")
-    assert {*deepspeed_rules._STAGE3_ONLY, *deepspeed_rules._STAGES_1_AND_2, *deepspeed_rules._IDLE_ZERO} <= known
-
-
-REFUSED = [
-    ({"zero_optimisation": {}}, 'knows no key "zero_optimisation"; the nearest known key is "zero_optimization"'),
-    ({"zero_optimization": {"stge": 1}}, 'knows no key "zero_optimization.stge"; the nearest known key is "stage"'),
-    ({"pipeline": {"activation_checkpoint_intervall": 1}}, 'the nearest known key is "activation_checkpoint_interval"'),
-    ({"elasticity": {}}, '"elasticity": DeepSpeed 0.19 removed elasticity'),
-    ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": DeepSpeed 0.19 removed'),
+BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+REJECTED = [
+    ({"zero_optimisation": {}}, 'no key "zero_optimisation"; the nearest is zero_optimization'),
+    ({"zero_optimization": {"stge": 1}}, 'no key "zero_optimization.stge"; the nearest is stage'),
+    ({"pipeline": {"activation_checkpoint_intervall": 1}}, "the nearest is activation_checkpoint_interval"),
+    ({"timers": {"throughputs": {}}}, "the nearest is throughput"),
+    ({"comms_logger": {"enabeld": True}}, "the nearest is enabled"),
+    ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
+    ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": MiCS'),
     ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
     ({"zero_optimization": {"stage": 4}}, "stage 4 does not exist; it may be 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": True}}, "stage True does not exist"),
-    ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
     ({"zero_optimization": {"stage": "4"}}, "stage '4' does not exist"),
-    ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "mix parameters up"),
-    ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix parameters up"),
+    ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
+    ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
+    ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'use "cpu"'),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds the weights"),
+    ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["torch.nn.Linear"]}}}, "mixtures of experts"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, '.ratio" below 1'),
+    ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size: "),
     ({"tensor_parallel": {"autotp_size": 2}}, "use --tp"),
     ({"gradient_allreduce_op": "sum"}, "depend on the number of ranks"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
-    ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["torch.nn.Linear"]}}}, "mixture of experts"),
-    ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 9}}, "in the backward pass; delete it"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds the weights on their way"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "rounds the gradients on their way"),
-    (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-        '"zero_optimization.offload_optimizer.ratio" below 1',
-    ),
-    ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 'stage 2 needs "reduce_scatter": false'),
-    ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2}, 'stage 3 needs "reduce_scatter": false'),
     (
         {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2},
-        "divide the gradients by it where it equals the number of data-parallel ranks",
+        "equals the number of data-parallel ranks",
     ),
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16_master_weights_and_grads"'),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "compiled CPU Adam"),
-    *(
-        (
-            {
-                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-                "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
-            },
-            '"bf16.bf16_master_weights_and_grads" with "zero_optimization.offload_optimizer" needs',
-        )
-        for stage in (1, 2, 3)
-    ),
-    ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
-    ({"timers": {"throughputs": {}}}, 'the nearest known key is "throughput"'),
-    ({"comms_logger": {"enabeld": True}}, 'the nearest known key is "enabled"'),
-    ({"zero_optimization": {"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}, "cpu_offload"),
+    ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "delete one of them"),
+    ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
+    ({"optimizer": {"params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas must be a finite number"),
+    ({"gradient_clipping": -1}, "gradient_clipping must be at least 0 and at most 1,000,000,000, not -1"),
 ]
 
 
-@pytest.mark.parametrize(("data", "message"), REFUSED, ids=lambda v: str(v)[:40])
-def test_refused(data, message):
-    """A key that DeepSpeed would swallow in silence or crash on."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check(data, "c.json")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"data_types": {"param_dtype": "bf16"}}, "param_dtype 'bf16' is not what fp32 computes in"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "at ZeRO stage 0 must be the model's type, float32"),
-        ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
-        ({"torch_autocast": {"lower_precision_safe_modules": ["no.such.Module"]}}, "there is no 'no.such.Module'"),
-        (
-            {"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}},
-            "there is no 'Linear'; write the class with",
-        ),
-    ],
-    ids=str,
-)
-def test_types_refused(data, message):
-    """DeepSpeed looks these up after the ranks have met."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        deepspeed_json.check_types(data, deepspeed_json.precision(data, "c.json", on_cpu=True), "c.json")
-
-
-def test_a_norm_that_is_not_computed():
-    """Nothing to clip by, and a wrapper that cannot do without it."""
-    data = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "compute_grad_norm": False}}
-    with pytest.raises(ValueError, match=r"leaves nothing to clip by, and gradient_clipping is 0\.5"):
-        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.5)
-    deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
-    data["data_types"] = {"grad_accum_dtype": "fp32"}
-    with pytest.raises(ValueError, match="does not go with bf16, stage 1 and gradients summed in fp32"):
-        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
+@pytest.mark.parametrize(("data", "message"), REJECTED, ids=lambda v: str(v)[:40])
+def test_rejected(data, message):
+    """A key that DeepSpeed would ignore or crash on."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        deepspeed_json.check_and_read(data, "c.json")
 
 
 def test_a_monitor_whose_package_is_missing(monkeypatch):
     """An import error on every rank."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match='"comet" needs the package comet_ml: pip install comet_ml, or delete'):
-        deepspeed_rules.check_monitors({"comet": {"enabled": True}, "wandb": {"enabled": False}}, "c.json")
-
-
-def test_deepspeeds_own_complaint_is_one_line():
-    """A value that no rule here knows of, and that DeepSpeed's parser raises at."""
-    good = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 64}
-    deepspeed_json.check_with_deepspeed(good, "c.json")
-    with pytest.raises(ValueError, match=r"c.json: DeepSpeed does not take it: Invalid communication_data_type[^\n]*$"):
-        deepspeed_json.check_with_deepspeed({**good, "communication_data_type": "fp8"}, "c.json")
-
-
-def test_idle_keys_do_not_reach_deepspeed():
-    """What is idle cannot crash it either; what acts stays, and so does an empty block that means something."""
-    zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
-    data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
-    before = copy.deepcopy(data)
-    told = deepspeed_rules.without_idle(data)
-    assert told == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
-    assert data == before
-    assert deepspeed_rules.idle(told) == {}
-
-
-def test_idle_keys_are_named():
-    """Nothing is silently ignored: each idle key gets a line with its reason."""
-    lines = deepspeed_keys.idle_keys(
-        {
-            "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1},
-            "checkpoint": {},
-            "fp16": {"enabled": False, "loss_scale": 0},
-        }
-    )
-    assert len(lines) == 3
-    assert any(line.startswith("zero_optimization.stage3_max_live_parameters: it acts at stage 3") for line in lines)
-    assert any(line.startswith("fp16: it is not enabled") for line in lines)
-
-
-def test_comms_logger_is_idle_and_left_out():
-    """DeepSpeed's log of collectives, which costs time at each of them and is printed by nobody here."""
-    [line] = deepspeed_keys.idle_keys({"comms_logger": {"enabled": True, "verbose": True}})
-    assert line.startswith("comms_logger: ")
-    resolved = deepspeed_rules.without_idle({"comms_logger": {"enabled": True}})
-    assert "comms_logger" not in resolved
-
-
-def test_malformed_json_names_the_place(tmp_path):
-    """A syntax error without file, line and column."""
-    path = tmp_path / "c.json"
-    path.write_text('{\n  "zero_optimization": {"stage": 1},\n  "bf16": {"enabled": true\n}\n')
-    with pytest.raises(ValueError, match=re.escape(f"{path}, line 5, column 1: malformed JSON")):
-        deepspeed_json.load_json(path)
-    path.write_text('{"bf16": {"enabled": true}, "bf16": {}}')
-    with pytest.raises(ValueError, match='"bf16" stands twice'):
-        deepspeed_json.load_json(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match="one JSON object"):
-        deepspeed_json.load_json(path)
-    with pytest.raises(ValueError, match="No such file"):
-        deepspeed_json.load_json(tmp_path / "absent.json")
+    data = {"comet": {"enabled": True}, "wandb": {"enabled": "off"}}
+    with pytest.raises(UserError, match='"comet" needs the package comet_ml: pip install comet_ml'):
+        deepspeed_json.check_and_read(data, "c.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("block", "expected"),
     [
-        ('{\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}', "line 2, column 25: malformed JSON: Expecting ','"),
+        ({"stage": 2, "overlap_comm": "auto"}, {"stage": 2}),
+        ({"stage": "auto"}, {}),
+        ({"stage": "3", "round_robin_gradients": "false"}, {"stage": 3, "round_robin_gradients": False}),
+        ({"stage": 3, "zero_quantized_weights": "auto", "offload_param": "auto", "zenflow": "auto"}, {"stage": 3}),
+        ({"stage": 3, "prefetch_bucket_size": "9"}, {"stage": 3, "stage3_prefetch_bucket_size": 9}),
+        ({"stage": 1, "reduce_bucket_size": "auto"}, {"stage": 1, "reduce_bucket_size": "auto"}),
+        ({"stage": 1, "cpu_offload": True}, {"stage": 1, **OFFLOADED}),
+        ({"stage": 3, "cpu_offload_param": "true"}, {"stage": 3, "offload_param": {"device": "cpu"}}),
+        ({"stage": 1, "cpu_offload": False}, {"stage": 1}),
         (
-            '{\n  "train_batch_size": 8\n  "gradient_clipping": 1.0\n}',
-            "line 3, column 3: malformed JSON: Expecting ','",
+            {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": "false", "ratio": "auto"}},
+            {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
         ),
-        (
-            '{\n  // the stage\n  "steps_per_print": 1\n}',
-            "line 2, column 3: JSON has no comments; delete them, or name",
-        ),
-        ('{"steps_per_print": 1 # often\n}', "line 1, column 23: JSON has no comments"),
-        (
-            '{\n  "steps_per_print": 1,\n}',
-            "JSON has no comma before a closing bracket; delete it, or name the file .hjson",
-        ),
-        ('{"optimizer": {"params": {"betas": [0.9, 0.99,]}}}', "JSON has no comma before a closing bracket"),
     ],
+    ids=str,
 )
-def test_json_is_json(tmp_path, text, message):
-    """DeepSpeed reads Hjson: without its comma, `8 "gradient_clipping": 1.0` is a batch size."""
-    path = tmp_path / "c.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(f"{path}, line ")) as said:
-        deepspeed_json.load_json(path)
-    assert message in str(said.value)
-
-
-def test_hjson_has_comments_by_name(tmp_path):
-    """The file that a .json's message points to; a missing comma is seen there too, with its line."""
-    path = tmp_path / "c.hjson"
-    path.write_text('{\n  // the stage\n  "zero_optimization": {"stage": 2},\n}\n')
-    assert deepspeed_json.load_json(path) == {"zero_optimization": {"stage": 2}}
-    path.write_text('{\n  # the stage\n  "train_batch_size": 8 "gradient_clipping": 1.0\n}\n')
-    with pytest.raises(ValueError, match=r"line 3: .*a comma is missing"):
-        deepspeed_json.load_json(path)
-    path.write_text('{\n  # the stage\n  "bf16": {"enabled": true\n')
-    with pytest.raises(ValueError, match=r"line 4, column 1: malformed Hjson"):
-        deepspeed_json.load_json(path)
-
-
-def _sizes(total, micro, accumulation, dp, b=None, a=None):
-    data = {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
-    }
-    data = {key: value for key, value in data.items() if value is not None}
-    sizes = batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a)
-    assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
-    return sizes.global_batch, sizes.micro_batch, sizes.accumulation
-
-
-def test_batch_arithmetic():
-    """Every way of leaving numbers out."""
-    assert _sizes(64, 8, 4, 2) == (64, 8, 4)
-    assert _sizes(64, 8, None, 2) == (64, 8, 4)
-    assert _sizes(64, None, 4, 2) == (64, 8, 4)
-    assert _sizes(64, None, None, 2) == (64, 32, 1)
-    assert _sizes(64, "auto", "auto", 2, b=8) == (64, 8, 4)
-    assert _sizes(64, "auto", "auto", 2, a=4) == (64, 8, 4)
-    assert _sizes("auto", "auto", "auto", 3, b=5, a=2) == (30, 5, 2)
-    assert _sizes(None, None, None, 2) == (256, 128, 1)
-    assert _sizes("auto", 4, "auto", 2) == (8, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "flags", "message"),
-    [
-        (
-            (64, 6, 2, 4),
-            {},
-            "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size to 48, or",
-        ),
-        ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
-        ((2, None, None, 4), {}, "start a number of ranks that divides 2"),
-        (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
-        ((0, None, None, 1), {}, 'train_batch_size must be a whole number >= 1 or "auto", not 0'),
-        (("64", None, None, 1), {}, "not '64'"),
-        ((8.5, None, None, 1), {}, "not 8.5"),
-    ],
-)
-def test_batch_arithmetic_refused(numbers, flags, message):
-    """DeepSpeed checks after a floor division: 64 on 3 ranks would become 63 images in silence."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        _sizes(*numbers, **flags)
-
-
-@pytest.mark.parametrize(
-    ("data", "on_cpu", "expected"),
-    [
-        ({}, True, "fp32"),
-        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, True, "bf16"),
-        ({"bf16": {"enabled": False}}, True, "fp32"),
-        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, True, "autocast-bf16"),
-        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, False, "fp16"),
-    ],
-)
-def test_precision(data, on_cpu, expected):
-    """The name in summary.json is not what runs."""
-    assert deepspeed_json.precision(data, "c.json", on_cpu=on_cpu).name == expected
+def test_values_are_those_that_deepspeed_reads(block, expected):
+    """A quoted "false" is false for DeepSpeed and was true here; "auto" is its default; old names are new ones."""
+    data = deepspeed_json.check_and_read({"zero_optimization": block, "bf16": {"enabled": "false"}}, "c.json")
+    assert data == {"zero_optimization": expected, "bf16": {"enabled": False}}
+    assert json.loads(json.dumps(data)) == data
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ({"data_types": {"param_dtype": "bf16"}}, "param_dtype 'bf16' must be the model's type, float32"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "must be the model's type, float32, at ZeRO stage 0"),
+        ({"data_types": {"buffer_dtype": "fp31"}}, 'must be "fp32", "bf16" or "fp16", not \'fp31\''),
+        ({"torch_autocast": {"lower_precision_safe_modules": ["no.such.Module"]}}, "there is no 'no.such.Module'"),
+        ({"torch_autocast": {"lower_precision_safe_modules": ["Linear"]}}, 'such as "torch.nn.Linear"'),
         ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16 needs a GPU"),
         ({"bf16": {"enabled": True}}, "bf16.enabled at ZeRO stage 0"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "enabled at once; keep one"),
         ({"torch_autocast": {"enabled": True, "dtype": "float64"}}, "'float64' is not a 16-bit type"),
     ],
+    ids=str,
 )
-def test_precision_refused(data, message):
-    """fp16 on a CPU and the wrappers that DeepSpeed 0.19.8 gets wrong."""
-    with pytest.raises(ValueError, match=re.escape(message)):
-        deepspeed_json.precision(data, "c.json", on_cpu=True)
+def test_number_formats_rejected(data, message):
+    """DeepSpeed looks these up after the ranks have met, or gets them wrong."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        deepspeed_rules.check_types(data, deepspeed_rules.precision(data, "c.json", on_cpu=True), "c.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "bf16"),
+        ({"bf16": {"enabled": False}}, "fp32"),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "autocast-bf16"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16"),
+    ],
+)
+def test_precision(data, expected):
+    """The name in summary.json is not the one that runs."""
+    assert deepspeed_rules.precision(data, "c.json", on_cpu=False).name == expected
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_an_automatic_precision_is_the_accelerators(monkeypatch, has_bf16):
+    """An accelerator that is not NVIDIA's: torch.cuda does not know it, and answers fp16 for all."""
+    accelerator = SimpleNamespace(is_bf16_supported=lambda: has_bf16)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    assert _auto_precision(on_cpu=False) == {"bf16": has_bf16, "fp16": not has_bf16}
+    assert _auto_precision(on_cpu=True) == {"bf16": False, "fp16": False}
+
+
+def test_float16_autocast_without_zero_has_a_scale_for_each_rank(tmp_path):
+    """Loss scales of ranks that share a model diverge at the first overflow of one of them (DeepSpeed 0.19.8)."""
+    autocast = {"enabled": True, "dtype": "float16"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    file = write(tmp_path, {"torch_autocast": autocast, "optimizer": optimizer})
+    with pytest.raises(UserError, match="a separate loss scale on every rank"):
+        resolved(file, "--model-kwargs", "num_heads=3", "--tp", "3", world=3, on_cpu=False)
+
+
+def test_a_norm_that_is_not_computed():
+    """No norm to clip by, and a wrapper that needs it."""
+    data = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "compute_grad_norm": False}}
+    with pytest.raises(UserError, match=r"no norm for gradient_clipping 0\.5"):
+        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.5)
+    deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
+    data["data_types"] = {"grad_accum_dtype": "fp32"}
+    with pytest.raises(UserError, match="bf16, stage 1 and gradients summed in fp32"):
+        deepspeed_rules.check_grad_norm(data, "c.json", clip=0.0)
 
 
 def test_activation_checkpointing():
@@ -376,8 +260,8 @@ def test_activation_checkpointing():
     def get(flag, interval=None, **block):
         data = {} if interval is None else {"pipeline": {"activation_checkpoint_interval": interval}}
         data |= {"activation_checkpointing": block} if block else {}
-        found = deepspeed_json.activation_checkpointing(data, "c.json", flag=flag)
-        return found.interval, found.cpu, found.selective
+        setting = deepspeed_rules.activation_checkpointing(data, "c.json", flag=flag)
+        return setting.interval, setting.cpu, setting.selective
 
     assert get("") == get("", 0) == (0, False, False)
     assert get("full") == get("full", 1) == get("1", 1) == (1, False, False)
@@ -385,34 +269,288 @@ def test_activation_checkpointing():
     assert get("selective") == get("selective", 1) == (1, False, True)
     assert get("", cpu_checkpointing=True) == get("full", cpu_checkpointing=True) == (1, True, False)
     assert get("3", cpu_checkpointing=True) == (3, True, False)
-    for asked, interval, block, message in (
+    for flag, interval, block, message in (
         ("full", 0, {}, "turns activation checkpointing off and --grad-checkpointing turns it on"),
-        ("selective", 0, {}, "turns activation checkpointing off and --grad-checkpointing turns it on"),
-        ("3", 2, {}, "interval 2 recomputes so many blocks together and --grad-checkpointing 3 asks for 3; delete one"),
-        ("selective", 2, {}, "interval 2 recomputes so many blocks together and --grad-checkpointing selective goes"),
-        ("selective", None, {"cpu_checkpointing": True}, "say --grad-checkpointing full"),
+        ("3", 2, {}, "interval 2 contradicts --grad-checkpointing 3"),
+        ("selective", 2, {}, "interval 2 contradicts --grad-checkpointing selective"),
+        ("selective", None, {"cpu_checkpointing": True}, "use --grad-checkpointing full"),
         ("", 0.5, {}, "whole number"),
     ):
-        with pytest.raises(ValueError, match=message):
-            get(asked, interval, **block)
+        with pytest.raises(UserError, match=message):
+            get(flag, interval, **block)
+
+
+def test_idle_keys_are_named_and_do_not_reach_deepspeed():
+    """Each key without effect is named in one line; keys with an effect stay, and so does an empty block."""
+    zero = {"stage": 3, "overlap_comm": True, "elastic_checkpoint": True, "allgather_bucket_size": 1}
+    data = {"zero_optimization": zero, "aio": {"use_gds": True}, "activation_checkpointing": {"profile": True}}
+    data |= {"fp16": {"enabled": False, "loss_scale": 0}, "comms_logger": {"enabled": True}}
+    before = copy.deepcopy(data)
+    names = ["activation_checkpointing.profile", "aio", "comms_logger", "fp16"]
+    names += ["zero_optimization.allgather_bucket_size", "zero_optimization.elastic_checkpoint"]
+    assert deepspeed_keys.idle_keys(data) == names
+    told = deepspeed_keys.without_idle(data)
+    assert told == {"zero_optimization": {"stage": 3, "overlap_comm": True}, "activation_checkpointing": {}}
+    assert data == before
+    assert deepspeed_keys.idle_keys(told) == []
+
+
+def test_deepspeeds_own_complaint_is_one_line():
+    """A value without a rule here, at which DeepSpeed's parser raises."""
+    good = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "train_batch_size": 64}
+    deepspeed_json.check_with_deepspeed(good, "c.json")
+    with pytest.raises(UserError, match=r"c.json: DeepSpeed rejects it: Invalid communication_data_type[^\n]*$"):
+        deepspeed_json.check_with_deepspeed({**good, "communication_data_type": "fp8"}, "c.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.json", '{\n  "bf16": {"enabled": true\n}\n', "line 4, column 1: malformed JSON"),
+        ("c.json", '{\n  "a": 8 "b": 1.0\n}', "line 2, column 10: malformed JSON: Expecting ','"),
+        ("c.json", '{\n  // the stage\n  "a": 1\n}', "line 2, column 3: malformed JSON"),
+        ("c.json", '{\n  "a": 1,\n}', "trailing commas need a file named .hjson"),
+        ("c.json", '{"bf16": {"enabled": true}, "bf16": {}}', '"bf16" is given twice'),
+        ("c.json", "[]", "one JSON object"),
+        ("c.hjson", '{\n  # a comment\n  "a": 8 "b": 1.0\n}\n', "line 3: '8 \"b\": 1.0' would be one string; a comma"),
+        ("c.hjson", '{\n  # a comment\n  "bf16": {"enabled": true\n', "line 4, column 1: malformed Hjson"),
+    ],
+)
+def test_malformed_files_name_the_place(tmp_path, name, text, message):
+    """DeepSpeed reads Hjson: without its comma, `8 "b": 1.0` is one value."""
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(str(path))) as error:
+        deepspeed_json.load_json(path)
+    assert message in str(error.value)
+
+
+def test_hjson_has_comments_by_name(tmp_path):
+    """The file that a .json's message points to."""
+    path = tmp_path / "c.hjson"
+    path.write_text('{\n  // the stage\n  "zero_optimization": {"stage": 2},\n}\n')
+    assert deepspeed_json.load_json(path) == {"zero_optimization": {"stage": 2}}
+
+
+def sizes_of(total, micro, accumulation, dp, b=None, a=None, follow=False):
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    data = {key: number for key, number in zip(keys, (total, micro, accumulation), strict=True) if number is not None}
+    sizes = batch_sizes(data, "c.json", dp=dp, batch_size=b, grad_accum_steps=a, follow=follow)
+    assert sizes.global_batch == sizes.micro_batch * sizes.accumulation * dp
+    return sizes.global_batch, sizes.micro_batch, sizes.accumulation
+
+
+def test_batch_arithmetic():
+    """Every way of leaving numbers out; a run's own global batch on another number of ranks (`follow`)."""
+    assert sizes_of(64, 8, 4, 2) == (64, 8, 4)
+    assert sizes_of(64, 8, None, 2) == (64, 8, 4)
+    assert sizes_of(64, None, 4, 2) == (64, 8, 4)
+    assert sizes_of(64, None, None, 2) == (64, 32, 1)
+    assert sizes_of(64, "auto", "auto", 2, b=8) == (64, 8, 4)
+    assert sizes_of(64, "auto", "auto", 2, a=4) == (64, 8, 4)
+    assert sizes_of("auto", "auto", "auto", 3, b=5, a=2) == (30, 5, 2)
+    assert sizes_of(None, None, None, 2) == (256, 128, 1)
+    assert sizes_of(64, 8, 2, 4, follow=True) == (64, 8, 2)
+    assert sizes_of(64, 8, 2, 1, follow=True) == (64, 8, 8)
+    assert sizes_of(64, 8, 2, 16, follow=True) == (64, 4, 1)
+    assert sizes_of(12, 5, 9, 1, follow=True) == (12, 4, 3)
+    assert sizes_of(64, 8, 2, 1, b=16, follow=True) == (64, 16, 4)
+    assert sizes_of(64, 8, 2, 2, a=2, follow=True) == (64, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "flags", "message"),
+    [
+        ((64, 6, 2, 4), {}, "64 is not micro-batch 6 x accumulation 2 x data-parallel 4 = 48; set train_batch_size"),
+        ((64, None, None, 3), {}, "set train_batch_size to 63, or start a number of ranks that divides 64, such as 2"),
+        (("auto", 8, "auto", 1), {"b": 4}, "c.json fixes train_micro_batch_size_per_gpu to 8 and --batch-size says 4"),
+        ((0, None, None, 1), {}, 'train_batch_size must be a whole number >= 1 or "auto", not 0'),
+        ((8.5, None, None, 1), {}, "not 8.5"),
+        ((64, 8, 2, 3), {"follow": True}, "64, which 3 data-parallel ranks cannot share; start 2 data-parallel"),
+    ],
+)
+def test_batch_arithmetic_rejected(numbers, flags, message):
+    """DeepSpeed checks after a floor division: 64 on 3 ranks would silently become 63 images."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        sizes_of(*numbers, **flags)
 
 
 def test_resolve_replaces_every_auto_and_nothing_else():
-    """An "auto" that reaches DeepSpeed crashes it or means "off"; what is not auto must not change."""
+    """An "auto" that reaches DeepSpeed crashes it or means "off"; other values must not change."""
     data = {"optimizer": {"params": {"lr": "auto", "eps": 1e-6}}, "communication_data_type": "auto"}
     before = copy.deepcopy(data)
+    auto = {"optimizer.params.lr": 0.5, "communication_data_type": None}
     sizes = BatchSizes(8, 4, 1, 2)
-    out = deepspeed_json.resolve(
-        data,
-        batch=sizes,
-        gradient_clipping=0.0,
-        auto={"optimizer.params.lr": 0.5, "communication_data_type": None},
-        path="c",
-    )
+    out = deepspeed_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto=auto, path="c")
     assert data == before
-    assert out["optimizer"] == {"params": {"lr": 0.5, "eps": 1e-6}}
-    assert "communication_data_type" not in out
-    assert out["gradient_clipping"] == 0.0
-    assert "auto" not in json.dumps(out)
-    with pytest.raises(ValueError, match=re.escape('"optimizer.params.lr" cannot be "auto"')):
+    assert out == {"optimizer": {"params": {"lr": 0.5, "eps": 1e-6}}, "gradient_clipping": 0.0, **sizes.as_json()}
+    with pytest.raises(UserError, match=re.escape('"optimizer.params.lr" cannot be "auto"')):
         deepspeed_json.resolve(data, batch=sizes, gradient_clipping=0.0, auto={}, path="c")
+
+
+def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
+    """HfTrainerDeepSpeedConfig: fill_match and fill_only, key by key."""
+    file = write(tmp_path, ZERO3)
+    run = resolved(file, "--lr", 0.01, "--weight-decay", 0.1, "--warmup-steps", 3, "-b", 4)
+    told = run.deepspeed.json
+    assert told["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    assert (run.optimizer.arguments["betas"], run.optimizer.weight_decay) == ((0.9, 0.999), 0.1)
+    zero = told["zero_optimization"]
+    assert zero["reduce_bucket_size"] == WIDTH * WIDTH
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * WIDTH * WIDTH)
+    assert zero["stage3_param_persistence_threshold"] == 10 * WIDTH
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "total_num_steps": 4}
+    assert told["scheduler"]["params"] == warmup
+    assert "auto" not in json.dumps(told)
+    words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
+    params = resolved(file, *words).deepspeed.json["scheduler"]["params"]
+    assert (params["warmup_num_steps"], params["warmup_min_lr"]) == (2 * (1442 // 14), 1e-4)
+    # No warm-up at all is one step, as DeepSpeed wants.
+    told = resolved(write(tmp_path, ZERO2), "--lr", 1).deepspeed.json
+    assert told["scheduler"]["params"]["warmup_num_steps"] == 1
+
+
+@pytest.mark.parametrize("data", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+def test_hugging_faces_files_train(ranks, tmp_path, data):
+    """The file as it is, and the curve of its numbers at stage 1."""
+    words = ["--lr", 0.01, "-b", 2, "--weight-decay", 0.05, "--warmup-steps", 2]
+    rows = train_in(ranks, 2, [*RUN, "--deepspeed_config", write(tmp_path, data), *words])
+    params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.05}
+    plain = {
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": resolved(write(tmp_path, data), *words, world=2).deepspeed.json["scheduler"],
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000},
+    }
+    reference = train_in(ranks, 1, [*RUN, "--deepspeed_config", write(tmp_path, plain), "-b", 4])
+    assert_same_curve(reference, rows, rtol=1e-5)
+
+
+def test_a_file_without_an_optimizer_is_adamw_from_the_flags(ranks, tmp_path):
+    """The optimizer is written to deepspeed.json, and that file trains the same."""
+    output = tmp_path / "run"
+    bare = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}, "gradient_clipping": 1.0}
+    words = ["-b", 4, "--lr", 0.01, "--weight-decay", 0.1]
+    rows = train_in(ranks, 1, [*RUN, "--deepspeed_config", write(tmp_path, bare), *words, "--output", output])
+    told = json.loads((output / "deepspeed.json").read_text())["optimizer"]
+    params = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    assert told == {"type": "AdamW", "params": params}
+    full = write(tmp_path, {**bare, "optimizer": told})
+    assert_same_curve(train_in(ranks, 1, [*RUN, "--deepspeed_config", full, "-b", 4]), rows, rtol=1e-7)
+    with pytest.raises(UserError, match='has no "optimizer", and AdamW needs --lr'):
+        resolved(write(tmp_path, bare))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"eps": "1e-8"}, 'optimizer.params.eps: "1e-8" is text, not a number; write 1e-8'),
+        ({"betas": ["0.9", 0.999]}, 'optimizer.params.betas: "0.9" is text'),
+        ({"amsgrad": "auto"}, '"optimizer.params.amsgrad" cannot be "auto"; those that can are betas, eps, lr, mom'),
+    ],
+    ids=str,
+)
+def test_optimizer_arguments_rejected(params, message):
+    """DeepSpeed passes these to torch, which raises: '<=' not supported between instances of 'float' and 'str'."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        deepspeed_json.with_optimizer({"optimizer": {"type": "AdamW", "params": params}}, "c.json")
+
+
+def test_an_automatic_momentum_is_timms():
+    """SGD with a momentum of "auto" is not SGD without one, and a line says its value."""
+    block = {"type": "SGD", "params": {"momentum": "auto"}}
+    data, notes = deepspeed_json.with_optimizer({"optimizer": block}, "c.json")
+    assert data["optimizer"]["params"] == {"momentum": 0.9}
+    assert notes == ['optimizer.params.momentum "auto" is 0.9']
+
+
+@pytest.mark.parametrize(
+    ("params", "flags", "notes"),
+    [
+        ({}, [], ["DeepSpeed's default 0 holds (AdamW's own is 0.01); --weight-decay sets it"]),
+        ({"weight_decay": 0.0}, [], []),
+        ({}, ["--weight-decay", "0.05"], []),
+    ],
+)
+def test_a_missing_weight_decay(tmp_path, params, flags, notes):
+    """torch's AdamW decays by default, DeepSpeed's does not: a block without the key must not choose silently."""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, **params}}
+    run = resolved(write(tmp_path, {"optimizer": optimizer}), "--warmup-steps", 0, *flags)
+    assert [note.partition(": ")[2] for note in run.notes if "params.weight_decay" in note] == notes
+    assert run.optimizer.weight_decay == (0.05 if flags else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"type": "NoSuchLR"}, "scheduler.type 'NoSuchLR' is unsupported; use one of LRRangeTest, OneCycle, WarmupLR"),
+        ({"type": "StepLR", "params": {"step_size": 2}}, "'StepLR' is unsupported"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 2}}, "scheduler.params.warmup_steps: WarmupLR has no such"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "1e-3"}}, '"1e-3" is text, not a number'),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "must be a positive integer, got 0"),
+        ({"type": "OneCycle", "params": {}}, "scheduler.params of OneCycle"),
+    ],
+    ids=str,
+)
+def test_schedulers_rejected(block, message):
+    """DeepSpeed builds the scheduler after the ranks have met."""
+    with pytest.raises(UserError, match=message):
+        deepspeed_json.check_scheduler({"scheduler": block}, "c.json")
+
+
+def test_set_values_have_the_types_of_a_file():
+    # Catches: "2" for 2, and a later value that does not count.
+    words = ["a.b=2", "a.c=1e-3", "d=true", "e=[0.9,0.95]", "f=AdamW", "g=null", "h=x=y", "a.b=3"]
+    values = {"a.b": 3, "a.c": 1e-3, "d": True, "e": [0.9, 0.95], "f": "AdamW", "g": None, "h": "x=y"}
+    assert parse_set(words) == values
+    file = {"a": {"b": 1, "z": 5}}
+    assert overlay(file, parse_set(["a.b=2", "n.m.k=1"]), "c.json") == {"a": {"b": 2, "z": 5}, "n": {"m": {"k": 1}}}
+    assert file == {"a": {"b": 1, "z": 5}}, "the file's own values were changed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "zero_optimization.stage"], "--set takes KEY.PATH=VALUE, such as zero_optimization.stage=2"),
+        (["--set", ".x=1"], "--set takes KEY.PATH=VALUE"),
+        (["--set", "zero_optimization.stage.x=1"], '"zero_optimization.stage" in'),
+        (["--set", "zero_optimisation.stage=2"], "the nearest is zero_optimization"),
+        (["--set", "zero_optimization.overlap_comm=perhaps"], "--set zero_optimization.overlap_comm=perhaps: zero"),
+        (["--set", "optimizer.params.lr=NaN"], "optimizer.params.lr must be a finite number, not nan"),
+        (["--set", "optimizer.params.lr=0.1", "--lr", "0.2"], "--lr 0.2 and --set optimizer.params.lr are both given"),
+    ],
+)
+def test_set_is_checked_like_the_file(words, message):
+    # Catches: a way around the checks of the file, and a message that blames the file only.
+    with pytest.raises(UserError) as error:
+        resolved(CPU, *words)
+    assert message in str(error.value)
+
+
+def test_origin_of_values():
+    # Catches: a flag that the JSON's number overrides, and a value whose source is reported wrong.
+    words = ["--set", "zero_optimization.stage=2", "--set", "gradient_clipping=0.25", "--weight-decay", "0.3"]
+    run = resolved(CPU, *words)
+    assert (run.deepspeed.zero_stage, run.optimizer.clip, run.optimizer.decay) == (2, 0.25, 0.3)
+    assert run.deepspeed.json["optimizer"]["params"]["weight_decay"] == 0.3
+    names = ("zero_optimization.stage", "gradient_clipping", "optimizer.params.weight_decay", "optimizer.params.lr")
+    assert [run.deepspeed.origin(name) for name in names] == ["--set", "--set", "--weight-decay", "JSON"]
+    assert (
+        resolved(CPU, "--clip-grad", "0.5").optimizer.clip
+        == 0.5
+        != json.loads(Path(CPU).read_text())["gradient_clipping"]
+    )
+
+
+def test_set_on_the_command_line_overrides_a_recipes_flag(tmp_path):
+    # Catches: a rate that a run's config.yaml overrides silently, and bounds for another number of stages.
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"deepspeed_config: {CPU}\ndataset: digits\nlr: 0.5\nweight_decay: 0.1\npp: 2\npp_partition: 0,2,3\n"
+        "set: [gradient_clipping=0.1, steps_per_print=7]\n"
+    )
+    config, _ = parse(["--recipe", str(recipe), "--set", "optimizer.params.lr=0.2", "--clip-grad", "0.3"])
+    assert (config.lr, config.weight_decay, config.clip_grad) == (None, 0.1, 0.3)
+    assert config.set == ("steps_per_print=7", "optimizer.params.lr=0.2")
+    assert config.pp_partition == "0,2,3"
+    assert parse(["--recipe", str(recipe), "--pp", "3"])[0].pp_partition == ""

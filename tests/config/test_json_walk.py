@@ -47,7 +47,7 @@ def keys_of_deepspeed() -> Iterator[str]:
         yield block
         model = deepspeed_keys.block_model(block)
         fields = {field.alias or name for name, field in model.model_fields.items()} if model else ()
-        for key in fields or deepspeed_keys._SUB_KEYS.get(block, ()):
+        for key in fields or deepspeed_keys.keys_of(block) or ():
             yield f"{block}.{key}"
     for block, model in nested.items():
         for key in model.model_fields:

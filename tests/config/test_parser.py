@@ -1,6 +1,7 @@
 """The command line and recipes: every spelling of the contract, and refusals in plain words."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from ds_vit import config as flags
 from ds_vit.config import RunConfig, parse
+from ds_vit.config.schema import TYPES, number_or_auto
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
@@ -121,14 +123,13 @@ def test_config_is_frozen():
 REFUSED = {
     "--drop-pth 0.1": "there is no flag --drop-pth; the nearest is --drop-path",
     "--seed 3 stray": "'stray' follows no flag",
-    "--img-size 32 48": "--img-size takes one number, not 32 48: images are square here",
+    "--img-size 32 48": "'48' follows no flag",
     "--seed 1 2": "'2' follows no flag",
     "--epochs two": "--epochs",
-    "--compile --grad-checkpointing selective": "use --grad-checkpointing full, or drop --compile",
-    "--compile --drop-path 0.1 --drop-path-compute kept": "gives each step other numbers of rows",
-    "--grad-checkpointing some": "must be full, selective or a number of blocks of at least 1, not some",
-    "--grad-checkpointing 0": "--grad-checkpointing must be full, selective or a number of blocks of at least 1, not 0",
-    "--grad-checkpointing .": "of at least 1, not .: give the data folder by --data-dir .",
+    "--compile --grad-checkpointing selective": "--compile makes one graph of fixed shapes; drop one of them",
+    "--compile --drop-path 0.1 --drop-path-compute kept": "kept changes the number of rows",
+    "--grad-checkpointing some": "full, selective or a number of blocks, at least 1 and at most 1,000, not some",
+    "--grad-checkpointing 0": "a number of blocks, at least 1 and at most 1,000, not 0",
     "--eval-only --grad-checkpointing": "--grad-checkpointing has no effect with --eval-only",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
     "--sched cosin": "cosin",
@@ -136,7 +137,7 @@ REFUSED = {
     "--drop-path-compute kept": "--drop-path-compute has no effect without --drop-path",
     "--model-ema-decay 0.9": "--model-ema-decay has no effect without --model-ema",
     "--lr-base-size 512": "--lr-base-size has no effect without --lr-scale-by-batch",
-    "--spike-factor 1": "--spike-factor must be above 1, not 1.0",
+    "--spike-factor 1": "--spike-factor must be above 1 and at most 1,000,000,000, not 1.0",
     "--resume auto": "--resume auto looks for checkpoints in the run's folder: give it by --output DIR",
     "--allow-batch-change": "--allow-batch-change has no effect without --resume",
     "--allow-schedule-change": "--allow-schedule-change has no effect without --resume",
@@ -152,7 +153,7 @@ REFUSED = {
     "--eval-only --spike-factor 3": "--spike-factor has no effect with --eval-only",
     "--eval-only --grad-stats-interval 3": "--grad-stats-interval has no effect with --eval-only",
     "--eval-only --mixup 0.8": "--mixup has no effect with --eval-only",
-    "--eval-knn -1": "--eval-knn must be at least 0, not -1",
+    "--eval-knn -1": "--eval-knn must be at least 0 and at most 1,000,000, not -1",
     "--val-split= --eval-knn": "--eval-knn has no effect with --val-split ''",
     "--val-split= --eval-linear-probe": "--eval-linear-probe has no effect with --val-split ''",
     "--val-split= --eval-interval 2": "--eval-interval has no effect with --val-split ''",
@@ -160,29 +161,62 @@ REFUSED = {
     "--val-split= --crop-pct 0.9": "--crop-pct has no effect with --val-split ''",
     "--val-split= --crop-mode squash": "--crop-mode has no effect with --val-split ''",
     "--val-split= --interpolation nearest": "--interpolation has no effect with --val-split ''",
-    "--check-replicas -3": "--check-replicas must be at least 0, not -3",
+    "--check-replicas -3": "--check-replicas must be at least 0 and at most 1,000,000,000, not -3",
     "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",
     "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
-    "--epochs 0": "--epochs must be at least 1, not 0",
-    "--lr nan": "--lr must be a number >= 0, not nan",
-    "--std 0 0 0": "--std must be above 0",
+    "--epochs 0": "--epochs must be at least 1 and at most 1,000,000, not 0",
+    "--lr nan": "--lr must be at least 0 and at most 1,000,000,000, not nan",
+    "--std 0 0 0": "--std must be above 0 and at most 1, not 0.0 0.0 0.0",
+    "--aa rand-m99999": "--aa rand-m99999: the number of 'm99999' must be at most 101",
+    "--checkpoint-interval 0m": "--checkpoint-interval 0m: a time must be above 0 and at most 100,000,000 seconds",
+    "--checkpoint-interval 99999999999": "must be at least 0 and at most 1,000,000,000 steps, not 99999999999; 0",
+    "--time-limit 999999999d": "--time-limit 999999999d: a time must be above 0",
+    "--auto-batch --memory 9999999999999999TiB": "write a number of bytes above 0, at most 2^60",
+    "--output=": "--output '' names no folder; name one, or drop the flag",
+    "--img-size-schedule 99999999:0": "99999999:0: a size must be at least 1 and at most 16,384 pixels",
     "--mean 0.5 0.5": "--mean must be one number or three",
     "--no-aug --aa rand-m9": "--aa has no effect under --no-aug; drop it",
     "--no-aug --decode fast": "--decode has no effect under --no-aug; drop it",
     "--train-crop-mode rkrc --decode fast": "--decode has no effect with --train-crop-mode rkrc",
     "--no-aug --reprob 0.2": "--reprob has no effect under --no-aug",
     "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
-    "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect beside --cutmix-minmax",
+    "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect with --cutmix-minmax",
     "--remode const": "--remode has no effect without --reprob",
     "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup or --cutmix",
     "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless",
     "--bce-sum": "--bce-sum has no effect without --bce-loss",
     "--dataset digits": "--data-dir has no effect with --dataset digits",
     "--sched constant --min-lr 1e-5": "--min-lr has no effect with --sched constant",
-    "--warmup-steps 1 --warmup-epochs 1": "--warmup-steps and --warmup-epochs are both given",
+    "--warmup-steps 1 --warmup-epochs 1": "--warmup-steps 1 and --warmup-epochs 1.0 are both given; keep one",
     "--warmup-steps 0 --warmup-lr 1e-6": "--warmup-lr has no effect without warm-up",
-    "--freeze blocks.* --linear-probe": "--linear-probe freezes all but the head already",
+    "--freeze blocks.* --linear-probe": "--freeze blocks.* and --linear-probe are both given; keep one",
 }
+
+
+NUMBERS = [name for name, kind in TYPES.items() if kind in (int, float, number_or_auto)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_flag_of_numbers_has_a_finite_range(name):
+    """A number that is none, or one that no machine can serve, from a program, a recipe or the command line."""
+    field = flags.FIELDS[name]
+    span = field.metadata["span"]
+    assert -math.inf < span.low < span.high < math.inf
+    several = field.metadata["nargs"]
+    for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, span.low - 1, span.high * 2):
+        given = (value,) * (several if isinstance(several, int) else 3) if several or name == "color_jitter" else value
+        settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
+        with pytest.raises(ValueError, match=re.escape(f"{flags.spelling(name)} {span.words}, not ")):
+            flags.from_values(settings)
+        words = [flags.spelling(name), *map(str, given)] if several else [f"{flags.spelling(name)}={value}"]
+        with pytest.raises(ValueError, match=re.escape(flags.spelling(name))):
+            parse([*BASE, *words])
+
+
+def test_a_blank_output_folder():
+    """A run in the working folder, or in one whose name nobody can see."""
+    with pytest.raises(ValueError, match="--output ' ' names no folder"):
+        parse([*BASE, "--output", " "])
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -229,13 +263,8 @@ def test_recipe_and_command_line(tmp_path):
     )
     config, explicit = parse(["--recipe", str(recipe), "--epochs", "5"])
     assert config.deepspeed_config == str(tmp_path / "ds.json")
-    assert (config.data_dir, config.epochs, config.model_kwargs, config.mean) == (
-        "elsewhere",
-        5,
-        {"depth": 2},
-        (0.1, 0.2, 0.3),
-    )
-    assert config.no_aug is True
+    assert (config.data_dir, config.epochs, config.no_aug) == ("elsewhere", 5, True)
+    assert (config.model_kwargs, config.mean) == ({"depth": 2}, (0.1, 0.2, 0.3))
     assert config.lr == 1e-3  # YAML reads 1e-3 as text
     assert {"epochs", "lr", "no_aug"} <= explicit
 
@@ -288,13 +317,8 @@ def test_a_recipe_of_training_evaluates(tmp_path):
     trained, _ = parse(words)
     assert (trained.checkpoint_interval, trained.lr, trained.model_ema) == ("5", 0.1, True)
     config, explicit = parse([*words, "--eval-only"])
-    assert (config.checkpoint_interval, config.log_samples, config.lr, config.model_ema) == (
-        "epoch",
-        False,
-        None,
-        False,
-    )
-    assert (config.img_size, config.seed) == (32, 3)
+    assert (config.checkpoint_interval, config.log_samples, config.lr) == ("epoch", False, None)
+    assert (config.model_ema, config.img_size, config.seed) == (False, 32, 3)
     assert not {"lr", "checkpoint_interval", "log_samples", "model_ema"} & explicit
     with pytest.raises(ValueError, match="--lr has no effect with --eval-only"):
         parse([*words, "--eval-only", "--lr", "0.1"])
@@ -321,9 +345,9 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
     ("text", "message"),
     [
         ("epoch: 3\n", 'there is no flag "epoch"; the nearest is --epochs'),
-        ("epochs: 2.5\n", "epochs: 2.5 is not what --epochs takes"),
-        ("no_aug: 1\n", "no_aug: 1 is not what --no-aug takes"),
-        ("scale: [0.1]\n", "scale: [0.1] is not what --scale takes"),
+        ("epochs: 2.5\n", "epochs: 2.5 is not a value of --epochs"),
+        ("no_aug: 1\n", "no_aug: 1 is not a value of --no-aug"),
+        ("scale: [0.1]\n", "scale: [0.1] is not a value of --scale"),
         ("sched: cosin\n", "'cosin' is not one of cosine"),
         ("a: [1\n", "line 2, column 1: malformed YAML"),
         ("- 1\n", "a recipe is a table of flags, not a list"),
@@ -348,22 +372,8 @@ def test_a_switch_is_one_whatever_its_annotation_is(monkeypatch, tmp_path):
 
 def test_yaml_round_trip(tmp_path):
     """config.yaml must say the same again: every flag, written out and read back."""
-    config, _ = parse(
-        [
-            *BASE,
-            "--model-kwargs",
-            "depth=3",
-            "--mixup",
-            "0.2",
-            "--scale",
-            "0.3",
-            "0.9",
-            "--no-aug",
-            "--scale",
-            "0.08",
-            "1",
-        ]
-    )
+    words = "--model-kwargs depth=3 --mixup 0.2 --scale 0.3 0.9 --no-aug --scale 0.08 1"
+    config, _ = parse([*BASE, *words.split()])
     values = {n: getattr(config, n) for n in flags.FIELDS if getattr(config, n) is not None}
     path = tmp_path / "config.yaml"
     path.write_text(flags.to_yaml(values))

@@ -1,12 +1,20 @@
 """People who come with timm's command line are told what stands here for each of its flags."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
 
 import pytest
+from timm.optim import get_optimizer_info
 
-from ds_vit.config import parse, timm_hints
-from ds_vit.config.flags import FIELDS
+from ds_vit.config import from_values, parse, timm_flags
+from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import build_parser
+from ds_vit.config.schema import FIELDS
+from ds_vit.config.timm_command import translate
+from ds_vit.optim.build import optimizer_class
 from ds_vit.train import main
 
 # Every flag of train.py in pytorch-image-models, of 0.6 to 1.0.31.
@@ -38,13 +46,16 @@ _FLAGS = """
 """
 TIMM = _FLAGS.split()
 OURS = {word for action in build_parser()._actions for word in action.option_strings}
-HINTS = list(timm_hints._HINTS.values())
+NAMES = [name for names in timm_flags._HINTS for name in names.split()]
+HINTS = [timm_flags.timm_answer(name.strip("*"), ["x"]).text for name in NAMES]
 
 
 @pytest.mark.parametrize("flag", TIMM)
 def test_each_flag_of_timm_is_one_of_ours_or_has_a_hint(flag):
     """A flag of timm's that is answered by the flag that is spelled like it, or by nothing."""
-    hint = timm_hints.timm_hint(flag.lstrip("-").replace("-", "_"))
+    name = flag.lstrip("-").replace("-", "_")
+    answer = timm_flags.timm_answer(name, ["1"] if timm_flags.words_of(name) != 0 else [])
+    hint = answer and answer.text
     if flag in OURS:
         assert hint is None, "a hint for a flag that is here"
         return
@@ -58,7 +69,7 @@ def test_hints_speak_of_flags_that_exist():
     said = {word for hint in HINTS for word in re.findall(r"(?<![\w-])--[a-z-]+", hint)}
     assert said
     assert said <= OURS | {"--to"}, said - OURS
-    assert not [name for name in FIELDS if timm_hints.timm_hint(name)]
+    assert not [name for name in FIELDS if timm_flags.timm_answer(name)]
 
 
 def test_a_data_folder_without_a_flag(tmp_path):
@@ -75,6 +86,90 @@ def test_a_recipe_of_timm(tmp_path):
     recipe.write_text("epochs: 3\nopt: adamw\n")
     with pytest.raises(ValueError, match='there is no flag "opt"; it is decided by the DeepSpeed JSON: "optimizer"'):
         parse(["--recipe", str(recipe)])
+
+
+def test_the_answer_uses_what_was_typed():
+    """`--opt lamb` answered with AdamW."""
+    base = ["--deepspeed_config", "x.json", "--data-dir", "d"]
+    for words, said in (
+        (["--opt", "lamb"], '"optimizer": {"type": "Lamb", '),
+        (
+            ["--opt=sgd", "--momentum", "0.8"],
+            '"type": "SGD", "params": {"lr": "auto", "momentum": 0.8, "nesterov": true',
+        ),
+        (["--opt-betas", "0.9", "0.95"], '"params": {"betas": [0.9, 0.95]}'),
+        (["--amp", "--amp-dtype", "float16"], '"fp16": {"enabled": true}'),
+        (["--num-steps", "70"], "write --max-steps 70"),
+        (["--opt", "shampoo"], "there is no optimizer shampoo here"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            parse([*base, *words])
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    """A command that is refused one flag a round."""
+    words = "--deepspeed_config x.json --dataset digits --opt lamb --lrr 3 --remode const --epochs 0 --amp --eval-knn 0"
+    with pytest.raises(ValueError, match=r"^5 things are wrong:\n") as error:
+        parse(words.split())
+    *lines, last = str(error.value).splitlines()[1:]
+    beginnings = ["there is no flag --opt; ", "there is no flag --lrr; the nearest is --lr", "there is no flag --amp; "]
+    beginnings += ["--epochs must be", "--remode has no effect without --reprob"]
+    assert len(lines) == 5
+    assert all(line.strip().startswith(said) for line, said in zip(lines, beginnings, strict=True))
+    assert "ds-vit from-timm 'COMMAND'" in last
+    recipe = tmp_path / "args.yaml"
+    recipe.write_text("opt: lamb\namp: true\nepochs: 3\n")
+    with pytest.raises(ValueError, match=r'(?s)2 things.*"opt"; .*"Lamb".*"amp"; .*"bf16"'):
+        parse(["--recipe", str(recipe)])
+    with pytest.raises(ValueError, match=r'(?s)2 things.*"opt"; .*"Lion".*"epoch"; the nearest is --epochs'):
+        from_values({"opt": "lion", "epoch": 3})
+
+
+COMMAND = """
+    torchrun --nproc_per_node 8 train.py /data/imagenet --model vit_small_patch16_224 -b 128 --opt lamb
+    --opt-betas 0.9 0.95 --lr 4e-3 --mixup .8 --sched-on-updates --model-ema-v2 --experiment deit --amp --gp avg
+    --model-kwargs depth=3 --grad-checkpointing --tta 2
+"""
+
+
+def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
+    """A flag that is lost or that gets another's word, and a script that does not parse."""
+    result = translate([COMMAND])
+    assert shlex.join(result.words) == (
+        "torchrun --nproc_per_node 8 launch/train.py --deepspeed_config deepspeed.json --data-dir /data/imagenet "
+        "--model vit_small_patch16_224 -b 128 --lr 4e-3 --mixup .8 --model-ema --output output/train/deit "
+        "--model-kwargs global_pool=avg depth=3 --grad-checkpointing"
+    )
+    assert result.json["optimizer"] == {
+        "type": "Lamb",
+        "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95]},
+    }
+    assert result.json["bf16"] == {"enabled": True}
+    assert [note.split(":")[1].strip() for note in result.notes] == ["--sched-on-updates", "--tta 2"]
+    assert translate(COMMAND.split()) == result, "the words of a shell"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds-vit").write_text('printf "%s\\n" "$@" > words')
+    (tmp_path / "ds-vit").chmod(0o755)
+    plain = translate(["python3 train.py photos --lr-base 0.2 --remode const"])
+    assert [note.split(":")[0] for note in plain.notes] == ["still rejected"]
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    subprocess.run(["bash", "-ec", str(plain)], check=True)
+    words = (tmp_path / "words").read_text().split()
+    assert words == ["train", *plain.words[2:]]
+    assert words[3:] == ["--data-dir", "photos", "--lr", "0.2", "--lr-scale-by-batch", "linear", "--remode", "const"]
+    written = json.loads((tmp_path / "deepspeed.json").read_text())
+    assert written == plain.json
+    assert written["optimizer"]["params"]["momentum"] == 0.9, "timm's default optimizer is SGD"
+    assert "bf16" not in written
+
+
+@pytest.mark.parametrize("name", timm_flags.OPTIMIZERS)
+def test_optimizers_of_timm_are_ours(name):
+    """A type or an argument that the JSON does not take."""
+    answer = timm_flags.timm_answer("opt", [name])
+    block = overlay({}, answer.values, "")["optimizer"]
+    optimizer_class({**block, "params": {k: v for k, v in block["params"].items() if v != "auto"}}, "x")
+    assert get_optimizer_info(name)
 
 
 def test_what_a_person_sees(capsys):

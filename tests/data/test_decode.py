@@ -71,7 +71,7 @@ def test_every_part_of_a_jpeg_file_is_pillows(kind):
 def test_the_comparison_with_pillow_can_fail(monkeypatch):
     """With one row fewer than the upsampling of colours looks at, a crop's last row is another."""
     whole = decode(KINDS["RGB 4:2:0 baseline"], "")
-    monkeypatch.setattr(Jpeg, "_rows_above", lambda self, b: decoding._without_rows_below(self._data, b - 2, 131))
+    monkeypatch.setattr(Jpeg, "_rows_above", lambda self, b: decoding._without_rows_below(self.data, b - 2, 131))
     image = open_image(KINDS["RGB 4:2:0 baseline"], "")
     assert any(not _equal(image.crop((0, 0, b, 150)), whole.crop((0, 0, 150, b))) for b in range(40, 50))
 
@@ -106,15 +106,8 @@ def test_what_is_damaged_is_so_for_pillow_too():
     assert min(outcomes.values()) > 50
 
 
-def test_a_bomb_is_left_to_pillow(monkeypatch):
-    """Would catch a file of a few bytes that fills the memory."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
-    with pytest.raises(ImageDecodeError, match="decompression bomb"):
-        open_image(KINDS["RGB 4:2:0 baseline"], "small.jpg")
-
-
-def test_a_decoder_that_is_not_bit_equal_is_not_used(monkeypatch):
-    """Would catch a Pillow with another JPEG library, whose curves would then depend on what is installed."""
+def test_bombs_and_other_decoders_are_left_to_pillow(monkeypatch):
+    """Would catch a file of a few bytes that fills the memory, and curves that depend on what is installed."""
     decoding.has_exact_jpeg.cache_clear()
     right = decoding._decode
     monkeypatch.setattr(decoding, "_decode", lambda *args, **options: right(*args, **options) ^ np.uint8(1))
@@ -122,6 +115,10 @@ def test_a_decoder_that_is_not_bit_equal_is_not_used(monkeypatch):
         assert isinstance(open_image(KINDS["RGB 4:4:4 baseline"], ""), Image.Image)
     finally:
         decoding.has_exact_jpeg.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
+    with pytest.raises(ImageDecodeError, match="decompression bomb"):
+        open_image(KINDS["RGB 4:2:0 baseline"], "small.jpg")
 
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), AugmentConfig(aa="rand-m9-mstd0.5"), AugmentConfig(no_aug=True),
@@ -145,8 +142,8 @@ def test_colours_are_pillows(name):
         pixels = rng.integers(0, rng.integers(2, 257), (*size, 3), dtype=np.uint8)
         factor = [0.0, 1.0, 2.0][number // 2] if number < 6 else float(rng.uniform(0, 2))
         expected = getattr(F, f"adjust_{name}")(Image.fromarray(pixels), factor)
-        assert torch.equal(colours.pixels_of(expected), F.pil_to_tensor(expected))
-        found = colours.Planes(size).adjusted(F.pil_to_tensor(Image.fromarray(pixels)), [(kind, factor)])
+        assert torch.equal(colours.as_pixels(expected), F.pil_to_tensor(expected))
+        found = colours.adjust_colors(F.pil_to_tensor(Image.fromarray(pixels)), [(kind, factor)])
         assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(expected)), factor
 
 
@@ -166,7 +163,7 @@ def test_colours_of_fast_are_nearly_pillows():
         parameters = [(kind, float(rng.uniform(0.6, 1.4))) for kind in kinds]
         exact, nearly = (
             colour(F.pil_to_tensor(Image.fromarray(pixels)), parameters).float()
-            for colour in (colours.Planes(size).adjusted, colours.Planes(size).nearly_adjusted)
+            for colour in (colours.adjust_colors, colours.nearly_adjust_colors)
         )
         assert (exact - nearly).abs().max() <= 3.0, parameters
         assert (exact - nearly).abs().mean() <= 1.25, parameters

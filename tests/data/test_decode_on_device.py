@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from ds_vit.data import (
     train_loader,
 )
 from ds_vit.data.decode import decode
-from ds_vit.data.decode_on_device import File, _require_able, decode_on
+from ds_vit.data.decode_on_device import File, _require_decoder, decode_on
 from ds_vit.fault_tolerance.errors import UserError
 
 pytest.importorskip("simplejpeg")
@@ -40,21 +41,30 @@ STRAIGHT = Image.Exif()
 STRAIGHT[0x0112] = 1
 # How a file is saved, and whether it goes over as it is.
 KINDS = {
-    "4:2:0": ({"format": "jpeg", "subsampling": "4:2:0"}, True),
-    "4:4:4": ({"format": "jpeg", "subsampling": "4:4:4"}, True),
-    "grey": ({"format": "jpeg", "mode": "L"}, True),
-    "straight": ({"format": "jpeg", "exif": STRAIGHT}, True),
-    "turned": ({"format": "jpeg", "exif": TURNED}, False),
-    "progressive": ({"format": "jpeg", "progressive": True}, False),
-    "cmyk": ({"format": "jpeg", "mode": "CMYK"}, False),
+    "4:2:0": ({"subsampling": "4:2:0"}, True),
+    "4:4:4": ({"subsampling": "4:4:4"}, True),
+    "grey": ({"mode": "L"}, True),
+    "straight": ({"exif": STRAIGHT}, True),
+    "turned": ({"exif": TURNED}, False),
+    "progressive": ({"progressive": True}, False),
+    "cmyk": ({"mode": "CMYK"}, False),
     "png": ({"format": "png"}, False),
 }
 
 
 def _bytes(seed: int, mode: str = "RGB", **options: object) -> bytes:
     file = io.BytesIO()
-    smooth_photo(60 + seed, 70, seed).convert(mode).save(file, **options)
+    smooth_photo(60 + seed, 70, seed).convert(mode).save(file, **{"format": "jpeg"} | options)
     return file.getvalue()
+
+
+def _files(datas: list[bytes]) -> list[File]:
+    return [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
+
+
+def _same_as_pillow(found: Iterable[torch.Tensor], datas: list[bytes]) -> None:
+    for pixels, data in zip(found, datas, strict=True):
+        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
 
 
 def _folder(root: Path, files: dict[str, bytes]) -> Path:
@@ -74,7 +84,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory) -> Path:
     """Six files; of one the quantisation tables are lost, which shows when it is decoded, and another is cut short."""
-    files = {f"{n}.jpg": _bytes(n, format="jpeg") for n in range(6)}
+    files = {f"{n}.jpg": _bytes(n) for n in range(6)}
     files["0.jpg"] = files["0.jpg"].replace(b"\xff\xdb", b"\xff\xe5")
     files["1.jpg"] = files["1.jpg"][:-900]
     return _folder(tmp_path_factory.mktemp("damaged"), files)
@@ -102,7 +112,7 @@ def _images(batches: list[MicroBatch], device: str = "cpu") -> torch.Tensor:
 def test_files_go_over_and_give_what_the_workers_would_decode(folder, options):
     """Would catch another crop, row or draw, a file turned by EXIF, and files that are decoded here after all."""
     there = _batches(folder, **options)
-    names = {Path(name).stem for batch in there for name in batch.images.names}
+    names = {Path(crop.file[0]).stem for batch in there for crop in batch.images.crops if crop.file}
     assert names == {kind.replace(":", "") for kind, (_, over) in KINDS.items() if over}
     assert torch.equal(_images(there), _images(_batches(folder, "exact")))
 
@@ -129,63 +139,48 @@ def test_a_damaged_file_is_skipped_as_if_it_were_decoded_here(damaged):
 
 def test_what_the_device_cannot_decode_pillow_does(monkeypatch):
     """Would catch a batch that is lost to one file of an odd kind, and pixels of another shape that are taken."""
-    datas = [_bytes(n, format="jpeg") for n in range(3)] + [_bytes(3, format="jpeg", exif=TURNED)]
-    right, calls = decoders.decode_jpeg, []
+    datas = [*(_bytes(n) for n in range(3)), _bytes(3, exif=TURNED)]
+    right = decoders.decode_jpeg
 
     def picky(files: list | bytes, **options: object) -> object:
-        calls.append(len(files))
         if isinstance(files, list) and any(bytes(file.numpy()) == datas[1] for file in files):
             raise RuntimeError("nvjpegDecode failed: 4")
         return right(files, **options)
 
     monkeypatch.setattr(decoders, "decode_jpeg", picky)
-    files = [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
-    _require_able.cache_clear()
-    decode_on_device._said.clear()
-    with pytest.warns(UserWarning, match=r"^1 cannot be decoded on cpu; .* --decode exact is faster"):
-        found = list(decode_on(CPU, files))
-    assert calls[0] == 4
-    for pixels, data in zip(found, datas, strict=True):
-        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
+    _require_decoder.cache_clear()
+    with pytest.warns(UserWarning, match=r"^1 cannot be decoded on cpu.* --decode exact is faster"):
+        _same_as_pillow(decode_on(CPU, _files(datas)), datas)
 
 
 def test_large_images_are_decoded_a_few_at_a_time(monkeypatch):
     """Would catch all images of a micro-batch in memory at once, and one that is lost between two calls."""
-    datas = [_bytes(n, format="jpeg") for n in range(5)]
+    datas = [_bytes(n) for n in range(5)]
     right, calls = decoders.decode_jpeg, []
     monkeypatch.setattr(decoders, "decode_jpeg", lambda files, **how: calls.append(len(files)) or right(files, **how))
     monkeypatch.setattr(decode_on_device, "_AT_ONCE", 2 * 3 * 64 * 70)
-    files = [File(torch.frombuffer(bytearray(d), dtype=torch.uint8), f"{n}", (60 + n, 70)) for n, d in enumerate(datas)]
-    for pixels, data in zip(decode_on(CPU, files), datas, strict=True):
-        assert np.array_equal(pixels.permute(1, 2, 0).numpy(), np.asarray(decode(data, "")))
-    assert len(calls) > 1
+    _same_as_pillow(decode_on(CPU, _files(datas)), datas)
     assert sum(calls) == 5
     assert max(calls) <= 3
 
 
-def test_a_device_without_memory_says_so(monkeypatch):
-    """Would catch images decoded by Pillow, one after the other, where the device's memory is full."""
-
-    def full(*args: object, **options: object) -> None:
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(decoders, "decode_jpeg", full)
-    file = File(torch.frombuffer(bytearray(_bytes(0, format="jpeg")), dtype=torch.uint8), "a.jpg", (60, 70))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(decode_on(CPU, [file]))
-
-
-def test_a_device_that_cannot_decode_at_all_ends_the_run(monkeypatch):
+@pytest.mark.parametrize(
+    ("refusal", "kind", "message"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", RuntimeError, "out of memory"),
+        ("no nvJPEG here", UserError, r"cannot decode JPEG files on cpu \(no nvJPEG here\); drop --decode fast"),
+    ],
+)
+def test_a_device_that_decodes_nothing_ends_the_run(monkeypatch, refusal, kind, message):
     """Would catch every image left to the training process, one after the other, in silence."""
-    _require_able.cache_clear()
+    _require_decoder.cache_clear()
 
     def refuse(*args: object, **options: object) -> None:
-        raise RuntimeError("no nvJPEG here")
+        raise RuntimeError(refusal)
 
     monkeypatch.setattr(decoders, "decode_jpeg", refuse)
-    file = File(torch.frombuffer(bytearray(_bytes(0, format="jpeg")), dtype=torch.uint8), "a.jpg", (60, 70))
-    with pytest.raises(UserError, match=r"cannot decode JPEG files on cpu \(no nvJPEG here\); drop --decode fast"):
-        list(decode_on(CPU, [file]))
+    with pytest.raises(kind, match=message):
+        list(decode_on(CPU, _files([_bytes(0)])))
 
 
 @pytest.mark.gpu

@@ -6,10 +6,9 @@ import pickle
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from picture_folders import write_images
 from tables import write_tables
 
 from ds_vit.data import Source, open_source
@@ -19,10 +18,7 @@ from ds_vit.fault_tolerance.errors import UserError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("images")
-    for number in range(10):
-        path = root / "train" / ("cat", "dog")[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(path)
+    write_images(root / "train", *(f"{('cat', 'dog')[number % 2]}/{number}.png" for number in range(10)))
     return root
 
 
@@ -66,10 +62,10 @@ def test_what_datasets_writes(folder, plain, tmp_path, way):
         assert source.image(3).tobytes() == plain.image(3).tobytes()
 
 
-@pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_pickling_and_messages(plain, tmp_path, kind):
-    """Would catch a mapped file that a spawned worker is sent, or a row that nobody can find again."""
-    write_tables(tmp_path / "train", plain, kind)
+@pytest.mark.parametrize(("kind", "label_type"), [("arrow", pa.uint8()), ("parquet", pa.int64())])
+def test_pickling_and_messages(plain, tmp_path, kind, label_type):
+    """Would catch a mapped file that a spawned worker is sent, a row that nobody finds again, other integer types."""
+    write_tables(tmp_path / "train", plain, kind, label_type=label_type)
     source = pickle.loads(pickle.dumps(open_source("hfds/", str(tmp_path), "train")))
     assert _same(source, plain)
     assert source.describe(7).endswith(f"data-00001-of-00002.{kind}" + (".arrow" if kind == "parquet" else "") + "[2]")
@@ -88,45 +84,22 @@ def test_a_parquet_file_is_turned_once_and_again_when_it_changes(plain, tmp_path
     assert open_source("hfds/", str(tmp_path), "train").target(0) == 1
 
 
-def test_small_whole_numbers(plain, tmp_path):
-    """Would catch a table whose labels are of another integer type, as other tools write it."""
-    write_tables(tmp_path / "train", plain, "arrow", label_type=pa.uint8())
-    assert _same(open_source("hfds/", str(tmp_path), "train"), plain)
-
-
-def _cut(path: Path) -> None:
+def _cut(folder: Path) -> None:
+    path = folder / "data-00001-of-00002.arrow"
     path.write_bytes(path.read_bytes()[:300])
 
 
+# What is written, what happens to it, and the message.
+UNNAMED = {"names": None}
 BROKEN = {
-    "no label": (
-        {"labels": [0, -1] * 5},
-        None,
-        r"\[1\] has the label -1, and the 2 classes have the numbers 0 to 1; 5 of 10",
-    ),
-    "label beyond the names": ({"names": ["cat"]}, None, "has the label 1, and the 1 classes"),
+    "no label": ({"labels": [0, -1] * 5}, None, r"\[1\] has the label -1; the 2 classes .* 0 to 1; 5 of 10"),
+    "label beyond the names": ({"names": ["cat"]}, None, "has the label 1; the 1 classes"),
     "null label": ({"labels": [None] * 10}, None, "has the label -1"),
-    "labels of words": (
-        {"labels": ["cat", "dog"] * 5, "label_type": pa.string()},
-        None,
-        "column label is of string, not of whole",
-    ),
-    "no image column": (
-        {"columns": ("x", "label"), "names": None},
-        None,
-        "has no Image column and none of the names image",
-    ),
-    "no label column": ({"columns": ("image", "y"), "names": None}, None, "it has image, y: rename_column"),
-    "a file missing": (
-        {},
-        lambda f: (f / "data-00000-of-00002.arrow").unlink(),
-        "1 of the 2 files beside .* number 00000",
-    ),
-    "a file cut short": (
-        {},
-        lambda f: _cut(f / "data-00001-of-00002.arrow"),
-        "00001-of-00002.arrow cannot be read as an",
-    ),
+    "words": ({"labels": ["cat", "dog"] * 5, "label_type": pa.string()}, None, "label is of string, not of whole"),
+    "no image": ({"columns": ("x", "label"), **UNNAMED}, None, "has no Image column and none of the names image"),
+    "no label column": ({"columns": ("image", "y"), **UNNAMED}, None, "it has image, y: rename_column"),
+    "a file missing": ({}, lambda f: (f / "data-00000-of-00002.arrow").unlink(), "2 files 1 are missing, .* 00000"),
+    "a file cut short": ({}, _cut, "00001-of-00002.arrow cannot be read as an"),
 }
 
 

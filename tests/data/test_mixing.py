@@ -1,4 +1,4 @@
-"""Mixup and CutMix of pairs: timm's Mixup from the same stream, with fixed partners."""
+"""Random erasing, mixup and CutMix: timm's draws from the same stream, keyed noise, fixed partners."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 from scipy import stats
 from timm.data.mixup import Mixup, mixup_target
+from timm.data.random_erasing import RandomErasing
 
 from ds_vit import randomness
-from ds_vit.data import MixConfig
+from ds_vit.data import AugmentConfig, MixConfig
 from ds_vit.data.augment.draws import seeded
-from ds_vit.data.augment.mixing import PairDraws, PairMix, mix_images, mix_targets
+from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix, erase, mix_images, mix_targets
 
 SIZE = (12, 16)
 CASES = {
@@ -66,23 +67,6 @@ def test_a_pair_is_mixed_as_by_timm_from_the_same_stream(name, multi_label):
     assert changed > 25
 
 
-def test_every_pair_has_a_draw_of_its_own():
-    """Would catch one lambda for a whole batch, and lambdas that do not follow the Beta distribution."""
-    pairs, _ = _pairs(MixConfig(mixup=0.8), 1000)
-    assert torch.equal(pairs.lam[0::2], pairs.lam[1::2])
-    assert stats.kstest(pairs.lam[0::2].numpy(), "beta", args=(0.8, 0.8)).pvalue > 1e-3
-
-
-def test_cutmix_targets_follow_the_area_that_was_pasted():
-    """Would catch a target mixed by the drawn lambda where the box is cut off by the image's edge."""
-    pairs, _ = _pairs(MixConfig(cutmix=1.0), 50)
-    ones_and_zeros = torch.zeros(100, 3, *SIZE)
-    ones_and_zeros[0::2] = 1.0
-    mixed = mix_images(ones_and_zeros, 100, pairs)
-    assert torch.allclose(mixed[0::2].mean(dim=(1, 2, 3)), pairs.lam[0::2], atol=1e-6)
-    assert set(mixed.unique().tolist()) == {0.0, 1.0}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_partners_behind_the_own_rows(name):
     """Would catch an odd micro-batch mixed with the wrong row, or its partners returned with it."""
@@ -104,3 +88,62 @@ def test_unmixed_rows_keep_their_images_and_smooth_their_targets():
     images, labels = _images(4), torch.tensor([0, 2, 1, 1])
     assert torch.equal(mix_images(images, 4, off), images)
     assert torch.equal(mix_targets(labels, 4, off, 3, 0.1), mixup_target(labels, 3, 1.0, 0.1))
+
+
+# Random erasing
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_erased_boxes_are_timms_from_the_same_stream(count):
+    """Would catch boxes of another size, place, number or probability than timm's RandomErasing draws."""
+    boxes = ErasingBoxes(AugmentConfig(reprob=0.6, recount=count))
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(200)))
+    drawn = torch.from_numpy(np.stack([boxes.draw(key, (24, 32)) for key in keys.tolist()]))
+    assert drawn.shape == (200, count, 4)
+    ours = erase(torch.ones(200, 3, 24, 32), drawn, keys, "const")
+    original = RandomErasing(0.6, max_count=count, mode="const", device="cpu")
+    for number, key in enumerate(keys.tolist()):
+        with seeded(key, "erase"):
+            assert torch.equal(ours[number], original(torch.ones(3, 24, 32))), number
+    assert 90 < (ours == 0).flatten(1).any(dim=1).sum() < 150
+
+
+def test_erasing_noise_is_standard_normal_and_keyed():
+    """Would catch noise of another scale than timm's, shared between samples, or drawn from the process."""
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(8)))
+    boxes = torch.tensor([[[4, 6, 20, 30]]]).expand(8, 1, 4).to(torch.int32)
+    torch.manual_seed(0)
+    noise = erase(torch.full((8, 3, 24, 32), 9.0), boxes, keys, "pixel")
+    torch.manual_seed(1)
+    assert torch.equal(erase(torch.full((8, 3, 24, 32), 9.0), boxes, keys, "pixel"), noise)
+    inside = noise[:, :, 4:20, 6:30]
+    assert stats.kstest(inside.flatten().numpy(), "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(inside[0].flatten(), inside[1].flatten())[0, 1]) < 0.1
+    inside.fill_(9.0)
+    assert (noise == 9.0).all()  # nothing outside the box
+
+
+def test_erasing_colours_are_one_for_each_box_and_channel():
+    """Would catch mode rand filling with noise, or two boxes of an image with one colour."""
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(300)))
+    boxes = torch.tensor([[[0, 0, 8, 8], [10, 10, 20, 20]]]).expand(300, 2, 4).to(torch.int32)
+    result = erase(torch.full((300, 3, 24, 32), 9.0), boxes, keys, "rand")
+    first, second = result[:, :, :8, :8], result[:, :, 10:20, 10:20]
+    for box in (first, second):
+        assert (box == box[:, :, :1, :1]).all()
+    colours = torch.stack([first[:, :, 0, 0], second[:, :, 0, 0]]).flatten().numpy()
+    assert len(np.unique(colours)) == 1800
+    assert stats.kstest(colours, "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing_a_row_does_not_depend_on_the_batch(mode):
+    """Would catch noise that changes with the micro-batch."""
+    keys = torch.from_numpy(randomness.sample_keys(0, 0, np.arange(9)))
+    boxes = torch.from_numpy(
+        np.stack([ErasingBoxes(AugmentConfig(reprob=0.7)).draw(k, (24, 32)) for k in keys.tolist()])
+    )
+    whole = erase(torch.ones(9, 3, 24, 32), boxes, keys, mode)
+    for start, stop in ((0, 1), (1, 4), (4, 9)):
+        part = erase(torch.ones(stop - start, 3, 24, 32), boxes[start:stop], keys[start:stop], mode)
+        assert torch.equal(part, whole[start:stop])

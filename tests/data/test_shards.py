@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
 import tarfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from picture_folders import encoded, noise
 from shards import write_shard
 
 from ds_vit.data import open_source
-from ds_vit.data.sources import made_once, shard_index
-from ds_vit.data.sources import shards as shard_source
+from ds_vit.data.sources import made_once, shard_index, tars
 from ds_vit.data.sources.shards import expand_braces
 from ds_vit.fault_tolerance.errors import UserError
 
 
-def _encoded(number: int, kind: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def _pixels(number: int) -> bytes:
-    return np.random.default_rng(number).integers(0, 256, (9, 7, 3), dtype=np.uint8).tobytes()
+def _bytes(number: int) -> bytes:
+    return noise(number).tobytes()
 
 
 @pytest.fixture
@@ -40,9 +32,9 @@ def folder(tmp_path) -> Path:
     for shard in range(3):
         files = {}
         for number in range(4 * shard, 4 * shard + 4):
-            files |= {f"{number:04}.png": _encoded(number), f"{number:04}.cls": str(number % 3).encode()}
+            files |= {f"{number:04}.png": encoded(number), f"{number:04}.cls": str(number % 3).encode()}
         write_shard(tmp_path / f"train-{shard:03}.tar", files)
-    write_shard(tmp_path / "val-000.tar", {"a.png": _encoded(20), "a.cls": b"1"})
+    write_shard(tmp_path / "val-000.tar", {"a.png": encoded(20), "a.cls": b"1"})
     return tmp_path
 
 
@@ -62,21 +54,23 @@ def _labels(source) -> list[int]:
         ("wds/train-{{000..002}}.tar", "{}", "train"),
         ("wds/", "{}", "train-{{000..002}}.tar"),
         ("", "wds/{}/train-{{000..002}}.tar", "train"),
+        ("wds/train-{{000..002}}.tar", "", "train"),
     ],
 )
-def test_ways_to_name_shards(folder, dataset, data_dir, split):
+def test_ways_to_name_shards(folder, monkeypatch, dataset, data_dir, split):
     """Would catch a spelling of the docs that finds nothing, or other samples."""
+    monkeypatch.chdir(folder)
     named = [name and name.format(folder) for name in (dataset, data_dir, split)]
     source = open_source(*named)
     assert len(source) == 12
     assert source.class_names == ("0", "1", "2")
     assert _labels(source) == [number % 3 for number in range(12)]
-    assert [source.image(number).tobytes() for number in range(12)] == [_pixels(number) for number in range(12)]
-    assert source.describe(5) == f"{folder}/train-001.tar:0005.png"
+    assert [source.image(number).tobytes() for number in range(12)] == [_bytes(number) for number in range(12)]
+    assert source.describe(5).endswith("train-001.tar:0005.png")
     if split == "train":
         val = open_source(named[0], named[1], "validation", classes=source.class_names)
         assert (len(val), val.num_classes, val.target(0)) == (1, 3, 1)
-        assert val.image(0).tobytes() == _pixels(20)
+        assert val.image(0).tobytes() == _bytes(20)
 
 
 def test_braces_are_a_shells():
@@ -87,27 +81,31 @@ def test_braces_are_a_shells():
 
 
 def test_labels_of_json_and_by_name(tmp_path):
-    """Would catch labels of a .json that are not read, and names numbered in another order than folders'."""
+    """Would catch labels of a .json that are not read, and a name like WebDataset's `__key__` that is lost."""
     files = {
-        "x/b.png": _encoded(0),
+        "x/b.png": encoded(0),
         "x/b.json": b'{"label": "class10"}',
-        "x/a.jpg": _encoded(1, "JPEG"),
+        "x/a.jpg": encoded(1, "JPEG"),
         "x/a.cls": b"class9\n",
         "x/a.txt": b"a caption",
         "x/c.seg.png": b"no sample's image",
-        "x/c.webp": _encoded(2),
+        "x/c.webp": encoded(2),
         "x/c.json": b'{"cls": "class10", "other": 1}',
         "__meta__.json": b"{}",
+        "__info__/x.png": b"",
+        "x/__main.png": encoded(3),
+        "x/__main.cls": b"class9",
     }
     write_shard(tmp_path / "train.tar", files)
     source = open_source("wds/", str(tmp_path), "train")
     assert source.class_names == ("class9", "class10")
-    assert _labels(source) == [1, 0, 1]
+    assert _labels(source) == [1, 0, 1, 0]
+    assert [source.image(number).tobytes() for number in (0, 3)] == [_bytes(0), _bytes(3)]
     assert source.left_out == {".txt": 1, ".seg.png": 1}
     (tmp_path / "classes.json").write_text('["class10", "class9", "class11"]')
     named = open_source("wds/", str(tmp_path), "train")
     assert named.class_names == ("class10", "class9", "class11")
-    assert _labels(named) == [0, 1, 0]
+    assert _labels(named) == [0, 1, 0, 1]
 
 
 # The index
@@ -118,50 +116,36 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(folder, monkeypat
     first = open_source("wds/", str(folder), "train")
     assert sorted(path.name for path in folder.glob("*.npz")) == [f"train-00{n}.tar.index.npz" for n in range(3)]
     scanned = []
-    scan = shard_index._scan
-    monkeypatch.setattr(shard_index, "_scan", lambda file, shard: scanned.append(shard) or scan(file, shard))
+    read = shard_index.read_index
+    monkeypatch.setattr(shard_index, "read_index", lambda shard: scanned.append(shard) or read(shard))
     again = open_source("wds/", str(folder), "train")
     assert not scanned
     assert (again.fingerprint, _labels(again)) == (first.fingerprint, _labels(first))
-    write_shard(folder / "train-001.tar", {"new.png": _encoded(30), "new.cls": b"2"})
+    write_shard(folder / "train-001.tar", {"new.png": encoded(30), "new.cls": b"2"})
     changed = open_source("wds/", str(folder), "train")
     assert scanned == [f"{folder}/train-001.tar"]
     assert len(changed) == 9
-    assert changed.image(4).tobytes() == _pixels(30)
+    assert changed.image(4).tobytes() == _bytes(30)
     (folder / "train-000.tar.index.npz").write_bytes(b"PK\x03\x04 half an index")
     assert open_source("wds/", str(folder), "train").fingerprint == changed.fingerprint
     with pytest.raises(UserError, match=r"train-001\.tar has changed since its index was read"):
         first.image(4)
 
 
-def test_few_files_are_open_at_a_time(folder, monkeypatch):
-    """Would catch a handle a shard: thousands of shards, of 1,024 files that a process may open."""
-    monkeypatch.setattr(shard_source, "_MOST_OPEN", 2)
+def test_few_files_are_open_at_a_time_and_none_is_pickled(folder, monkeypatch):
+    """Would catch a handle a shard (a process may open 1,024), and open files that a spawned worker is sent."""
+    monkeypatch.setattr(tars, "_MOST_OPEN", 2)
     source = open_source("wds/", str(folder), "train")
     for number in (0, 4, 8, 0, 11):
-        assert source.image(number).tobytes() == _pixels(number)
+        assert source.image(number).tobytes() == _bytes(number)
     assert len(source._open) == 2
-
-
-def test_names_that_begin_as_webdatasets_own(tmp_path):
-    """Would catch an image that is lost because its name begins like `__key__`."""
-    files = {"cat/__main.png": _encoded(0), "cat/__main.cls": b"0", "__meta__.json": b"{}", "__info__/x.png": b""}
-    write_shard(tmp_path / "train-000.tar", files)
-    source = open_source("wds/", str(tmp_path), "train")
-    assert (len(source), source.image(0).tobytes()) == (1, _pixels(0))
-
-
-def test_shards_of_this_folder(folder, monkeypatch):
-    """Would catch a validation split that is looked for in no folder."""
-    monkeypatch.chdir(folder)
-    assert len(open_source("wds/train-{000..002}.tar", "", "train")) == 12
-    assert len(open_source("wds/train-{000..002}.tar", "", "val")) == 1
+    assert pickle.loads(pickle.dumps(source)).image(11).tobytes() == _bytes(11)
 
 
 def test_one_process_makes_an_index(folder, monkeypatch):
     """Would catch every rank scanning every shard: while one does, the others wait and read what it wrote."""
-    scanned, scan = [], shard_index._scan
-    monkeypatch.setattr(shard_index, "_scan", lambda file, shard: scanned.append(shard) or scan(file, shard))
+    scanned, read = [], shard_index.read_index
+    monkeypatch.setattr(shard_index, "read_index", lambda shard: scanned.append(shard) or read(shard))
     shard = str(folder / "train-000.tar")
     pool = ThreadPoolExecutor(3)
     with made_once.one_at_a_time(shard):
@@ -183,13 +167,6 @@ def test_a_folder_that_cannot_be_written_to(folder, monkeypatch):
     monkeypatch.setattr(os, "replace", refuse)
     assert len(open_source("wds/", str(folder), "val")) == 1
     assert not list(folder.glob("val*index*"))
-
-
-def test_a_source_of_shards_survives_pickling(folder):
-    """Would catch open files that a spawned worker is sent."""
-    source = open_source("wds/", str(folder), "train")
-    source.image(0)
-    assert pickle.loads(pickle.dumps(source)).image(11).tobytes() == _pixels(11)
 
 
 @pytest.mark.slow
@@ -228,44 +205,39 @@ def _without_end(shard: Path, size: int) -> None:
     shard.write_bytes(shard.read_bytes()[:size])
 
 
+def _other(files: dict[str, bytes]) -> Callable[[Path], None]:
+    return lambda folder: write_shard(folder / "train-001.tar", files)
+
+
+def _cut_to(size: int) -> Callable[[Path], None]:
+    return lambda folder: _without_end(folder / "train-001.tar", size)
+
+
+PNG = encoded(0)
+S = r"train-001\.tar"
 BROKEN = {
-    "cut in an image": (
-        lambda f: _without_end(f / "train-001.tar", 700),
-        r"train-001\.tar cannot be read as .*cut short",
-    ),
-    "cut between two files": (
-        lambda f: _without_end(f / "train-001.tar", 4096),
-        r"train-001\.tar is cut short: after 2 s",
-    ),
-    "empty": (lambda f: _without_end(f / "train-001.tar", 0), r"train-001\.tar cannot be read as an uncompressed tar"),
-    "missing in the middle": (
-        lambda f: (f / "train-001.tar").unlink(),
-        r"train-001\.tar is missing between .*000\.\.002",
-    ),
+    "cut in an image": (_cut_to(700), rf"{S} cannot be read as .*cut short"),
+    "cut between two files": (_cut_to(4096), rf"{S} is cut short: after 2 s"),
+    "empty": (_cut_to(0), rf"{S} cannot be read as an uncompressed tar"),
+    "missing in the middle": (lambda f: (f / "train-001.tar").unlink(), rf"{S} is missing; .*000\.\.002"),
     "without a label": (
-        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "b.png": _encoded(1), "b.cls": b"1"}),
-        r"train-001\.tar: 1 of 2 samples have no label, the first is a; give",
+        _other({"a.png": PNG, "b.png": PNG, "b.cls": b"1"}),
+        rf"{S}: 1 of 2 .* first is a; give",
     ),
-    "without images": (lambda f: write_shard(f / "train-001.tar", {"a.cls": b"1"}), "holds no images"),
-    "a name twice": (
-        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "./a.png": _encoded(1)}),
-        r"train-001\.tar holds a\.png twice",
-    ),
+    "without images": (_other({"a.cls": b"1"}), "holds no images"),
+    "a name twice": (_other({"a.png": PNG, "./a.png": PNG}), rf"{S} holds a\.png twice"),
     "a label below 0": (
-        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.cls": b"-1"}),
-        r"train-001\.tar:a\.png has the label -1, and the 3 classes have the numbers 0 to 2; 1 of 9 samples",
+        _other({"a.png": PNG, "a.cls": b"-1"}),
+        rf"{S}:a\.png has the label -1; the 3 classes are 0, 1, 2, .*numbers 0 to 2; 1 of 9 samples",
     ),
     "a label beyond classes.json": (
         lambda f: (f / "classes.json").write_text('["cat", "dog"]'),
-        r"train-000\.tar:0002\.png has the label 2, and the 2 classes have the numbers 0 to 1; 4 of 12 samples",
+        r"train-000\.tar:0002\.png has the label 2; the 2 classes are cat, dog, .*numbers 0 to 1; 4 of 12 samples",
     ),
-    "a hard link": (lambda f: _linked(f / "train-001.tar"), r"train-001\.tar holds b\.png as a hard link"),
-    "json that is none": (
-        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.json": b"{"}),
-        r"train-001\.tar:a\.json is no JSON",
-    ),
+    "a hard link": (lambda f: _linked(f / "train-001.tar"), rf"{S} holds b\.png as a hard link"),
+    "json that is none": (_other({"a.png": PNG, "a.json": b"{"}), rf"{S}:a\.json is no JSON"),
     "a label that is a list": (
-        lambda f: write_shard(f / "train-001.tar", {"a.png": _encoded(0), "a.json": b'{"label": [1]}'}),
+        _other({"a.png": PNG, "a.json": b'{"label": [1]}'}),
         r"the label \[1\] is neither a class number nor a class name",
     ),
 }
@@ -284,27 +256,25 @@ def test_broken_shards_are_refused_in_one_line(folder, what, indexed):
     assert "\n" not in str(error.value)
 
 
-def test_a_shard_missing_in_the_braces(folder):
-    """Would catch a run on fewer shards than were named."""
-    (folder / "train-001.tar").unlink()
-    with pytest.raises(UserError, match=r"1 of 3 shards are missing, the first is \S+/train-001\.tar"):
-        open_source(f"wds/{folder}/train-{{000..002}}.tar", None, "train")
-
-
-def test_a_split_that_is_not_there(folder):
-    """Would catch a traceback, or training shards taken for a test split."""
-    with pytest.raises(UserError, match=r"has no shards test-\*\.tar .* it holds train-000\.tar"):
-        open_source("wds/", str(folder), "test")
-    with pytest.raises(UserError, match="there is no folder of shards /nowhere"):
-        open_source("wds//nowhere", None, "train")
-    with pytest.raises(UserError, match="needs a path"):
-        open_source("wds/", None, "train")
+@pytest.mark.parametrize(
+    ("dataset", "split", "message"),
+    [
+        ("wds/{}/train-{{000..003}}.tar", "train", r"1 of 4 shards are missing, the first is \S+/train-003\.tar"),
+        ("wds/{}", "test", r"has no shards test-\*\.tar .* it holds train-000\.tar"),
+        ("wds//nowhere", "train", "there is no folder of shards /nowhere"),
+        ("wds/", "train", "needs a path"),
+    ],
+)
+def test_shards_that_are_not_there(folder, dataset, split, message):
+    """Would catch a traceback, a run on fewer shards than were named, or training shards taken for a test split."""
+    with pytest.raises(UserError, match=message):
+        open_source(dataset.format(folder), None, split)
 
 
 def test_classes_that_differ_between_train_and_val(folder):
     """Would catch a validation label that the head has no class for."""
-    write_shard(folder / "val-000.tar", {"a.png": _encoded(20), "a.cls": b"7"})
-    with pytest.raises(UserError, match="label 7, and the 3 classes have the numbers 0 to 2"):
+    write_shard(folder / "val-000.tar", {"a.png": encoded(20), "a.cls": b"7"})
+    with pytest.raises(UserError, match=r"label 7; the 3 classes .* numbers 0 to 2"):
         open_source("wds/", str(folder), "val", classes=("0", "1", "2"))
     shutil.copytree(folder, folder / "other")
     (folder / "classes.json").write_text(str([*"abcdefgh"]).replace("'", '"'))

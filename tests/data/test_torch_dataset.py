@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ds_vit.data.sources.torch_dataset import as_source
+from ds_vit.data.sources.datasets import as_source
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -55,7 +55,7 @@ def test_targets_and_classes_are_taken_at_their_word():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (3, "a int is no data: give a Source, or a torch Dataset with a length"),
+        (3, "a int is no data set: give a Source, or a torch Dataset with a length"),
         (Pairs([]), "Pairs is not (image, class number) for each of its 0 items"),
         (Pairs([GREY]), "is not (image, class number)"),
         (Pairs([(GREY, 0.5)]), "is not (image, class number)"),

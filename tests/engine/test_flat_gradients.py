@@ -1,59 +1,16 @@
-"""ZeRO-1 and ZeRO-2 step on the gradients where they were put, without lining them up once more."""
+"""ZeRO-1 writes gradients into flat memory and reduces them during the backward pass; BF16_Optimizer in place."""
 
 import contextlib
 import json
 from unittest import mock
 
 import pytest
-import torch
 from curves import read_rows, train_main, train_rows
 from project import ROOT
 
 SMALL = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--no-aug", "--workers", "0"]
 SMALL += ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--batch-size", "5"]
 SMALL += ["--max-steps", "2", "--val-split", "", "--log-interval", "1", "--lr", "1e-2", "--warmup-steps", "0"]
-
-
-def pieces_of_each_step(argv):
-    """On a rank: for each partition and step, whether it was one piece of memory; what it holds is what DeepSpeed's
-    own copy of its gradients would."""
-    from ds_vit.engine import base
-
-    own, found = base.copy_buckets_at_once, []
-
-    def watched(optimizer):
-        own(optimizer)
-        flat_of = optimizer._get_preflattened_grad_partition
-
-        def flat(group):
-            got, gradients = flat_of(group), optimizer.averaged_gradients[group]
-            if got is not None:
-                assert torch.equal(got, optimizer.flatten(gradients)), "with the padding"
-            found.append(got is not None or not optimizer.params_in_partition[group])
-            return got
-
-        optimizer._get_preflattened_grad_partition = flat
-
-    with mock.patch.object(base, "copy_buckets_at_once", watched):
-        assert train_main(argv) == 0
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "stage", "more"),
-    [
-        (1, 1, ["--set", "zero_optimization.overlap_comm=true"]),
-        (3, 1, ["--set", "zero_optimization.overlap_comm=true", "--grad-accum-steps", "2"]),
-        pytest.param(3, 2, [], marks=pytest.mark.slow),
-    ],
-)
-def test_one_piece(ranks, tmp_path, world, stage, more):
-    # Catches: a gradient beside its place; padding that is not zero; a partition that begins inside a parameter.
-    argv = [*SMALL, *more, "--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json"]
-    argv += ["--output", tmp_path / "run"]
-    for found in ranks.run(world, pieces_of_each_step, [str(word) for word in argv]):
-        assert len(found) >= 2 * 2, "decayed and not, two steps"
-        assert all(found)
 
 
 def train_both_ways(argv, config, folder, breaks=None):
@@ -69,7 +26,8 @@ def train_both_ways(argv, config, folder, breaks=None):
         Of each step of the first run: how many gradients had come, how many buckets were sent when the backward pass
         was over, and how many there are.
     """
-    from ds_vit.engine import base, flat_gradients
+    from ds_vit.engine import base
+    from ds_vit.engine.patches import flat_gradients
 
     argv = [str(word) for word in [*argv, "--deepspeed_config", config, "--output"]]
     came = []
@@ -92,7 +50,7 @@ def train_both_ways(argv, config, folder, breaks=None):
 
     with mock.patch.object(flat_gradients, "FlatGradients", Watched):
         assert train_main([*argv, str(folder / "ours")]) == 0
-    with mock.patch.object(base, "put_where_they_are_stepped_on", return_value=False):
+    with mock.patch.object(base, "write_gradients_in_place"):
         assert train_main([*argv, str(folder / "deepspeeds")]) == 0
     return came
 
@@ -158,7 +116,8 @@ def train_bf16_both_ways(argv, folder, breaks=False):
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_vit.engine import base, workarounds
+    from ds_vit.engine import base
+    from ds_vit.engine.patches import zero
 
     own, seen = DeepSpeedEngine.allreduce_bucket, []
 
@@ -167,10 +126,10 @@ def train_bf16_both_ways(argv, folder, breaks=False):
         return own(engine, *args, **kwargs)
 
     with mock.patch.object(DeepSpeedEngine, "allreduce_bucket", watched):
-        with mock.patch.object(workarounds.torch, "_foreach_mul_") if breaks else contextlib.nullcontext():
+        with mock.patch.object(zero.torch, "_foreach_mul_") if breaks else contextlib.nullcontext():
             assert train_main([*argv, str(folder / "ours")]) == 0
         in_copies = len(seen)
-        with mock.patch.object(base, "sum_flat_gradients_where_they_are"):
+        with mock.patch.object(base, "reduce_flat_gradients_in_place"):
             assert train_main([*argv, str(folder / "deepspeeds")]) == 0
     assert len(seen) > in_copies
     return in_copies

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from curves import train_main
 from project import ROOT
 
-from ds_vit.engine.gloo import exchange_in_place
+from ds_vit.engine.patches.gloo import use_in_place_collectives
 
 
 class Backend:
@@ -29,7 +29,7 @@ def values(rank, dtype, count):
 def exchange_both_ways(dtype):
     """On a rank: ours beside torch's, in the world and in a group whose ranks have other numbers in it."""
     ours, rank = Backend(), dist.get_rank()
-    exchange_in_place(ours)
+    use_in_place_collectives(ours)
     for ranks in ([0, 1, 2], [2, 1]):
         group = dist.new_group(ranks, sort_ranks=False) if len(ranks) < 3 else None
         if rank not in ranks:

@@ -31,7 +31,8 @@ def train(argv, loses_a_gradient=None, sends=True):
     """
     import torch.distributed as dist
 
-    from ds_vit.engine import overlap, plain
+    from ds_vit.engine import plain
+    from ds_vit.engine.patches import overlap
 
     found = []
 
@@ -73,7 +74,7 @@ def train(argv, loses_a_gradient=None, sends=True):
             self._engine.module.require_backward_grad_sync = sends
 
     told = mock.patch.object(overlap.Overlap, "begin", told)
-    with mock.patch("ds_vit.training.build.PlainEngine", Watched), told:
+    with mock.patch("ds_vit.training.build_engine.PlainEngine", Watched), told:
         assert train_main(argv) == 0
     return found
 

@@ -5,7 +5,6 @@ import itertools
 import json
 
 import oracle
-import per_parameter as timm_side
 import pytest
 import timm
 import torch
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 NUM_IMAGES = 32
 # Slow enough that ten steps do not carry the rounding of 16 bits on to the third digit.
 LR = 0.004
-LAMB = {**timm_side.BLOCKS["lamb"], "params": {**timm_side.BLOCKS["lamb"]["params"], "lr": LR}}
+LAMB = {**oracle.BLOCKS["lamb"], "params": {**oracle.BLOCKS["lamb"]["params"], "lr": LR}}
 PURE = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
@@ -33,11 +32,11 @@ def cifar(tmp_path_factory, real_images):
     """32 CIFAR-10 images and random initial weights."""
     folder = tmp_path_factory.mktemp("precision")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
     return folder
 
 
-def command(cifar, path, stage, changes, dp, flags=(), steps=timm_side.STEPS):
+def command(cifar, path, stage, changes, dp, flags=(), steps=oracle.STEPS):
     """Full-batch steps as in the emulation."""
     argv = words(cifar, stage, changes, path)
     argv[argv.index("--max-steps") + 1] = steps
@@ -55,21 +54,21 @@ def emulated(cifar):
     data = torchvision.datasets.ImageFolder(str(cifar / "train"), pixels)
     images = torch.stack([image for image, _ in data]).bfloat16()
     labels = torch.tensor([label for _, label in data])
-    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **timm_side.KWARGS)
+    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
     model.load_state_dict(load_file(str(cifar / "weights.safetensors")))
     model.bfloat16()
     assert norms_in_fp32(model) == 2 * 6 + 1
-    masters = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **timm_side.KWARGS)
+    masters = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
     masters.load_state_dict(model.state_dict())
-    optimizer, ema = timm_side.timm_optimizer("lamb", masters, lr=LR), ModelEmaV3(masters, decay=timm_side.EMA_DECAY)
+    optimizer, ema = oracle.timm_optimizer("lamb", masters, lr=LR), ModelEmaV3(masters, decay=oracle.EMA_DECAY)
     rows = []
-    for step in range(1, timm_side.STEPS + 1):
+    for step in range(1, oracle.STEPS + 1):
         model.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
         loss.backward()
         for master, p in zip(masters.parameters(), model.parameters(), strict=True):
             master.grad = p.grad.float()
-        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), timm_side.CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), oracle.CLIP)
         optimizer.step()
         ema.update(masters, step=step)
         model.load_state_dict(masters.state_dict())
@@ -94,7 +93,7 @@ def test_lamb_on_fp32_masters(ranks, cifar, emulated, case, tmp_path):
     changes = {**changes, "communication_data_type": "fp32", "optimizer": LAMB}
     dp = 1 if flags else world
     argv = command(cifar, tmp_path / "config.json", stage, changes, dp, flags)
-    argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", timm_side.EMA_DECAY]
+    argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", oracle.EMA_DECAY]
     assert_emulated(train_in(ranks, world, argv), tmp_path / "run", emulated, cifar)
 
 
@@ -115,7 +114,7 @@ def test_a_twentieth_of_the_rate_is_seen(ranks, cifar, emulated, tmp_path):
     """The limits must be below what a slightly wrong update does."""
     off = {"type": "Lamb", "params": {**LAMB["params"], "lr": LR * 1.05}}
     argv = command(cifar, tmp_path / "config.json", 1, {**BF16, "optimizer": off}, 1)
-    argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", timm_side.EMA_DECAY]
+    argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", oracle.EMA_DECAY]
     rows = train_in(ranks, 1, argv)
     with pytest.raises(AssertionError, match="the curves part"):
         assert_emulated(rows, tmp_path / "run", emulated, cifar)
@@ -202,7 +201,7 @@ def test_torchs_kernels_on_16_bits_lose_gradients_of_weights(kind, dtype):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_pure_bf16(ranks, cifar, tmp_path, stage):
     """Masters and moments in bf16 train, are averaged in fp32, and are what the JSON asked for."""
-    changes = {**PURE, "optimizer": timm_side.BLOCKS["lamb"]}
+    changes = {**PURE, "optimizer": oracle.BLOCKS["lamb"]}
     argv = command(cifar, tmp_path / "config.json", stage, changes, 2)
     output = tmp_path / "run"
     rows = train_in(ranks, 2, [*argv, "--model-ema", "--model-ema-decay", 0.8, "--output", output])
@@ -271,7 +270,7 @@ def an_outlier():
 def one_and_other(ranks, cifar, folder, layout, prepare_rank, steps, **fp16):
     """Rows of one process and of a layout, in fp16."""
     fp16 = {"enabled": True, "hysteresis": 1, "loss_scale_window": 1000, **fp16}
-    changes = {"fp16": fp16, "optimizer": timm_side.BLOCKS["lamb"]}
+    changes = {"fp16": fp16, "optimizer": oracle.BLOCKS["lamb"]}
     runs = []
     for name, (world, stage, flags) in {"one": (1, 1, []), "other": LAYOUTS[layout]}.items():
         dp = 1 if flags else world

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import oracle
-import per_parameter as timm_side
 import pytest
 import torch
 from curves import assert_same_curve, read_rows
@@ -42,8 +41,8 @@ def train_with_accident(argv, what, step):
 
     from ds_vit.tasks.classification import Classification
     from ds_vit.train import main
-    from ds_vit.training import bad_steps
-    from ds_vit.training.trainer import Trainer
+    from ds_vit.training import callbacks
+    from ds_vit.training.step_log import StepLog
 
     if what.startswith("nan"):
         spoil_batches([step - 1])
@@ -68,9 +67,9 @@ def train_with_accident(argv, what, step):
     with contextlib.redirect_stderr(errors), contextlib.ExitStack() as stack:
         if what == "nan in fp16":  # which a CPU has to be talked into
             stack.enter_context(pretend_fp16())
-            bad_steps.MAX_SKIPS = 1  # of an overflow, many in a row have to come before anything is done
+            callbacks.MAX_SKIPS = 1  # of an overflow, many in a row have to come before anything is done
         if what == "nan read late":  # TensorBoard's points, which read each of so few steps
-            stack.enter_context(mock.patch.object(Trainer, "_draw"))
+            stack.enter_context(mock.patch.object(StepLog, "needs_result", StepLog._is_row))
         code = main([str(word) for word in argv])
     return code, errors.getvalue()
 
@@ -80,7 +79,7 @@ def cifar(tmp_path_factory, real_images):
     """A few images and random weights."""
     folder = tmp_path_factory.mktemp("guard")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
     return folder
 
 
@@ -134,7 +133,7 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
 
 def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar, tmp_path):
     """torch's GradScaler leaves LAMB, which is not fused, out without a word: no layer named, and no way back."""
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": timm_side.BLOCKS["lamb"]}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": oracle.BLOCKS["lamb"]}
     flags = ["--checkpoint-interval", BAD_STEP - 1, "--rollback", 1]
     codes, _, rows, _ = run(ranks, cifar, tmp_path, 1, 0, autocast, flags, "nan in fp16")
     assert codes == [0]

@@ -1,16 +1,17 @@
-"""Ways around DeepSpeed that need no ranks to be tried."""
+"""Patches of DeepSpeed that can be tested without several ranks."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
+from curves import train_main
 from deepspeed.runtime import utils
-from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from project import ROOT
+from runs import DIGITS
 
-from ds_vit.engine.norms import clip_by_global_norm, grad_norm, grad_norm_of_bf16, unscale_and_clip
-from ds_vit.engine.workarounds import advance_where_applied
+from ds_vit.engine.patches.norms import clip_by_global_norm, mask_nonfinite, unscale_and_clip
+from ds_vit.engine.patches.zero import hold_scheduler_on_skipped_steps
 from ds_vit.tools.counting import count_step
 
 
@@ -18,7 +19,7 @@ def test_a_scheduler_waits_for_a_step_that_was_turned_down():
     # Catches: learning rates of two layouts that part after a skipped step; a resume that cannot set the scheduler.
     steps, applied = [], True
     scheduler = SimpleNamespace(step=lambda at=None: steps.append(at))
-    advance_where_applied(scheduler, lambda: applied)
+    hold_scheduler_on_skipped_steps(scheduler, lambda: applied)
     scheduler.step()
     applied = False
     scheduler.step()
@@ -55,48 +56,13 @@ def test_zeros_clipping_is_deepspeeds(norm, clip, scale):
     assert counts.waits == 0
 
 
-@pytest.mark.parametrize("what", ["all", "16 bits", "second of its group", "nan", "padded", "none"])
-def test_zeros_norm_is_deepspeeds(what):
-    """A padding that is counted, a parameter that two ranks count, another word for what is not finite."""
-    optimizer = SimpleNamespace(
-        dp_process_group=None,
-        device="cpu",
-        model_parallel_rank=int("second" in what),
-        _model_parallel_all_reduce=lambda tensor, op: None,
-    )
-    values = gradients(torch.bfloat16 if what == "16 bits" else torch.float32) if what != "none" else []
-    parameters = [SimpleNamespace(model_parallel=place == 1, ds_pipe_replicated=place == 2) for place in range(3)]
-    if what == "nan":
-        values[0][3] = float("nan")
-    if what == "padded":
-        values.insert(1, torch.ones(5))
-        values[1]._zero_padding = True
-        values.append(torch.ones(4))
-    with mock.patch.object(stage_1_and_2.dist, "all_reduce"):
-        theirs = DeepSpeedZeroOptimizer.get_grad_norm_direct(optimizer, values, parameters)
-        ours = []
-        counts = count_step(lambda: ours.append(grad_norm(optimizer, values, parameters)))
-    assert torch.equal(ours[0], theirs)
-    assert counts.waits == 0
-    assert (theirs == -1) == (what == "nan")
-    assert counts.by_name.get("linalg_vector_norm", 0) == 0
-
-
-@pytest.mark.parametrize("what", ["fp32", "bf16", "nan"])
-def test_bf16_optimizers_norm_is_deepspeeds(what):
-    """Another sum, a norm under another parameter's name, one that is not finite and looks it."""
-    values, kept = gradients(torch.bfloat16 if what == "bf16" else torch.float32), []
-    if what == "nan":
-        values[1][3] = float("nan")
-    parameters = {id(value): place for place, value in enumerate(values[:2])}  # the third is nobody's
-    theirs = utils.get_global_norm_of_tensors(values)
-    ours = grad_norm_of_bf16(parameters, lambda *made_of: kept.append(made_of), values)
-    assert utils.is_invalid_grad_norm(ours) == utils.is_invalid_grad_norm(theirs) == (what == "nan")
-    [(places, norms)] = kept
-    assert places == [0, 1, None]
-    assert torch.allclose(norms, torch.stack([value.float().norm() for value in values]), rtol=1e-6, equal_nan=True)
-    if what != "nan":
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("value", [3.5, float("nan"), float("inf"), float("-inf")])
+def test_mask_of_nonfinite_norms_equals_deepspeeds(value):
+    # Catches: another mark for an invalid norm; a constant that is created on the host.
+    theirs, ours = torch.tensor(value), torch.tensor(value)
+    utils.mask_nan_or_inf_with_val_inplace(theirs, device="cpu")
+    mask_nonfinite(ours)
+    assert torch.equal(ours, theirs)
 
 
 def sums_of_nobody(more):
@@ -104,7 +70,7 @@ def sums_of_nobody(more):
     import deepspeed
 
     from ds_vit.config.deepspeed_rules import sums_are_plain
-    from ds_vit.engine.workarounds import leave_gradients_of_one_rank
+    from ds_vit.engine.patches.zero import skip_reduction_of_one_rank
 
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(2, 2)})
@@ -114,7 +80,7 @@ def sums_of_nobody(more):
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
     )
     if sums_are_plain(config):
-        leave_gradients_of_one_rank(engine)
+        skip_reduction_of_one_rank(engine)
     loss = engine(torch.ones(1, 4)).sum()
     counts = count_step(lambda: engine.backward(loss))
     zeros = torch.equal(model["unused"].weight.grad, torch.zeros(2, 2))
@@ -126,3 +92,43 @@ def test_one_rank_sums_over_nobody(ranks, more, copied):
     """All gradients in a bucket and back, for a sum of one; a sum that the JSON asks for in another way, left out; a
     parameter without a gradient, which on several ranks would decay."""
     assert ranks.run(1, sums_of_nobody, more) == [(copied, True, True)]
+
+
+def test_a_version_of_deepspeed_that_was_not_tested(monkeypatch):
+    import deepspeed
+
+    from ds_vit.engine.patches.process import version_warnings
+
+    assert version_warnings() == []
+    monkeypatch.setattr(deepspeed, "__version__", "0.20.1+abc")
+    [line] = version_warnings()
+    assert "DeepSpeed 0.20.1 " in line
+    assert "pip install deepspeed==0.19.8" in line
+
+
+def test_tf32_ends_with_the_run():
+    # Catches: a second run in the same process that multiplies in TF32 without --tf32.
+    from ds_vit.engine.patches.process import tf32_products
+
+    with tf32_products():
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def linear_maps_after(argv):
+    """On a rank: whether a ZeRO-3 run that ends by an error restores torch's linear map."""
+    from unittest import mock
+
+    from ds_vit.fault_tolerance.errors import UserError
+    from ds_vit.training.trainer import Trainer
+
+    before = torch.nn.functional.linear
+    with mock.patch.object(Trainer, "train", side_effect=UserError("as if an image were damaged")):
+        assert train_main(argv) == 2
+    return torch.nn.functional.linear is before
+
+
+def test_a_run_that_fails_restores_the_process(ranks, tmp_path):
+    argv = [*DIGITS, "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--max-steps", "1"]
+    argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero3_fp32.json"), "--output", str(tmp_path / "run")]
+    assert ranks.run(1, linear_maps_after, argv) == [True]

@@ -15,7 +15,7 @@ from project import ROOT
 from ranks import RankFailure
 from safetensors.torch import load_file
 
-from ds_vit.checkpoint import newest
+from ds_vit.checkpoint.folder import newest
 
 pytestmark = pytest.mark.slow
 

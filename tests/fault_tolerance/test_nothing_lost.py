@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 import signal
@@ -11,16 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
 from project import ROOT
 from ranks import RankFailure
-from runs import run_quietly
+from runs import DIGITS, run_quietly
 from safetensors import safe_open
 
-from ds_vit.checkpoint import checkpoints, mark_best, marked
+from ds_vit.checkpoint.folder import checkpoints, mark_best, marked
 from ds_vit.fault_tolerance import exit_codes
 
 EPOCH = 11  # steps, of digits' 1,442 images
@@ -55,7 +58,7 @@ def test_ctrl_c_and_the_command_that_it_ends_with(ranks, tmp_path):
     assert [path.name for path in checkpoints(output / "checkpoints")] == names
     assert f"at {step} of {STEPS} by Ctrl-C; saved in" in said
     sentence = said.splitlines()[-1]
-    assert sentence.startswith(f"interrupted at {step} of {STEPS}; go on with: python ")
+    assert sentence.startswith(f"interrupted at {step} of {STEPS}; resume with: python ")
     command = shlex.split(sentence)
     [(code, said, err)] = ranks.run(1, run_quietly, command[command.index("--recipe") :])
     assert code == 0, err
@@ -94,6 +97,55 @@ def test_a_kill_costs_an_epoch_at_most_and_the_start_said_how_to_go_on(ranks, tm
     [(code, _, err)] = ranks.run(1, run_quietly, words("-b", 128, "--output", output, *back))
     assert code == 0, err
     assert marked(output / "checkpoints", "best") in (None, f"step-{EPOCH + 1:08d}")
+
+
+def train_until(argv, stop):
+    """On a rank: train until something is wrong with the first evaluation, or with the step after it."""
+    from unittest import mock
+
+    from ds_vit.fault_tolerance.errors import UserError
+
+    place = {"evaluation": "ds_vit.training.evaluation.evaluate", "step": "ds_vit.training.trainer.Trainer.train_step"}
+    if stop == "evaluation":
+        broken = mock.patch(place[stop], side_effect=UserError("planted"))
+    else:
+        from ds_vit.training.trainer import Trainer
+
+        train_step = Trainer.train_step
+
+        def take(self, step, batches):
+            if step > EPOCH:
+                self.checkpoints._saver.wait()
+                self.checkpoints._collect()
+                raise UserError("planted")
+            train_step(self, step, batches)
+
+        broken = mock.patch(place[stop], take)
+    with broken:
+        return run_quietly(argv)
+
+
+@pytest.mark.parametrize("stop", ["evaluation", "step"])
+def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, stop):
+    """An epoch that is lost to an error of its evaluation; an evaluation that a resumed run leaves out, repeats though
+    its figures are known, or forgets where it says which step was the best."""
+    argv = words("-b", 64, "--max-steps", 2 * EPOCH)
+    train_in(ranks, 2, [*argv, "--output", tmp_path / "whole"])
+    output = tmp_path / "run"
+    for code, _, err in ranks.run(2, train_until, [*argv, "--output", str(output)], stop):
+        assert (code, "planted" in err) == (2, True)
+    assert marked(output / "checkpoints", "latest") == f"step-{EPOCH:08d}"
+    assert (output / "checkpoints" / f"step-{EPOCH:08d}" / "evaluation.json").exists() == (stop == "step")
+    train_in(ranks, 2, [*argv, "--output", output, "--resume", "auto"])
+
+    def rows(folder):
+        keys = ("kind", "step", "loss", "top1")
+        return [tuple(row.get(key) for key in keys) for row in read_rows(folder) if row["kind"] != "checkpoint"]
+
+    assert rows(output) == rows(tmp_path / "whole")
+    for name in ("best", f"step-{2 * EPOCH:08d}/evaluation.json"):
+        one, two = ((folder / "checkpoints" / name).read_text() for folder in (output, tmp_path / "whole"))
+        assert one == two
 
 
 def _check_stamps(rows: list[dict]) -> None:
@@ -171,7 +223,7 @@ def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
     step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))
     *before, last = file.read_text().splitlines()
     assert any("Main process received SIGINT" in line for line in before)
-    assert last.startswith(f"interrupted at {step} of {3 * 180}; go on with: the same launcher and ")
+    assert last.startswith(f"interrupted at {step} of {3 * 180}; resume with: deepspeed --num_accelerators 2 ")
     assert last.endswith(f"--recipe {output}/config.yaml --output {output} --resume auto")
 
 
@@ -180,3 +232,33 @@ def _wait_for(file: Path, condition: Callable[[list[str]], bool]) -> None:
     while not condition(file.read_text().splitlines()):
         assert time.monotonic() < deadline, file.read_text()
         time.sleep(0.1)
+
+
+def train_without_its_folder(argv, folder):
+    """On a rank: the exit code of a run whose folder is removed after the second step, and what it printed."""
+    import shutil
+
+    from ds_vit.monitoring.metrics import Reporter
+    from ds_vit.train import main
+
+    write = Reporter._write
+
+    def remove_then_write(reporter, row):
+        write(reporter, row)
+        if row["kind"] == "train" and row["step"] == 2:
+            shutil.rmtree(folder)
+
+    said = io.StringIO()
+    with mock.patch.object(Reporter, "_write", remove_then_write), contextlib.redirect_stdout(said):
+        return main(argv), said.getvalue()
+
+
+@pytest.mark.parametrize("interval", ["0", "2"])
+def test_a_folder_that_is_removed_in_mid_run(ranks, tmp_path, interval):
+    # Catches: code 0 and "completed" for a run whose metrics and configuration are gone.
+    argv = [*DIGITS, "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--max-steps", "4"]
+    argv += ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "--output", tmp_path / "run"]
+    argv += ["--log-interval", "1", "--checkpoint-interval", interval]
+    [(code, said)] = ranks.run(1, train_without_its_folder, [str(word) for word in argv], tmp_path / "run")
+    assert code == 74
+    assert "metrics.jsonl: the folder was removed while the run wrote to it" in said

@@ -16,7 +16,7 @@ from curves import assert_same_curve, checkpoints_in_time, read_rows, train_in, 
 from interrupting import TINY, train_with
 from project import ROOT
 
-from ds_vit.checkpoint import checkpoints, marked, newest
+from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.signals import Deadline
 from ds_vit.launching.ports import free_port

@@ -121,6 +121,10 @@ def test_which_errors_speak_of_a_peer():
     assert is_communication_error(dist.DistBackendError("NCCL communicator was aborted"))
     assert not is_communication_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
     assert not is_communication_error(ValueError("connection closed"))
+    assert is_communication_error(RuntimeError("[../gloo/transport/unbound_buffer.cc:81] Timed out waiting 1800000ms"))
+    assert is_communication_error(RuntimeError("wait timeout after 300000ms, keys: /default_pg/0//cuda//0"))
+    assert not is_communication_error(RuntimeError("DataLoader timed out after 120 seconds"))
+    assert not is_communication_error(RuntimeError("CUDA error: the launch timed out and was terminated"))
 
 
 def test_pending_collectives():

@@ -98,7 +98,7 @@ def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):
     assert here.wait(job) == "CANCELLED"
     assert restarts() == before, "a job that was cancelled came back"
     said = (tmp_path / "slurm.out").read_text()
-    assert said.count("after saving what there was to save (code 75)") == before + 1, said
+    assert said.count("interrupted and saved (code 75)") == before + 1, said
     assert "settings that differ" not in said
     rows = [row for row in read_rows(output) if row["kind"] == "train" and row["step"] <= by_limit + 1]
     assert [row["step"] for row in rows] == list(range(1, by_limit + 2)), "a step was repeated or left out"

@@ -11,7 +11,6 @@ from ds_vit.launching.hosts import (
     Host,
     expand_counts,
     expand_nodelist,
-    from_lsf,
     from_pbs,
     from_slurm,
     parse_hostfile,
@@ -96,16 +95,11 @@ def test_slurm():
     assert expand_counts("4(x2),3") == [4, 4, 3]
 
 
-def test_pbs_and_lsf(tmp_path):
+def test_pbs(tmp_path):
     # Catches: a host that occurs once a slot taken for several hosts.
     nodes = tmp_path / "nodes"
     nodes.write_text("a\na\nb\na\n")
     assert from_pbs({"PBS_NODEFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
-    assert from_lsf({"LSB_MCPU_HOSTS": "a 4 b 2"}) == (Host("a", 4), Host("b", 2))
-    assert from_lsf({"LSB_HOSTS": "a a b"}) == (Host("a", 2), Host("b", 1))
-    assert from_lsf({"LSB_DJOB_HOSTFILE": str(nodes)}) == (Host("a", 3), Host("b", 1))
-    with pytest.raises(ValueError, match="pairs"):
-        from_lsf({"LSB_MCPU_HOSTS": "a 4 b"})
     with pytest.raises(ValueError, match="No such file"):
         from_pbs({"PBS_NODEFILE": str(tmp_path / "gone")})
     assert parse_names("a:4\nb:2\n") == (Host("a", 4), Host("b", 2))
@@ -122,6 +116,8 @@ def test_the_source_is_found(tmp_path):
     assert read_hosts(str(path), {}) == (Host("a", 2), Host("b", 1))
     assert read_hosts(str(path), {}, slots=4) == (Host("a", 4), Host("b", 4))
     assert read_hosts(None, {"PBS_NODEFILE": str(path)}) == (Host("a", 2), Host("b", 1))
+    with pytest.raises(ValueError, match="lsf was removed; write a hostfile"):
+        read_hosts("lsf", {})
     with pytest.raises(ValueError, match="give --from FILE"):
         read_hosts(None, {})
 

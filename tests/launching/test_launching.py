@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from one_rank import OneRank
 from project import ROOT
 
+from ds_vit import cli
 from ds_vit.launching import environment, run
 from ds_vit.launching import supervise as supervise_module
 from ds_vit.launching.errors import MAX_CHARS, ErrorFinder
 from ds_vit.launching.hosts import Host
-from ds_vit.launching.launchers import filtered, mpi_family, refuse_unfit
+from ds_vit.launching.launchers import check_hosts, filtered, mpi_family
 from ds_vit.launching.ports import free_port
 from ds_vit.launching.rank import MARK, Job
 from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code, first_failure
@@ -35,10 +36,12 @@ from ds_vit.launching.supervise import Outcome, Supervisor, describe, exit_code,
 def test_the_files_in_launch_can_be_read():
     # Catches: an example that its own reader refuses; a value that is cut at its second equals sign.
     variables = environment.read(ROOT / "launch" / "infiniband.env")
-    assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,")
-    assert "NCCL_IB_GID_INDEX" not in variables  # RoCE's, commented out
+    assert not {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & variables.keys(), "another cluster's names"
     commented = [line for line in (ROOT / "launch" / "infiniband.env").read_text().splitlines() if line[:2] == "#N"]
-    assert "NCCL_IB_GID_INDEX" in environment.parse("\n".join(line[1:] for line in commented))
+    commented = [line for line in commented if "ens1f0" not in line]  # RoCE's, in place of InfiniBand's
+    variables = environment.parse("\n".join(line[1:] for line in commented))
+    assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,")
+    assert "NCCL_IB_GID_INDEX" in variables
 
 
 @pytest.mark.parametrize(
@@ -236,9 +239,9 @@ if count < 2: raise RuntimeError(f"broken {count}")
     assert [line for line in log.read_text().splitlines() if line.startswith("try")][
         2
     ] == "try 2 --output o --resume auto"
-    assert [line for line in said if "starting again" in line] == [
-        "starting again in 0.1 s with --resume auto (restart 1 of 5)",
-        "starting again in 0.2 s with --resume auto (restart 2 of 5)",
+    assert [line for line in said if "restarting" in line] == [
+        "restarting in 0.1 s with --resume auto (restart 1 of 5)",
+        "restarting in 0.2 s with --resume auto (restart 2 of 5)",
     ]
     assert any("RuntimeError: broken 0" in line for line in said)
 
@@ -275,7 +278,7 @@ def test_a_signal_reaches_the_rank_as_save_and_end(signum, tmp_path):
     (tmp_path / "script.py").write_text(WAITS)
     code = f"""
 import os, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "support")!r}]
 from pathlib import Path
 from one_rank import OneRank
 from ds_vit.launching.rank import Job
@@ -289,8 +292,8 @@ print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).ru
     out, error = process.communicate(timeout=60)
     assert out == "75\n", error
     assert (tmp_path / "signal").read_text() == str(int(signal.SIGUSR1))
-    assert "after saving what there was to save (code 75)" in error
-    assert "starting again" not in error
+    assert "interrupted and saved (code 75)" in error
+    assert "restarting" not in error
 
 
 def test_a_rank_ends_with_its_launcher(tmp_path):
@@ -385,7 +388,7 @@ runpy.run_path({str(ROOT / "launch" / "run.py")!r}, run_name="__main__")
     (tmp_path / "s.py").write_text("open('ran', 'w')")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
-    assert "start again with --resume auto" in done.stderr
+    assert "resume with --resume auto" in done.stderr
     assert not (tmp_path / "ran").exists()
 
 
@@ -428,6 +431,34 @@ def test_bad_input_of_the_launcher(words, reason, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("-n 0 train", "the number of ranks must be at least 1, not 0"),
+        ("-n 2 --restarts 1 eval RUN --output x", "--restarts resumes a training from its checkpoint, and eval writes"),
+        ("-n 2 trian", "invalid choice: 'trian'"),
+        ("-n 2 launch/train.py", "invalid choice: 'launch/train.py'"),
+    ],
+)
+def test_bad_input_of_ds_vit_launch(words, reason, capsys):
+    # Catches: ranks that start only to end with an error each; the launcher's own errors under another name.
+    assert cli.main(["launch", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ds-vit: error: ")
+    assert reason in error
+
+
+def test_ds_vit_launch_passes_everything_on(tmp_path, monkeypatch):
+    # Catches: flags of the training that are taken for the launcher's, or the other way round.
+    monkeypatch.chdir(tmp_path)
+    jobs = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: jobs.append((self.launcher, self.job)) or 0)
+    assert cli.main(["launch", "-n", "2", "train", "--restarts", "x", "-n", "3"]) == 0
+    [(launcher, job)] = jobs
+    assert job.command == ("-m", "ds_vit.cli", "train", "--restarts", "x", "-n", "3")
+    assert launcher.num_ranks == 2
+
+
+@pytest.mark.parametrize(
     ("include", "exclude", "names"),
     [
         ("", "", ["a", "b", "c"]),
@@ -452,7 +483,7 @@ def test_filters_that_cannot_be():
     # Catches: a misspelt name that is passed over.
     hosts = [Host("a", 1)]
     for include, exclude in [("a", "a"), ("z", ""), ("", "a"), ("a:x", "")]:
-        with pytest.raises(ValueError, match=r"exclude each other|hostfile has a|no host is left|not of the form"):
+        with pytest.raises(ValueError, match=r"cannot be combined|hostfile has a|no host is left|not of the form"):
             filtered(hosts, include, exclude)
 
 
@@ -474,9 +505,9 @@ def probed(**changes: object) -> dict:
 def test_hosts_that_do_not_fit_together(second, reason):
     # Catches: a run on hosts of which one computes something else, or that share GPUs without knowing.
     hosts = [Host("a", 2), Host("b", 2)]
-    refuse_unfit(hosts, {"a": probed(machine="m1"), "b": probed(machine="m2", gpus=2)})
+    check_hosts(hosts, {"a": probed(machine="m1"), "b": probed(machine="m2", gpus=2)})
     with pytest.raises(ValueError, match=reason):
-        refuse_unfit(hosts, {"a": probed(machine="m1"), "b": probed(**{"machine": "m2", **second})})
+        check_hosts(hosts, {"a": probed(machine="m1"), "b": probed(**{"machine": "m2", **second})})
 
 
 def test_which_mpi():

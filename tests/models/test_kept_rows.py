@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vits import KINDS, images, our_model, shake, small_image_size, small_spec
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import check_kept, compute_kept, count_kept, create_model, kept_rows, saved_bytes
+from ds_vit.models import check_kept, compute_kept, count_kept, create_model, kept_rows
 from ds_vit.models.kept_rows import KeptDropPath, find_rows, pays
 from ds_vit.models.keyed_drop import Together, hash_together
+from ds_vit.planner.counting import saved_bytes
 from ds_vit.tools.counting import count_step
 
 BATCH = 6
@@ -198,9 +199,16 @@ def test_rows_follow_from_the_keys_on_the_host():
     on_cpu = find_rows(drops, hash_together(drops, keys), None)
     assert len(on_cpu) == len(drops)
     on_meta = torch.empty(len(drops), BATCH, dtype=torch.int64, device="meta")
-    found = {}
+    found, to = {}, torch.Tensor.to
+
+    def copied(tensor, *args, **kwargs):
+        if args[:1] == (on_meta.device,):
+            found["rows"] = tensor
+        return to(tensor, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: found.setdefault("rows", tensor))
+        patch.setattr(torch.Tensor, "to", copied)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("page-locked memory is CUDA's"))
         find_rows(drops, on_meta, keys)
     assert torch.equal(found["rows"], torch.cat([*on_cpu.values()]))
 

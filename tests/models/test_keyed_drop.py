@@ -226,7 +226,7 @@ def test_one_hash_for_all_gives_each_its_own_bits(dtype):
     keys = KEYS[:300]
     x = torch.randn(300, 6, 2, dtype=dtype)
     kept = run(drops[-1], x, keys)
-    with Together(drops, hash_together(drops, keys)).lent():
+    with Together(drops, hash_together(drops, keys)).active():
         for drop in drops[:-1]:
             assert torch.equal(drop(x), alone(drop, keys, x)), drop.name
         assert torch.equal(drops[-1](x), kept)

@@ -11,7 +11,6 @@ from vits import KINDS, our_model, small_spec, timm_model
 from ds_vit.models import (
     ModelSpec,
     classifier_names,
-    count_flops,
     create_model,
     freeze,
     frozen_names,
@@ -22,6 +21,7 @@ from ds_vit.models import (
     supported_names,
     take_apart,
 )
+from ds_vit.planner.counting import count_flops
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,9 @@ def test_freezing():
     assert frozen_names(model, ["*.bias", "pos_embed"]) == {n for n in everything if n.endswith("bias")} | {"pos_embed"}
     with pytest.raises(ValueError, match=r"--freeze 'block\.0' matches no parameter; nearest: blocks\.0"):
         frozen_names(model, ["patch_embed", "block.0"])
+    pooled = create_model(small_spec("vit_tiny_patch16_224", global_pool="avg"))  # its `norm` has no parameters
+    with pytest.raises(ValueError, match=r"--freeze 'norm' matches no parameter; nearest: (?!norm,)"):
+        frozen_names(pooled, ["norm"])
     with pytest.raises(ValueError, match="leaves none of the"):
         frozen_names(model, ["*"])
     with pytest.raises(ValueError, match="no effect"):

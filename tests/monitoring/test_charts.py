@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
 from run_folders import write_run
 
-from ds_vit.monitoring.report.charts import MOST_POINTS, Series, line_chart, log_ticks, number, thinned, ticks
-from ds_vit.monitoring.report.classes import class_panels
-from ds_vit.monitoring.report.heat_map import heat_map
-from ds_vit.monitoring.report.panels import PERCENT, curves
+from ds_vit.monitoring.report.charts import MAX_POINTS, Series, heat_map, line_chart, log_ticks, number, thin_out, ticks
+from ds_vit.monitoring.report.panels import PERCENT, class_panels, curves
 from ds_vit.monitoring.report.record import Record
 
 
@@ -28,15 +25,15 @@ def test_axes():
     assert len(log_ticks(0.1, 0.2)) >= 2
     assert [number(value) for value in (0, 3e-5, 0.25, 12_000, 2.5e6)] == ["0", "3e-5", "0.25", "12k", "2.5M"]
     points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)] + [(10_000, float("nan"))]
-    thin = thinned(points)
-    assert len(thin) <= MOST_POINTS
+    thin = thin_out(points)
+    assert len(thin) <= MAX_POINTS
     assert (7777, 100.0) in thin
     assert thin[-1][0] == 9999
 
 
-def shown_of(figure):
-    """The ticks and values of a chart, as text."""
-    return re.findall(r"<text[^>]*>([^<]*)</text>", figure)
+def shown_of(chart):
+    """The ticks and values of a chart."""
+    return [label for _, label in (*chart["rows"], *chart["columns"])] + [text for *_, text, _ in chart["values"]]
 
 
 def test_an_axis_ends_where_the_quantity_does():
@@ -59,18 +56,19 @@ def test_a_start_does_not_set_the_scale(tmp_path):
     """99 % at the first step, and all others on the floor."""
     rows = [{"kind": "train", "step": step, "data_wait_fraction": 0.99 if step == 1 else 0.02} for step in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each)
-    assert "without the start of the loader (99 % at step 1)" in chart
-    assert max(float(shown) for shown in shown_of(chart)[:5]) < 10
-    assert "[1,99.0]" in chart.replace("&quot;", '"'), "the value stays under the pointer"
+    chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each["title"])
+    assert "the start of the loader (99 % at step 1)" in chart["note"]
+    assert max(float(label) for _, label in chart["rows"]) < 10
+    assert "[1,99.0]" in chart["data"], "the value stays under the pointer"
 
 
 def test_numbers_of_a_confusion_matrix(tmp_path):
     """Columns without a name, cells whose share only a pointer tells; a hundred numbers that cover each other."""
     panel = class_panels(Record.read(write_run(tmp_path / "run")))[0]
-    assert re.findall(r'<span(?: class="dark")?>(\d+)</span>', panel) == ["50", "50", "100", "100"]
-    assert '<div class="names upright"><span>' in panel
+    assert [text for text, _ in panel["cells"] if text] == ["50", "50", "100", "100"]
+    assert panel["every"]
+    assert panel["upright"]
     many = [f"class {at}" for at in range(100)]
-    crowded = heat_map("shares", many, many, np.eye(100), of_columns="taken for", numbers=True)
-    assert 'class="numbers"' not in crowded
-    assert 'class="names' not in crowded
+    crowded = heat_map("shares", many, many, np.eye(100), column_kind="prediction", numbers=True)
+    assert not crowded["cells"]
+    assert not crowded["every"]

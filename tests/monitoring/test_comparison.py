@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
+from dataclasses import asdict
 
 import pytest
 import yaml
 from run_folders import Tags, page_of, write_run
 
 from ds_vit import cli
-from ds_vit.monitoring.report.charts import widths
+from ds_vit.monitoring.report.charts import line_widths
 from ds_vit.monitoring.report.comparison import differences, outcomes
-from ds_vit.monitoring.report.launches import first_rows, launches
 from ds_vit.monitoring.report.panels import curves
 from ds_vit.monitoring.report.record import Record
+from ds_vit.optim.schedules import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     assert table["flag seed"] == table["JSON zero_optimization.stage"] == ["1", "3"]
     assert "flag model" not in table
     assert "The global batches differ (8, 24 images)" in said
-    furthest = next(values for name, values in table.items() if name.startswith("loss, furthest"))
+    furthest = next(values for name, values in table.items() if name.startswith("loss, largest deviation"))
     assert furthest == ["-", "10"]  # 0.5 beside 2 / 40
-    assert "How far the loss lies from that of" in page
+    assert "Deviation of the loss from" in page
     averages = [json.loads(words["data-chart"]) for name, words in Tags(page).elements if "data-chart" in words]
     assert any(len(chart["series"]) == 4 for chart in averages)
     assert page.count('class="curve c0 dashed band"') == page.count('class="curve c1 dashed"') == 1
@@ -50,22 +50,47 @@ def test_launches_of_a_run_that_went_on(evil, tmp_path):
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
     # The second launch was killed at step 30, and the third went on from step 20.
-    starts = [{"step": step, "layout": layout, "device": "cpu"} for step, layout in ((0, two), (10, one), (20, two))]
+    starts = [
+        {"step": step, "layout": layout, "device": "cpu", "precision": "bf16"}
+        for step, layout in ((0, two), (10, one), (20, two))
+    ]
     (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
     summary = json.loads((path / "summary.json").read_text())
     (path / "summary.json").write_text(json.dumps({**summary, "wall_seconds": 85.0}))
     record = Record.read(path)
-    found = [(one.steps, one.ranks, one.seconds) for one in launches(record)]
+    found = [(one.steps, one.ranks, one.seconds) for one in record.launches]
     assert found == [("1 to 10", 2, 20.0), ("11 to 20", 1, 20.0), ("21 to 40", 2, 45.0)]
-    assert sum(one.seconds for one in launches(record)) == 85.0
+    assert sum(one.seconds for one in record.launches) == 85.0
+    assert record.rates == record.points("train", "lr"), "no launch says its schedule"
     table = {name: values for name, *values in outcomes([record, Record.read(evil)])}
     assert table["launches (wall time is of all)"] == ["3", "2"]
-    assert table["launch 2"][0] == "steps 11 to 20 in 20 s: pp 1 x dp 1 x tp 1, 1 rank, cpu"
+    assert table["launch 2"][0] == "steps 11 to 20 in 20 s: pp 1 x dp 1 x tp 1, ZeRO-1, bf16, 1 rank, cpu"
     assert table["launch 3"][1] == "-"
     layouts = [values for name, *values in differences([record, Record.read(evil)]) if name == "layout"]
-    many, few = "pp 1 x dp 2 x tp 1 (2 ranks)", "pp 1 x dp 1 x tp 1 (1 rank)"
-    assert layouts == [[f"{many}, then {few}, then {many}", "pp 2 x dp 2 x tp 1 (4 ranks)"]]
-    assert first_rows(record) == [1, 11, 21]
+    many, few = "pp 1 x dp 2 x tp 1, ZeRO-1, bf16 (2 ranks)", "pp 1 x dp 1 x tp 1, ZeRO-1, bf16 (1 rank)"
+    assert layouts == [[f"{many}, then {few}, then {many}", "pp 2 x dp 2 x tp 1, ZeRO-1 (4 ranks)"]]
+    assert record.first_steps == [1, 11, 21]
+
+
+def test_learning_rates_are_drawn_from_the_schedule(evil, tmp_path):
+    """A warm-up between two rows that is drawn as a straight line, or a schedule that a later launch replaced."""
+    path = shutil.copytree(evil, tmp_path / "run")
+    rows = [{"kind": "train", "step": step, "lr": 1.0, "loss": 1.0} for step in (1, 40)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cosine, wsd = Schedule("cosine", 0.1, 40, warmup_steps=7), Schedule("wsd", 0.2, 40)
+    starts = [{"step": step, "schedule": asdict(each)} for step, each in ((0, cosine), (25, wsd))]
+    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
+    expected = [(step + 1, (cosine if step < 25 else wsd).lr(step)) for step in range(40)]
+    record = Record.read(path)
+    assert record.rates == expected
+    assert f"{cosine.lr(7):.4g}" in next(one["data"] for one in curves([record]) if one["title"] == "Learning rate")
+    long = json.loads((path / "summary.json").read_text()) | {"steps": 100_000}
+    (path / "summary.json").write_text(json.dumps(long))
+    starts = [{"step": 0, "schedule": asdict(Schedule("linear", 0.1, 100_000, warmup_steps=777))}]
+    (path / "starts.jsonl").write_text(json.dumps(starts[0]) + "\n")
+    steps = [step for step, _ in Record.read(path).rates]
+    assert len(steps) < 500
+    assert {1, 778, 100_000} <= {*steps}
 
 
 def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil, tmp_path):
@@ -76,7 +101,7 @@ def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil, tmp_path):
     rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = {name: values for name, *values in outcomes([Record.read(path), Record.read(evil)])}
-    assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "no end yet"]
+    assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "not ended"]
     assert table["end"][1] == "completed"
 
 
@@ -111,10 +136,10 @@ def test_curves_that_agree_are_all_seen(evil, tmp_path):
     """The second run drawn over the first, in the same width."""
     records = [Record.read(evil), Record.read(shutil.copytree(evil, tmp_path / "again"))]
     loss = curves(records)[0]
-    assert re.findall(r'class="curve (c\d[ \w]*)"(?: style="stroke-width:([\d.]+)")?', loss) == [
-        ("c0 band", "4.6"),
+    assert [(curve["look"], curve["style"]) for curve in loss["curves"]] == [
+        ("c0 band", "stroke-width:4.6"),
         ("c1", ""),
     ]
-    assert widths(1) == [widths(3)[-1]]
-    assert sorted(widths(8), reverse=True) == widths(8)
-    assert max(widths(50)) <= 7
+    assert line_widths(1) == [line_widths(3)[-1]]
+    assert sorted(line_widths(8), reverse=True) == line_widths(8)
+    assert max(line_widths(50)) <= 7

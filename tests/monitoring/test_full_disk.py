@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard on a disk that has no room: training goes on, and nothing is lost in silence."""
+"""metrics.jsonl and TensorBoard on a disk that has no room: training continues, and nothing is lost in silence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import errno
 import io
 import json
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from interrupting import TINY
 from project import ROOT
 from rich.console import Console
 
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.monitoring.metrics import Reporter
+from ds_vit.run_folder import RunFolder
 
 
 class Disk:
@@ -86,6 +88,24 @@ def test_pictures_without_room(tmp_path, monkeypatch):
     assert said.getvalue().count("WARNING") == 1
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboards_thread_prints_no_traceback(tmp_path, capfd):
+    """A traceback between the steps, or a warning that names another file than the one that was refused."""
+    reporter, said = reporter_on(tmp_path, room=0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = reporter._board._get_file_writer().event_writer._async_writer
+    writer._writer._writer.write = full
+    for step in range(50):
+        skip(reporter, range(step, step + 1))
+        time.sleep(0.01)
+    reporter.close()
+    assert "Traceback" not in capfd.readouterr().err
+    assert [str(tmp_path / name) in said.getvalue() for name in ("metrics.jsonl", "tensorboard")] == [True, True]
+
+
 def train_without_room(argv: list[str]) -> tuple[int, str]:
     """On a rank: train, with room for the first rows alone."""
     from ds_vit.train import main
@@ -121,4 +141,4 @@ def test_a_picture_that_is_refused(tmp_path):
     folder.picture("reconstruction").mkdir()
     reporter._board = None
     reporter.pictures(1, pictures)
-    assert "reconstruction.png could not be written (Is a directory); training goes on, without" in said.getvalue()
+    assert "reconstruction.png could not be written (Is a directory); training continues, without" in said.getvalue()

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from ds_vit import cli
+from ds_vit.engine.gradient_statistics import HIGHEST, LOWEST
 from ds_vit.monitoring import gradient_picture
-from ds_vit.monitoring.gradients import HIGHEST, LOWEST
 
 
 def counts(**by_power):
@@ -84,7 +84,7 @@ def test_errors(run, tmp_path, capsys):
     """A traceback for a run without statistics."""
     for argv, words in (
         ([str(run / "nowhere")], "there is no metrics.jsonl"),
-        ([str(run), "--step", "7"], "step 7 was not looked at; the nearest of 2 is 11"),
+        ([str(run), "--step", "7"], "step 7 has no statistics; the nearest of 2 is 11"),
     ):
         assert cli.main(["gradients", *argv]) == 2
         assert words in capsys.readouterr().err

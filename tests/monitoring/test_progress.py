@@ -12,11 +12,11 @@ from curves import train_in, train_rows
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.monitoring import progress
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.throughput import Lagging
+from ds_vit.run_folder import RunFolder
 from ds_vit.training.step_log import few_rows
 
 

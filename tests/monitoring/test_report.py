@@ -21,12 +21,12 @@ from run_folders import EVIL, Tags, page_of, write_run
 from runs import DIGITS, run_quietly
 
 from ds_vit import cli
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.data import Source
 from ds_vit.monitoring import report
-from ds_vit.monitoring.report.classes import Confusion, class_panels
+from ds_vit.monitoring.report.panels import Confusion, class_panels
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
+from ds_vit.run_folder import RunFolder
 
 SHORT = [
     {"image": "1.png", "class": "a", "predicted": name, "probability": "0.5", "class_number": "0"}
@@ -72,14 +72,14 @@ def test_what_a_run_tells(evil, capsys):
         "Learning rate",
         "Gradient norm by layer",
         "Confusion matrix",
-        "The 2 mistakes in 4 images, the surest first",
-        "The run went on: 2 launches",
+        "The 2 most confident of 2 mistakes in 4 images",
+        "Resumed run: 2 launches",
         "Memory of the fullest rank, GB",
         "pp 2 x dp 2",
         "Predicted and measured",
     )
     assert [title for title in wanted if not any(title in each for each in titles)] == []
-    assert "step 20: went on in another process (pp 2 x dp 2 x tp 1)" in page
+    assert "step 20: resumed in another process (pp 2 x dp 2 x tp 1)" in page
     assert 'class="mark rollback"' in page
     assert 'class="mark resume"' in page
     assert "stage 1" in page
@@ -91,10 +91,10 @@ def test_what_a_run_tells(evil, capsys):
 
 def test_figures_of_classes(evil):
     """Precision and recall in each other's place: known counts."""
-    found = Confusion.of(Record.read(evil))
+    found = Confusion(Record.read(evil))
     assert found.matrix().tolist() == [[1, 1, 0], [0, 1, 0], [0, 1, 0]]
     expected = [[100.0, 50.0, 200 / 3], [100 / 3, 100.0, 50.0], [np.nan, 0.0, 0.0]]
-    np.testing.assert_allclose(found.figures(), expected)
+    np.testing.assert_allclose(found.scores(), expected)
 
 
 def test_long_names_of_mistakes_have_room(evil):
@@ -106,8 +106,8 @@ def test_long_names_of_mistakes_have_room(evil):
         ([{**row, "image": "val/ox/ILSVRC2012_val_00000001.JPEG"} for row in SHORT], True),
     ):
         *_, mistakes = class_panels(replace(short, predictions=rows))
-        assert mistakes.startswith('<figure class="card wide">') == wide
-    assert "The one mistake in 2 images" in mistakes
+        assert mistakes["wide"] == wide
+    assert mistakes["title"] == "The 1 most confident of 1 mistakes in 2 images"
 
 
 def test_21843_classes(evil):
@@ -122,8 +122,8 @@ def test_21843_classes(evil):
     panels = class_panels(replace(Record.read(evil), classes=names, predictions=rows))
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()
-    assert "The 1,000 hardest of 21,843 classes" in "".join(panels)
-    assert len("".join(panels)) < 1e6
+    assert "The 1,000 hardest of 21,843 classes" in [panel["title"] for panel in panels]
+    assert len(json.dumps(panels)) < 1e6
 
 
 def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
@@ -180,7 +180,7 @@ def test_what_cannot_be_reported(evil, tmp_path, capsys):
     for words, wrong in (
         (["report", tmp_path / "nowhere"], "there is no metrics.jsonl"),
         (["compare", evil], "takes two runs or more"),
-        (["compare", evil, evil], "stands twice"),
+        (["compare", evil, evil], "is given twice"),
         (["report", evil, "--output", evil / "metrics.jsonl" / "x.html"], "could not be written"),
     ):
         assert cli.main([str(word) for word in words]) == 2
@@ -245,7 +245,8 @@ def test_every_layout_writes_the_same_predictions(ranks, tmp_path):
             i: row["predicted"] for i, row in one.items()
         }
         gaps = [abs(float(other[image]["probability"]) - float(row["probability"])) for image, row in one.items()]
-        assert max(gaps) < 2e-6
+        assert max(gaps) < 1.1e-4
+        assert [*other] == [*one], "the order of the split, whatever rounding does to the probabilities"
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     right = sum(row["class"] == row["predicted"] for row in one.values())
     assert 100.0 * right / len(one) == pytest.approx(summary["last_top1"])

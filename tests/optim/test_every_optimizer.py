@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import oracle
-import per_parameter as timm_side
 import pytest
 import torch
 from curves import assert_same_curve, train_in
@@ -17,8 +16,8 @@ from ds_vit.checkpoint.load import _is_scalar, _set_scalars
 from ds_vit.optim.build import OFFERED, build_optimizer, optimizer_class
 
 LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
-NUM_IMAGES, STEPS, CHANGE = 32, timm_side.STEPS, 4
-KWARGS = timm_side.KWARGS | {"depth": 3}
+NUM_IMAGES, STEPS, CHANGE = 32, oracle.STEPS, 4
+KWARGS = oracle.DEEP_KWARGS | {"depth": 3}
 
 # The arguments are those with which an optimizer keeps all the states that it can keep. Learning rates differ because
 # the methods do: each moves the loss by several per cent in ten steps. eps as in docs/numerics.md.
@@ -43,14 +42,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "ASGD": {"type": "ASGD", "params": {"lr": 0.3, "lambd": 0.01, "t0": 3.0}},
     "Rprop": {"type": "Rprop", "params": {"lr": 1e-3}},
     "Lion": {"type": "Lion", "params": {"lr": 5e-4}},
-    "Lamb": timm_side.BLOCKS["lamb"],
-    "Lars": timm_side.BLOCKS["lars"],
-    "Muon": timm_side.BLOCKS["muon"],
+    "Lamb": oracle.BLOCKS["lamb"],
+    "Lars": oracle.BLOCKS["lars"],
+    "Muon": oracle.BLOCKS["muon"],
 }
 NO_DECAY = ("Rprop",)  # torch's has no such argument
 for _kind, _block in BLOCKS.items():
     if _kind not in NO_DECAY:
-        _block["params"]["weight_decay"] = timm_side.DECAY
+        _block["params"]["weight_decay"] = oracle.WEIGHT_DECAY
 
 # name → ranks, --pp, --tp, ZeRO stage
 LAYOUTS = {
@@ -69,7 +68,7 @@ def plain_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """What a plain loop uses: torch's or timm's own class over the model's own parameters."""
     block = BLOCKS[kind]
     if block["type"] in ("Lamb", "Lars", "Muon"):
-        return timm_side.timm_optimizer(kind.lower(), model)
+        return oracle.timm_optimizer(kind.lower(), model)
     params = {k: v for k, v in block["params"].items() if k not in ("weight_decay", "adam_w_mode")}
     decay = block["params"].get("weight_decay", 0.0)
     groups = param_groups_weight_decay(model, decay, no_weight_decay_list=model.no_weight_decay())
@@ -93,7 +92,7 @@ def plain(cifar):
 
     def get(kind: str) -> list[dict[str, Any]]:
         if kind not in made:
-            made[kind] = timm_side.train_plainly(cifar, kind, plain_optimizer, model_kwargs=KWARGS)[0]
+            made[kind] = oracle.train_plainly(cifar, kind, plain_optimizer, model_kwargs=KWARGS).rows
         return made[kind]
 
     return get
@@ -103,7 +102,7 @@ def train(ranks, folder, kind, layout, output, *words):
     """Our run in a layout: its rows."""
     world, pp, tp, stage = LAYOUTS[layout]
     data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data |= {"optimizer": BLOCKS[kind], "gradient_clipping": timm_side.CLIP}
+    data |= {"optimizer": BLOCKS[kind], "gradient_clipping": oracle.CLIP}
     config = output.parent / f"{output.name}.json"
     config.write_text(json.dumps(data))
     dp = world // pp // tp
@@ -126,7 +125,7 @@ def test_none_is_left_out():
 def test_the_reference_moves(plain, kind):
     """A reference that stands still, or whose clipping does nothing, proves nothing."""
     rows = plain(kind)
-    assert min(row["grad_norm"] for row in rows) > 3 * timm_side.CLIP
+    assert min(row["grad_norm"] for row in rows) > 3 * oracle.CLIP
     assert 0.02 < abs(rows[-1]["loss"] / rows[0]["loss"] - 1) < 0.9
 
 

@@ -71,4 +71,25 @@ def test_one_owner():
         and (node.id if isinstance(node, ast.Name) else node.attr)
         in ("new_group", "new_subgroups", "init_device_mesh", "PipelineParallelGrid", "get_slice_parallel_group")
     }
-    assert makers == {"ds_vit/parallel/groups.py", "ds_vit/engine/workarounds.py"}
+    assert makers == {"ds_vit/parallel/groups.py"}
+
+
+def gathered_rows(_):
+    """On a rank: the gathered rows, and the gradient of its own; the loss of each rank weighs row i by rank + i."""
+    import torch
+    import torch.distributed as dist
+
+    from ds_vit.parallel.rows import gather_rows
+
+    rank = dist.get_rank()
+    rows = torch.full((2, 3), float(rank), requires_grad=True)
+    gathered = gather_rows(rows, None)
+    (gathered * (rank + torch.arange(len(gathered)))[:, None]).sum().backward()
+    return gathered[:, 0].tolist(), rows.grad[:, 0].tolist()
+
+
+def test_gathered_rows_have_the_gradient_of_all_ranks(ranks):
+    """The gradient of one rank's own loss only, which is what torch's all_gather gives at best."""
+    found = ranks.run(3, gathered_rows, None)
+    assert [rows for rows, _ in found] == [[0, 0, 1, 1, 2, 2]] * 3
+    assert [grads for _, grads in found] == [[3 + 3 * (2 * rank), 3 + 3 * (2 * rank + 1)] for rank in range(3)]

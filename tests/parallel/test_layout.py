@@ -119,6 +119,7 @@ def test_folder_of_another_run(tmp_path):
     """Two runs in one folder would mix their metrics."""
     check_folder(str(tmp_path / "new" / "deep"))
     (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(ValueError, match="already holds a run"):
         check_folder(str(tmp_path))
     with pytest.raises(ValueError, match="is not a folder that can be written to"):
@@ -155,7 +156,7 @@ def test_output_folder_that_is_not_shared(tmp_path):
     """A host with a folder of its own would write a run that nobody finds."""
     errors = _hosts([tmp_path / "a", tmp_path / "b"], timeout=1)
     assert "not the folder that rank 0 writes to" in errors[2]
-    assert "was seen by 0 of 1 other hosts" in errors[0]
+    assert "was not seen by all 1 other hosts" in errors[0]
 
 
 # ---- placement -------------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def plain(cifar):
 
     def get(kind):
         if kind not in made:
-            settings = {"num_classes": 10, "optimizer": "SGD", "name": NAME, "frozen": FROZEN[kind], **KWARGS}
-            made[kind] = oracle.train_plainly(cifar, cifar / "weights.safetensors", **settings)
+            settings = {"name": NAME, "frozen": FROZEN[kind], "model_kwargs": KWARGS, "lr": oracle.SGD_LR}
+            made[kind] = oracle.train_plainly(cifar, "sgd", **settings).rows
         return made[kind]
 
     return get

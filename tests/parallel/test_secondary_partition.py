@@ -8,7 +8,7 @@ from pathlib import Path
 import oracle
 import pytest
 from curves import assert_same_curve, read_rows, train_main
-from per_parameter import BLOCKS
+from oracle import BLOCKS
 
 from ds_vit.config.deepspeed_rules import check_secondary_partition
 
@@ -116,7 +116,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused():
     data = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
     with pytest.raises(ValueError, match="4 does not divide the 6 data-parallel ranks; it may be 2, 3, 6"):
         check_secondary_partition(data, "c.json", dp=6, tp=1)
-    with pytest.raises(ValueError, match="does not go with --tp 2"):
+    with pytest.raises(ValueError, match="does not work with --tp 2"):
         check_secondary_partition(data, "c.json", dp=4, tp=2)
     check_secondary_partition(data, "c.json", dp=2, tp=1)  # one group of two
     check_secondary_partition(data, "c.json", dp=8, tp=1)

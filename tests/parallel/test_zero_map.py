@@ -3,7 +3,6 @@
 import dataclasses
 
 import oracle
-import per_parameter as timm_side
 import pytest
 import torch
 from ranks import RankFailure
@@ -83,7 +82,7 @@ def cifar(tmp_path_factory, real_images):
     """A few images and random weights."""
     folder = tmp_path_factory.mktemp("fragments")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 16, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
     return folder
 
 

@@ -11,8 +11,9 @@ from project import ROOT
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
+from ds_vit.training.build import engine_config
 from ds_vit.training.memory import estimate
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run
 
 SIZES = {
     "wide": ("embed_dim=128", "depth=4", "num_heads=4"),
@@ -102,8 +103,8 @@ def words_of(case) -> list[str]:
 def predicted(words: list[str]) -> list[int]:
     """Bytes of a rank of each stage."""
     config, explicit = parse(words)
-    plan = prepare(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=True)
-    return [stage.together for stage in estimate(plan)]
+    plan = resolve_run(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=True)
+    return [stage.together for stage in estimate(engine_config(plan))]
 
 
 def test_there_are_enough_combinations():

@@ -1,6 +1,8 @@
 """Judges of features: equal to scikit-learn on the same features, and of the right features in every layout."""
 
 import json
+import multiprocessing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from ds_vit.models import SequentialViT, initialise, take_apart
 from ds_vit.tasks import FeatureBank, evaluators
 from ds_vit.tasks.evaluators import LinearProbe, NearestNeighbours, chosen_evaluators
 from ds_vit.tools.evaluate import main as evaluate_main
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run
 
 CLASSES, ROWS = 5, 7
 
@@ -85,6 +87,13 @@ def test_neighbours_are_those_of_scikit_learn(ranks, world, k):
     assert predicted == expected.tolist()
     assert figures == {"knn_top1": pytest.approx(100 * np.mean(expected == VALIDATION[1].numpy())), "images": 60}
     assert 30 < figures["knn_top1"] < 95, "the classes are too far apart or too near for a mistake to show"
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(NearestNeighbours, {"k": 3}), (LinearProbe, {})])
+def test_ranks_without_a_training_image(ranks, kind, arguments):
+    """A last batch that leaves ranks nothing to learn from: no candidates of theirs, and no error."""
+    few = TRAIN[0][: ROWS - 1], TRAIN[1][: ROWS - 1]
+    assert judged(ranks, 3, kind, few, VALIDATION, **arguments) == judged(ranks, 1, kind, few, VALIDATION, **arguments)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -150,7 +159,7 @@ def words_of(task, data, stage=1):
 def by_timm(task, data):
     """(top-1 by neighbours, top-1 by the linear probe) of timm's model and scikit-learn."""
     process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    plan = prepare(*flags.parse([*words_of(task, data), "--eval-only"]), process, on_cpu=True)
+    plan = resolve_run(*flags.parse([*words_of(task, data), "--eval-only"]), process, on_cpu=True)
     layers = take_apart(plan.model.whole)
     initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
     weights = timm_state_dict(SequentialViT(layers))
@@ -204,9 +213,10 @@ def test_features_of_every_layout(ranks, data, tmp_path, task, layout):
 
 
 def test_during_training(ranks, data, tmp_path):
-    """Evaluators that training does not ask, that disturb it, or that a resumed run cannot do without."""
+    """Evaluators that training does not ask, that disturb it, or that a resumed run cannot do without; a damaged
+    training image that is looked up among those of validation."""
     train = ["-b", 11, "--epochs", 2, "--warmup-epochs", 0, "--log-interval", 1, "--checkpoint-interval", 1]
-    words = [*words_of("mae", data), *train, "--val-split", "validation", "--pp", "2"]
+    words = [*words_of("mae", data), "--max-bad-images", 1, *train, "--val-split", "validation", "--pp", "2"]
     rows = {}
     for name, more in (("without", []), ("with", ["--eval-knn", "--model-ema"])):
         rows[name] = train_in(ranks, 2, [*words, *more, "--output", tmp_path / name])
@@ -214,12 +224,51 @@ def test_during_training(ranks, data, tmp_path):
     assert losses["with"] == losses["without"]
     for kind in ("eval", "eval_ema"):
         assert ["knn_top1" in row for row in rows["with"] if row["kind"] == kind] == [True, True]
+    for name in rows:
+        [skipped] = map(json.loads, (tmp_path / name / "skipped_images.jsonl").read_text().splitlines())
+        assert (skipped["file"], skipped["split"]) == (str(data / "train" / "b" / "1.png"), "training")
     words[words.index("--epochs") + 1] = "3"
     words += ["--resume", "auto", "--allow-schedule-change", "--output", tmp_path / "without", "--eval-knn", 3]
     train_in(ranks, 2, words)
     assert read_rows(tmp_path / "without")[-1]["kind"] in ("eval", "checkpoint")
     summary = json.loads((tmp_path / "without" / "summary.json").read_text())
     assert summary["best_knn_top1"] == summary["last_knn_top1"] > 0
+
+
+def counted_evaluations(settings):
+    """On a rank: (loader processes, mappings of shared memory) after each evaluation of two runs, and after a third
+    program's."""
+    from ds_vit import api
+
+    found = []
+
+    def count(row=None):
+        shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+        found.append((len(multiprocessing.active_children()), len(shared)))
+
+    for epochs, output in ((10, "first"), (2, "second")):
+        settings = {**settings, "epochs": epochs, "output": str(settings["output"].with_name(output))}
+        settings["output"] = Path(api.train(**settings, on_evaluation=count).folder.path)
+    count()
+    api.evaluate(settings["output"])
+    count()
+    return found
+
+
+def test_evaluations_leave_nothing_behind(ranks, data, tmp_path):
+    """A pass over a split whose loader process, or its shared memory, stays after it."""
+    settings = {
+        **{"deepspeed_config": str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "data_dir": str(data)},
+        **{"model": NAME, "model_kwargs": KWARGS, "img_size": 16, "max_bad_images": 1.0, "workers": 1},
+        **{"batch_size": 22, "validation_batch_size": 8, "warmup_epochs": 0, "checkpoint_interval": "0"},
+        **{"model_ema": True, "eval_knn": 5, "eval_linear_probe": True, "output": tmp_path / "none"},
+    }
+    [found] = ranks.run(1, counted_evaluations, settings)
+    during, after = found[:24], found[24:]
+    assert len(during) == 24
+    assert {children for children, _ in during} == {1}, "the training loader's alone"
+    assert max(shared for _, shared in during) <= during[0][1]
+    assert after == [(0, after[0][1])] * 2
 
 
 def test_weights_that_lack_what_comes_after_the_features(ranks, data, tmp_path):

@@ -19,7 +19,6 @@ from vits import timm_state_dict
 from ds_vit import config as flags
 from ds_vit.data import finish_images
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.interop import export
 from ds_vit.launching.process import Process
 from ds_vit.models import (
     SequentialViT,
@@ -33,8 +32,10 @@ from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
+from ds_vit.training.build import input_config
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run
+from ds_vit.weights import export
 
 STEPS, BATCH, CLIP = 10, 16, 0.1
 NAME = "vit_tiny_patch16_224"
@@ -63,13 +64,13 @@ def command(folder, words, stage=1, optimizer="SGD"):
 def planned(argv):
     """The plan of a run on one rank, in this process."""
     process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return prepare(*flags.parse(argv), process, on_cpu=True)
+    return resolve_run(*flags.parse(argv), process, on_cpu=True)
 
 
 def inputs(plan):
     """The run's own batches."""
     engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    return InputPipeline(plan, engine, SimpleNamespace(waited=lambda seconds: None))
+    return InputPipeline(input_config(plan), engine, SimpleNamespace(waited=lambda seconds: None))
 
 
 def plain_model(plan):
@@ -241,7 +242,7 @@ def images(folder):
 def test_a_bad_image_is_counted_once_where_two_stages_decode_it(ranks, tmp_path):
     """A count for each stage that reads the image; another stand-in at the end of the pipeline than at its start."""
     data = images(tmp_path / "data")
-    words = [*MAE, *RUN, "--on-bad-image", "skip", "-b", 4, "--max-steps", 3, "-vb", 3]
+    words = [*MAE, *RUN, "--max-bad-images", 1, "-b", 4, "--max-steps", 3, "-vb", 3]
     seen = []
     for world, layout in ((1, []), (2, ["--pp", 2, "--pp-partition", "0,5,8"])):
         output = tmp_path / f"run{world}"
@@ -324,16 +325,10 @@ def test_another_mask_is_another_run(ranks, tmp_path):
     ("words", "what"),
     [
         ("--task mae --mixup 0.8", "--mixup has no effect with --task mae: an image is its own target"),
-        ("--task mae --cutmix 1", "--cutmix has no effect with --task mae"),
-        ("--task mae --cutmix-minmax 0.2 0.8", "--cutmix-minmax has no effect with --task mae"),
-        ("--task mae --smoothing 0.2", "--smoothing has no effect with --task mae: its loss is over pixels"),
         ("--task mae --bce-loss", "--bce-loss has no effect with --task mae"),
-        ("--task mae --num-classes 10", "--num-classes has no effect with --task mae"),
         ("--task mae --linear-probe", "--linear-probe has no effect with --task mae: its model has no classifier"),
         ("--task mae --tp 2 --class-parallel on", "--class-parallel has no effect with --task mae"),
-        ("--task mae --drop 0.1", "--drop has no effect with --task mae"),
         ("--mask-ratio 0.5", "--mask-ratio has no effect with --task classification; it is of --task mae"),
-        ("--norm-pix-loss", "--norm-pix-loss has no effect with --task classification"),
     ],
 )
 def test_flags_that_would_do_nothing(words, what):
@@ -359,16 +354,9 @@ def test_images_are_finished_once(tmp_path):
     assert batch["images"].shape == batch["pixels"].shape == (8, 3, 16, 16)
 
 
-def test_flags_that_say_what_is_so_anyway():
-    """A recipe of augmentation that turns mixing and smoothing off."""
-    words = ["--deepspeed_config", "x.json", "--dataset", "digits", "--task", "mae", "--mixup", "0", "--smoothing", "0"]
-    assert find_task(*flags.parse(words)).name == "mae"
-
-
-def test_wide_data_does_not_cut_a_classifier(tmp_path):
-    """A classifier that is cut over the data's classes where there is none."""
-    argv = command(tmp_path, [*MAE, *RUN, "-b", 8])
-    plan = planned(argv)
+def test_a_run_without_classes(tmp_path):
+    """A recipe that turns mixing and smoothing off is rejected; a classifier over the data's classes, or sharded."""
+    plan = planned([*command(tmp_path, [*MAE, *RUN, "-b", 8]), "--mixup", "0", "--smoothing", "0"])
     assert (plan.config.num_classes, plan.model.class_parallel, plan.config.mix.active) == (0, False, False)
     assert plan.data.train_source.num_classes == 10
 

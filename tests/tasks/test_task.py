@@ -73,7 +73,7 @@ def test_a_metric_of_its_own(ranks, tmp_path, world, stage, words):
     argv = [*WORDS, "--deepspeed_config", config, "--output", tmp_path / "run", *words]
     assert ranks.run(world, train_by_loss, argv) == [0] * world
     rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "eval"]
-    assert [set(row) for row in rows] == [STAMP | {"top1", "top5", "loss", "margin", "images"}] * 2
+    assert [set(row) for row in rows] == [STAMP | {"top1", "top5", "loss", "margin", "images", "skipped_images"}] * 2
     losses = {row["step"]: row["loss"] for row in rows}
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["best_loss"], summary["last_loss"]) == (min(losses.values()), rows[-1]["loss"])

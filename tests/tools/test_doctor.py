@@ -1,9 +1,10 @@
-"""`ds-vit doctor` without a cluster: planted faults in what hosts say and in what was measured, each found alone."""
+"""`ds-vit doctor` without a cluster: planted faults in facts and figures, each of which is found."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -19,12 +20,9 @@ from ds_vit import cli
 from ds_vit.launching.hosts import Host, expand_nodelist, parse_hostfile, to_hostfile
 from ds_vit.launching.ports import free_port
 from ds_vit.tools.doctor import remote
-from ds_vit.tools.doctor.checks import CHECKS, examine
+from ds_vit.tools.doctor.checks import Finding, Run, check_network, examine, link_of, slowest
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
-from ds_vit.tools.doctor.findings import Finding, Run
-from ds_vit.tools.doctor.interfaces import link_of
-from ds_vit.tools.doctor.measure import bus_factor, host_pairs, tcp_segments
-from ds_vit.tools.doctor.network import Figures, judge, slowest
+from ds_vit.tools.doctor.network import Figures, bus_factor, host_pairs, tcp_segments
 from ds_vit.tools.doctor.remote import ROOT, Answer, Way, ask_all, explain
 
 RUN = Run(
@@ -39,7 +37,6 @@ def gpu_host(number: int, names: tuple[str, ...]) -> Facts:
     return Facts(
         host=f"n{number}",
         identity=f"id{number}",
-        executable="/env/bin/python",
         python="3.11.7",
         packages=dict.fromkeys(("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow"), "1.0"),
         cuda="13.2",
@@ -53,9 +50,9 @@ def gpu_host(number: int, names: tuple[str, ...]) -> Facts:
         data="dd",
         output_free_bytes=2**40,
         interfaces=(
-            Interface("lo", "loopback", addresses=("127.0.0.1",), mtu=65536),
+            Interface("lo", addresses=("127.0.0.1",), mtu=65536),
             Interface("eth0", addresses=(f"10.0.0.{number}",), gbits=25),
-            Interface("ib0", "infiniband", addresses=(f"10.1.0.{number}",), gbits=400, mtu=4092),
+            Interface("ib0", addresses=(f"10.1.0.{number}",), gbits=400, mtu=4092),
         ),
         ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=400)),
         gpudirect=True,
@@ -106,227 +103,73 @@ def interfaces(**changes: object) -> tuple[Interface, ...]:
 
 
 # name → (fault, check, severity, words, hosts)
+# fmt: off
 FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
     "no answer": (
         second_answer(facts=None, problem="ssh is refused", remedy="start sshd"),
-        "ssh",
-        "error",
-        "ssh is refused",
-        ("n2",),
-    ),
-    "two names for one machine": (second(identity="id1"), "hosts", "error", "n1 and n2 are one machine", ("n1", "n2")),
+        "ssh", "error", "ssh is refused", ("n2",)),
+    "two names for one machine": (
+        second(identity="id1"),
+        "hosts", "error", "n1 and n2 are one machine", ("n1", "n2")),
     "another torch": (
         second(packages=packages(torch="2.0")),
-        "versions",
-        "error",
-        "torch differs: 1.0 on n1, n3, n4; 2.0 on n2",
-        ("n2",),
-    ),
+        "versions", "error", "torch differs: 1.0 on n1, n3, n4; 2.0 on n2", ("n2",)),
     "no timm": (
         all_hosts(packages=packages(timm="missing")),
-        "versions",
-        "error",
-        "timm is not installed",
-        ("n1", "n2", "n3", "n4"),
-    ),
-    "another Python": (
-        second(python="3.12.1"),
-        "versions",
-        "error",
-        "Python differs: 3.11",
-        ("n2",),
-    ),
-    "another CUDA": (
-        second(cuda="12.8"),
-        "versions",
-        "error",
-        "12.8 on n2",
-        ("n2",),
-    ),
-    "another NCCL": (
-        second(nccl="2.20"),
-        "versions",
-        "error",
-        "NCCL differs",
-        ("n2",),
-    ),
-    "another driver": (
-        second(driver="550"),
-        "versions",
-        "warning",
-        "driver differs",
-        ("n2",),
-    ),
-    "other code": (
-        second(code="bb"),
-        "code",
-        "error",
-        "the code of ds_vit differs",
-        ("n2",),
-    ),
-    "too many slots": (
-        second_answer(host=Host("n2", 9)),
-        "slots",
-        "error",
-        "9 slots, but 8 accelerators",
-        ("n2",),
-    ),
-    "idle accelerators": (
-        second_answer(host=Host("n2", 6)),
-        "slots",
-        "warning",
-        "2 stay idle",
-        ("n2",),
-    ),
+        "versions", "error", "timm is not installed", ("n1", "n2", "n3", "n4")),
+    "another Python": (second(python="3.12.1"), "versions", "error", "Python differs: 3.11", ("n2",)),
+    "another CUDA": (second(cuda="12.8"), "versions", "error", "12.8 on n2", ("n2",)),
+    "another NCCL": (second(nccl="2.20"), "versions", "error", "NCCL differs", ("n2",)),
+    "another driver": (second(driver="550"), "versions", "warning", "driver differs", ("n2",)),
+    "other code": (second(code="bb"), "code", "error", "the code of ds_vit differs", ("n2",)),
+    "too many slots": (second_answer(host=Host("n2", 9)), "slots", "error", "9 slots, but 8 accelerators", ("n2",)),
+    "idle accelerators": (second_answer(host=Host("n2", 6)), "slots", "warning", "2 stay idle", ("n2",)),
     "torch sees no GPU": (
         second(torch_accelerators=0),
-        "accelerators",
-        "error",
-        "torch (CUDA 13.2) can use none",
-        ("n2",),
-    ),
+        "accelerators", "error", "torch (CUDA 13.2) can use none", ("n2",)),
     "another GPU": (
         second(accelerators=("NVIDIA A100",) * 8),
-        "accelerators",
-        "warning",
-        "NVIDIA A100 on n2",
-        ("n2",),
-    ),
+        "accelerators", "warning", "NVIDIA A100 on n2", ("n2",)),
     "name unknown": (
         second(resolves={"n1": (), "n2": ("10.0.0.2",)}),
-        "names",
-        "error",
-        "n1, the host of rank 0, has no address",
-        ("n2",),
-    ),
+        "names", "error", "n1, the host of rank 0, has no address", ("n2",)),
     "name is loopback": (
         lambda a: [replace(a[0], facts=replace(a[0].facts, resolves={"n1": ("127.0.1.1",)})), *a[1:]],
-        "names",
-        "error",
-        "n1 is 127.0.1.1 on itself",
-        ("n1",),
-    ),
+        "names", "error", "n1 is 127.0.1.1 on itself", ("n1",)),
     "port taken": (
         lambda a: [replace(a[0], facts=replace(a[0].facts, port_problem="port 29500: Address already in use")), *a[1:]],
-        "port",
-        "error",
-        "port 29500: Address already in use",
-        ("n1",),
-    ),
-    "clock ahead": (
-        second_answer(clock_ahead_seconds=(7.9, 8.3)),
-        "clock",
-        "error",
-        "7.9 s ahead",
-        ("n2",),
-    ),
-    "clock behind": (
-        second_answer(clock_ahead_seconds=(-9.0, -8.5)),
-        "clock",
-        "error",
-        "8.5 s behind",
-        ("n2",),
-    ),
+        "port", "error", "port 29500: Address already in use", ("n1",)),
+    "clock ahead": (second_answer(clock_ahead_seconds=(7.9, 8.3)), "clock", "error", "7.9 s ahead", ("n2",)),
+    "clock behind": (second_answer(clock_ahead_seconds=(-9.0, -8.5)), "clock", "error", "8.5 s behind", ("n2",)),
     "no data": (
         second(data="", data_problem="--data-dir /d is not there"),
-        "data",
-        "error",
-        "is not there",
-        ("n2",),
-    ),
-    "other data": (
-        second(data="ee"),
-        "data",
-        "error",
-        "the data differs",
-        ("n2",),
-    ),
-    "disk full": (
-        second(output_free_bytes=2**20),
-        "disk",
-        "error",
-        "0.00 GiB are free",
-        ("n2",),
-    ),
+        "data", "error", "is not there", ("n2",)),
+    "other data": (second(data="ee"), "data", "error", "the data differs", ("n2",)),
+    "disk full": (second(output_free_bytes=2**20), "disk", "error", "0.00 GiB are free", ("n2",)),
     "output not writable": (
         second(output_problem="/shared cannot be written to: Permission denied"),
-        "output",
-        "error",
-        "Permission",
-        ("n2",),
-    ),
-    "output not shared": (
-        second_answer(marks=1),
-        "output",
-        "error",
-        "is not one folder",
-        ("n2",),
-    ),
+        "output", "error", "Permission", ("n2",)),
+    "output not shared": (second_answer(marks=1), "output", "error", "is not one folder", ("n2",)),
     "interface missing": (
         second(interfaces=interfaces(name="ib1")),
-        "interface",
-        "error",
-        "GLOO_SOCKET_IFNAME=ib0, and there is no",
-        ("n2",),
-    ),
-    "interface down": (
-        second(interfaces=interfaces(up=False)),
-        "interface",
-        "error",
-        "ib0 is down",
-        ("n2",),
-    ),
-    "other packet size": (
-        second(interfaces=interfaces(mtu=2044)),
-        "interface",
-        "warning",
-        "2044 on n2",
-        ("n2",),
-    ),
+        "interface", "error", "GLOO_SOCKET_IFNAME=ib0, and there is no", ("n2",)),
+    "interface down": (second(interfaces=interfaces(up=False)), "interface", "error", "ib0 is down", ("n2",)),
+    "other packet size": (second(interfaces=interfaces(mtu=2044)), "interface", "warning", "2044 on n2", ("n2",)),
     "adapter missing": (
         second(ports=(Port("mlx5_0", gbits=400),)),
-        "infiniband",
-        "error",
-        "no adapter mlx5_1:1 (there: mlx5_0:1)",
-        ("n2",),
-    ),
+        "infiniband", "error", "no adapter mlx5_1:1 (there: mlx5_0:1)", ("n2",)),
     "adapter down": (
         second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", state="DOWN", gbits=400))),
-        "infiniband",
-        "error",
-        "mlx5_1:1 is DOWN",
-        ("n2",),
-    ),
+        "infiniband", "error", "mlx5_1:1 is DOWN", ("n2",)),
     "slow adapter": (
         second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=100))),
-        "infiniband",
-        "warning",
-        "rates",
-        ("n2",),
-    ),
-    "locked memory": (
-        second(memlock_bytes=8 << 20),
-        "memlock",
-        "error",
-        "`ulimit -l` is 8192 KiB",
-        ("n2",),
-    ),
-    "no GPUDirect": (
-        second(gpudirect=False),
-        "gpudirect",
-        "warning",
-        "nvidia_peermem",
-        ("n2",),
-    ),
-    "small shm": (
-        second(shm_bytes=64 << 20),
-        "shm",
-        "error",
-        "/dev/shm has 64 MiB",
-        ("n2",),
-    ),
+        "infiniband", "warning", "rates", ("n2",)),
+    "locked memory": (second(memlock_bytes=8 << 20), "memlock", "error", "`ulimit -l` is 8192 KiB", ("n2",)),
+    "no GPUDirect": (second(gpudirect=False), "gpudirect", "warning", "nvidia_peermem", ("n2",)),
+    "small shm": (second(shm_bytes=64 << 20), "shm", "error", "/dev/shm has 64 MiB", ("n2",)),
     "few files": (second(open_files=256), "files", "error", "`ulimit -n` is 256", ("n2",)),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -343,16 +186,19 @@ def test_a_planted_fault_is_found(fault):
     assert {f.check for f in found} <= {check, *({"interface"} if "interface" in fault else ())}, found
 
 
-def test_errors_come_first_and_every_check_is_planted():
-    # Catches: a check that no fault shows to work.
+def test_errors_come_first():
+    # Catches: an error below a screen of warnings.
     found = examine(second(driver="550", code="bb")(healthy()), RUN)
     assert [f.severity for f in found] == ["error", "warning"]
-    by_check = {
-        "ssh": "reached", "hosts": "distinct", "versions": "versions", "code": "code", "slots": "slots",
-        "accelerators": "accelerators", "names": "names", "port": "port", "clock": "clocks", "data": "data",
-        "output": "output", "interface": "interfaces", "infiniband": "adapters", "shm": "limits",
-    }  # fmt: skip
-    assert {by_check[check] for _, check, *_ in FAULTS.values() if check in by_check} == {c.__name__ for c in CHECKS}
+
+
+def test_every_check_of_the_page_is_planted():
+    # Catches: a check that no fault shows to work, and one that docs/doctor.md does not name.
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = re.findall(r"^\| ([a-z, ]+) \| ?[^|]* ?\| ?[^|]* ?\|$", page, re.MULTILINE)
+    documented = {name for row in rows for name in row.split(", ")} - {"check"}
+    of_the_network = {"collectives", "latency", "loss", "bandwidth"}
+    assert documented - of_the_network == {check for _, check, *_ in FAULTS.values()}
 
 
 def test_the_majority_is_the_norm():
@@ -372,23 +218,23 @@ def figures(**changes: dict) -> Figures:
         pair = {"a": a, "b": b, "latency_seconds": 5e-6, "bytes_per_second": 45e9}
         pairs.append(pair | changes.get(f"n{a + 1}{b + 1}", {}))
     tcp = [changes.get(f"tcp{i}", {"sent": 100_000, "again": 200}) for i in range(1, 5)]
-    measured = {"pairs": pairs, "collectives": [], "world_size": 32, "backend": "nccl", "tcp": tcp}
+    measured = {"pairs": pairs, "all_reduce": {}, "world_size": 32, "backend": "nccl", "tcp": tcp}
     return Figures(("n1", "n2", "n3", "n4"), measured)
 
 
-def judged(figures: Figures) -> list[Finding]:
-    return list(judge(figures, healthy(), RUN))
+def found_in(figures: Figures) -> list[Finding]:
+    return list(check_network(figures, healthy(), RUN))
 
 
 def test_a_good_network():
     # Catches: a network blamed for nothing.
-    assert judged(figures()) == []
+    assert found_in(figures()) == []
     assert slowest(figures()) == "n1 - n2: 5 us, 360.00 Gbit/s"
 
 
 def test_a_slow_pair_is_named():
     # Catches: one bad cable lost in an average.
-    (found,) = judged(figures(n23={"bytes_per_second": 10e9}))
+    (found,) = found_in(figures(n23={"bytes_per_second": 10e9}))
     assert (found.check, found.severity, found.hosts) == ("bandwidth", "error", ("n2", "n3"))
     assert "80.00 Gbit/s between them, 360.00 Gbit/s between the others" in found.what
     assert slowest(figures(n23={"bytes_per_second": 10e9})).startswith("n2 - n3")
@@ -396,17 +242,17 @@ def test_a_slow_pair_is_named():
 
 def test_a_delay_is_named():
     # Catches: a route through another building.
-    (found,) = judged(figures(n34={"latency_seconds": 0.05}))
+    (found,) = found_in(figures(n34={"latency_seconds": 0.05}))
     assert (found.check, found.hosts) == ("latency", ("n3", "n4"))
     assert "takes 50.0 ms one way" in found.what
 
 
 def test_lost_packets_are_named():
     # Catches: a bad cable that TCP hides, at the price of speed; a handful of segments taken for one.
-    assert judged(figures(tcp3={"sent": 100, "again": 4})) == []
-    (found,) = judged(figures(tcp3={"sent": 4_000, "again": 41}))
+    assert found_in(figures(tcp3={"sent": 100, "again": 4})) == []
+    (found,) = found_in(figures(tcp3={"sent": 4_000, "again": 41}))
     assert (found.check, found.severity, found.hosts) == ("loss", "error", ("n3",))
-    assert "1.0 % of its TCP segments were lost" in found.what
+    assert "1.0% of its TCP segments were lost" in found.what
 
 
 def test_segments_are_counted_as_the_kernel_writes_them(tmp_path):
@@ -419,7 +265,7 @@ def test_segments_are_counted_as_the_kernel_writes_them(tmp_path):
 
 def test_a_link_that_gives_less_than_it_should():
     # Catches: NCCL on Ethernet while InfiniBand is there: every pair alike, so no pair stands out.
-    found = judged(figures(**{f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs(4)}))
+    found = found_in(figures(**{f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs(4)}))
     assert {f.severity for f in found} == {"warning"}
     assert "16.00 Gbit/s between them over a link of 800 Gbit/s" in found[0].what
     assert link_of(healthy()[0], RUN) == ("2 x InfiniBand 400 Gbit/s", 800)
@@ -427,7 +273,7 @@ def test_a_link_that_gives_less_than_it_should():
 
 def test_ranks_that_do_not_meet():
     # Catches: a measurement that failed taken for a healthy one.
-    (found,) = judged(Figures(("n1", "n2"), problem="timed out", culprits=("n2",)))
+    (found,) = found_in(Figures(("n1", "n2"), problem="timed out", culprits=("n2",)))
     assert (found.check, found.severity, found.hosts) == ("collectives", "error", ("n2",))
 
 
@@ -435,8 +281,7 @@ def test_pairs_and_factors():
     # Catches: a thousand hosts timed in all half million pairs; a bandwidth that counts a byte twice.
     assert len(host_pairs(4)) == 6
     assert len(host_pairs(1000)) == 1000
-    assert bus_factor("all_reduce", 4) == 1.5
-    assert bus_factor("all_gather", 4) == 0.75
+    assert bus_factor(4) == 1.5
 
 
 # ---- this machine ----------------------------------------------------------------------------------------------------
@@ -451,7 +296,7 @@ def test_facts_travel():
     assert here.host == socket.gethostname()
     assert here.packages["torch"] != "missing"
     assert "127.0.0.1" in here.resolves["localhost"]
-    assert any(i.kind == "loopback" and "127.0.0.1" in i.addresses for i in here.interfaces)
+    assert any("127.0.0.1" in i.addresses for i in here.interfaces)
 
 
 def test_ports_are_read_as_the_kernel_writes_them(tmp_path):
@@ -516,8 +361,8 @@ def test_nothing_reaches_the_remote_shell_unquoted(tmp_path):
     ],
 )
 def test_why_a_host_does_not_answer(code, errors, says):
-    # Catches: every failure told as the same one.
-    problem, remedy = explain("n2", code, errors, timed_out=False)
+    # Catches: every failure reported as the same one.
+    problem, remedy = explain("n2", code, errors.splitlines())
     assert says in problem
     assert remedy
 
@@ -585,9 +430,9 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         taken.listen()
         port = str(taken.getsockname()[1])
         assert cli.main(["doctor", "--json", "--no-collectives", "--master_port", port]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [finding["check"] for finding in told["findings"]] == ["port"]
-    assert not told["healthy"]
+    result = json.loads(capsys.readouterr().out)
+    assert [finding["check"] for finding in result["findings"]] == ["port"]
+    assert not result["healthy"]
     assert cli.main(["doctor", "--json", "--no-collectives", "--master_port", port]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
     assert cli.main(["doctor", "--no-collectives", "--data-dir", str(tmp_path / "gone"), "--master_port", port]) == 1
@@ -610,8 +455,7 @@ def test_the_collectives_of_this_machine(capsys, tmp_path, monkeypatch):
     port = str(free_port())
     assert cli.main(["doctor", "--json", "--master_port", port, "--timeout", "200"]) == 0
     network = json.loads(capsys.readouterr().out)["network"]
-    assert {row["name"] for row in network["measured"]["collectives"]} == {"all_reduce", "all_gather", "reduce_scatter"}
-    assert all(row["bus_bytes_per_second"] > 0 for row in network["measured"]["collectives"])
+    assert network["measured"]["all_reduce"]["bus_bytes_per_second"] > 0
     assert threading.active_count() <= before
 
 
@@ -636,9 +480,47 @@ def test_as_ranks_of_a_launcher(launcher, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    told = json.loads(line)
-    assert told["findings"] == []
-    assert told["network"]["measured"]["world_size"] == 2
-    (host,) = told["hosts"].values()
+    result = json.loads(line)
+    assert result["findings"] == []
+    assert result["network"]["measured"]["world_size"] == 2
+    (host,) = result["hosts"].values()
     assert host["host"]["slots"] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_image_of_a_data_set_is_decoded(tmp_path, capsys):
+    # Catches: a damaged file that passes, in a folder or a shard; HEIC and rotated files without a word.
+    import io
+    import tarfile
+
+    from PIL import Image
+
+    from ds_vit.cli import main
+
+    def encoded(turned=False):
+        image, exif, out = Image.new("RGB", (8, 8)), Image.Exif(), io.BytesIO()
+        if turned:
+            exif[0x0112] = 6
+        image.save(out, "JPEG", exif=exif)
+        return out.getvalue()
+
+    (tmp_path / "cat").mkdir()
+    for name, data in {"a.jpg": encoded(), "b.jpg": encoded()[:200], "c.jpg": encoded(turned=True)}.items():
+        (tmp_path / "cat" / name).write_bytes(data)
+    (tmp_path / "cat" / "d.heic").write_bytes(b"any")
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for name, data in {"0.jpg": encoded(), "1.jpg": b"nothing"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    assert main(["doctor", "--images", str(tmp_path)]) == 65
+    said = capsys.readouterr().out
+    assert "6 images in" in said
+    for file in ("cat/b.jpg: ", "shard.tar: 1.jpg: ", "cat/c.jpg", "cat/d.heic"):
+        assert file in said
+    assert "mogrify -format jpg" in said
+    assert "mogrify -auto-orient" in said
+    assert "a.jpg" not in said
+    for name in ("cat/b.jpg", "shard.tar"):
+        (tmp_path / name).unlink()
+    assert main(["doctor", "--images", str(tmp_path)]) == 0

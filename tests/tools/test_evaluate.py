@@ -14,7 +14,7 @@ import yaml
 from project import ROOT
 from safetensors.torch import load_file, save_file
 
-from ds_vit.interop.stored_weights import find_weights
+from ds_vit.weights.files import find_weights
 
 CONFIGS = ROOT / "ds_configs"
 IMAGES = 103  # not a multiple of any batch or rank count used here
@@ -236,8 +236,8 @@ def _quietly(argv):
     ("words", "message"),
     [
         ("--num-classes 11 --val-split val", "has no classifier of 11 classes"),
-        ("--checkpoint best", "there is no"),
-        ("--checkpoint step-00000009", "no such folder"),
+        ("--checkpoint best", "--checkpoint best: not found"),
+        ("--checkpoint step-00000009", "not found; the checkpoints in"),
         ("--layer-decay 0.5", "there is no flag --layer-decay"),
         ("--output nowhere/at/all.json", "not a folder that can be written to"),
         ("--pp 2", "1 ranks cannot be cut"),

@@ -13,14 +13,15 @@ from project import ROOT
 from runs import DIGITS, run_quietly
 
 from ds_vit.config import parse
-from ds_vit.config.sizes import parse_bytes
+from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import saved_bytes
+from ds_vit.planner.counting import saved_bytes
 from ds_vit.train import main
 from ds_vit.training.auto_batch import Memory, by_trying, legal
+from ds_vit.training.build import engine_config
 from ds_vit.training.memory import by_stage
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run
 from ds_vit.training.trial_step import TrialStep
 
 RUN = [
@@ -34,16 +35,16 @@ AUTOCAST = ("--set", 'torch_autocast={"enabled": true, "dtype": "bfloat16"}')
 BATCH = ["--set", "train_batch_size=24", "zero_optimization.contiguous_gradients=false"]
 
 
-def plan_of(world, *words, rank=0):
+def engine_of(world, *words, rank=0):
     config, explicit = parse([*RUN, *BATCH, *words])
-    return prepare(config, explicit, Process("env", rank, world, rank, world), on_cpu=True)
+    return engine_config(resolve_run(config, explicit, Process("env", rank, world, rank, world), on_cpu=True))
 
 
 def memory_for(micro_batch, world, *words):
     """Bytes that this micro-batch needs on the fullest rank, as --memory takes them."""
-    plan = plan_of(world, "--auto-batch", *words)
-    [batch] = [batch for batch in legal(plan) if batch.micro_batch == micro_batch]
-    return str(round(1.25 * max(stage.of(batch).together for stage in by_stage(plan))))
+    config = engine_of(world, "--auto-batch", *words)
+    [batch] = [batch for batch in legal(config) if batch.micro_batch == micro_batch]
+    return str(round(1.25 * max(stage.of(batch).together for stage in by_stage(config))))
 
 
 def batch_in(folder):
@@ -122,8 +123,8 @@ def small_devices():
     from ds_vit.training import auto_batch
 
     class Pretended:
-        def __init__(self, plan, device):
-            self.room = 12 - 4 * plan.parallel.process.rank
+        def __init__(self, config, device):
+            self.room = 12 - 4 * torch.distributed.get_rank()
 
         def __enter__(self):
             return self
@@ -136,11 +137,11 @@ def small_devices():
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1000 * batch.micro_batch
 
-    together = auto_batch.settle_together
+    agree = auto_batch.agree_on_batch
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(auto_batch, "TrialStep", Pretended))
     stack.enter_context(
-        mock.patch.object(auto_batch, "settle_together", lambda plan, on_cpu: together(plan, on_cpu=False))
+        mock.patch.object(auto_batch, "agree_on_batch", lambda *args, on_cpu: agree(*args, on_cpu=False))
     )
     return stack
 
@@ -160,10 +161,10 @@ def a_broken_device():
 
     from ds_vit.training import auto_batch
 
-    def build(plan, device):
-        if plan.parallel.process.rank == 1:
+    def build(config, device):
+        if torch.distributed.get_rank() == 1:
             raise RuntimeError("an illegal memory access")
-        return pretended(plan, device)
+        return pretended(config, device)
 
     stack = small_devices()
     pretended = auto_batch.TrialStep
@@ -182,7 +183,7 @@ def test_a_device_that_breaks_down_ends_all_ranks(ranks, tmp_path):
 
 def test_trying_stops_at_the_first_that_fails():
     # Catches: a search that goes on into what cannot be, and a --memory that a roomy device passes over.
-    plan, tried = plan_of(1, "--auto-batch"), []
+    config, tried = engine_of(1, "--auto-batch"), []
 
     def attempt(batch, error=None, most=5):
         tried.append(batch.micro_batch)
@@ -191,22 +192,22 @@ def test_trying_stops_at_the_first_that_fails():
         return 100 * batch.micro_batch
 
     plenty = Memory(10**9, "free on the device")
-    found = by_trying(plan, plenty, attempt)
+    found = by_trying(config, plenty, attempt)
     assert tried == [1, 2, 3, 4, 6]
     assert (found.micro_batch, found.needs, found.larger, found.how) == (4, 400, 6, "measured")
-    [stage] = by_stage(plan)
-    by_micro_batch = {batch.micro_batch: batch for batch in legal(plan)}
+    [stage] = by_stage(config)
+    by_micro_batch = {batch.micro_batch: batch for batch in legal(config)}
     step = stage.of(by_micro_batch[6]).together - stage.of(by_micro_batch[4]).together
     assert found.larger_needs == 400 + step
-    found = by_trying(plan, Memory(250, "--memory 250"), attempt)
+    found = by_trying(config, Memory(250, "--memory 250"), attempt)
     assert (found.micro_batch, found.larger, found.larger_needs) == (2, 3, 300)
-    found = by_trying(plan, plenty, lambda batch: 7)
+    found = by_trying(config, plenty, lambda batch: 7)
     assert (found.micro_batch, found.larger) == (24, None)
-    assert by_trying(plan, plenty, functools.partial(attempt, most=0)).micro_batch == 0
+    assert by_trying(config, plenty, functools.partial(attempt, most=0)).micro_batch == 0
     cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    assert by_trying(plan, plenty, functools.partial(attempt, error=cublas)).micro_batch == 4
+    assert by_trying(config, plenty, functools.partial(attempt, error=cublas)).micro_batch == 4
     with pytest.raises(RuntimeError, match="illegal"):
-        by_trying(plan, plenty, functools.partial(attempt, error=RuntimeError("an illegal memory access")))
+        by_trying(config, plenty, functools.partial(attempt, error=RuntimeError("an illegal memory access")))
 
 
 @pytest.mark.parametrize(
@@ -229,13 +230,13 @@ def test_a_trial_keeps_what_the_estimate_says(monkeypatch, world, rank, words):
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(type(get_accelerator()), "total_memory", lambda self, index=None: 0)
-    plan = plan_of(world, "--auto-batch", *words, rank=rank)
-    with TrialStep(plan, torch.device("cpu")) as trial:
+    config = engine_of(world, "--auto-batch", *words, rank=rank)
+    with TrialStep(config, torch.device("cpu")) as trial:
         weights = [tensor for layer in trial.layers for tensor in (*layer.parameters(), *layer.buffers())]
         kept, _ = saved_bytes(lambda: trial._forward(6), weights)
         assert len({id(layer) for layer in trial.layers}) < len(trial.layers) or world == 2, "a block each"
         assert kept == pytest.approx(6 * trial.stage.waiting, rel=0.1)
-        for batch in legal(plan)[:3]:
+        for batch in legal(config)[:3]:
             assert trial(batch) >= 0
         assert all(parameter.grad is None for layer in trial.layers for parameter in layer.parameters())
 
@@ -253,14 +254,14 @@ def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-b", "4"), "--auto-batch finds what --batch-size 4 says; keep one"),
-        (("--grad-accum-steps", "2"), "--auto-batch finds what --grad-accum-steps 2 says; keep one"),
+        (("-b", "4"), "--auto-batch and --batch-size 4 are both given; keep one"),
+        (("--grad-accum-steps", "2"), "--auto-batch and --grad-accum-steps 2 are both given; keep one"),
         (
             ("--set", "train_micro_batch_size_per_gpu=4"),
             'train_micro_batch_size_per_gpu to 4, which --auto-batch is to find; write "auto" there or say --set '
             "train_micro_batch_size_per_gpu=auto",
         ),
-        (("--memory", "much"), "--memory much: write a number of bytes above 0, or 500MB, 8GB, 8GiB"),
+        (("--memory", "much"), "--memory much: write a number of bytes above 0, at most 2^60, or 500MB, 8GB, 8GiB"),
         (
             ("--memory", "1MB"),
             "not even a micro-batch of 1 fits: it needs 7.2 MB (estimated, with a quarter more for what is not "

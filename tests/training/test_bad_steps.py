@@ -6,26 +6,31 @@ from types import SimpleNamespace
 import pytest
 
 from ds_vit.fault_tolerance.exit_codes import Diverged
-from ds_vit.training.bad_steps import MAX_SKIPS, BadSteps
+from ds_vit.training.callbacks import MAX_SKIPS, BadSteps, Step
 
 
 def test_an_interruption_does_not_begin_the_count_anew():
     """A run that is stopped every hour and would go on skipping for ever; an older checkpoint, which has no count."""
-    config, overflow = SimpleNamespace(on_nonfinite="stop", rollback=0), SimpleNamespace(rejection=None)
+    guard = SimpleNamespace(recent=list, remember=lambda values: None)
+    engine = SimpleNamespace(mean=float, guard=guard)
+    overflow = SimpleNamespace(applied=False, rejection=None, loss=0.5)
+
+    def make():
+        return BadSteps(engine, None, stop=True, max_rollbacks=0, fp16=True)
 
     def skip(bad_steps, times):
         for step in range(times):
-            bad_steps.skip(step, 1.0, overflow, 0.5, None)
+            bad_steps.after_result(Step(step, 0.1, 1.0, overflow))
 
-    before = BadSteps(config, fp16=True)
+    before = make()
     skip(before, MAX_SKIPS - 1)
     state = json.loads(json.dumps(before.state_dict()))
-    going_on = BadSteps(config, fp16=True)
-    going_on.load_state_dict(state)
+    resumed = make()
+    resumed.load_state_dict(state)
     with pytest.raises(Diverged, match=f"{MAX_SKIPS} steps in a row"):
-        skip(going_on, 1)
+        skip(resumed, 1)
     del state["skipped_in_a_row"]
-    older = BadSteps(config, fp16=True)
+    older = make()
     older.load_state_dict(state)
     skip(older, MAX_SKIPS - 1)
     assert older.skipped == 2 * (MAX_SKIPS - 1)

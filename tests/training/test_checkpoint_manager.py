@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from ds_vit.checkpoint import Checkpoint
+from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.checkpoint.snapshot import Save
-from ds_vit.config.run_folder import RunFolder
+from ds_vit.config.units import Interval
+from ds_vit.data import SampleOrder
+from ds_vit.fault_tolerance.signals import Deadline, Interrupted
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.training import checkpoint_manager
-from ds_vit.training.checkpoint_manager import CheckpointManager
+from ds_vit.training import checkpoint_manager, skipped_images
+from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
+from ds_vit.training.skipped_images import SkippedImages
 
 
 class NoDisk:
@@ -21,6 +26,8 @@ class NoDisk:
     def __init__(self, *_: object, **__: object) -> None:
         self.busy = False
         self.best: dict[int, bool] = {}
+        self.saves: dict[int, Save] = {}
+        self.figures: dict[int, dict] = {}
         self._under_way: list[Save] = []
 
     def wait(self) -> None:
@@ -36,6 +43,7 @@ class NoDisk:
         self.wait()
         self._under_way.append(save)
         self.best[save.step] = save.best
+        self.saves[save.step] = save
         self.busy = True
 
     def finished(self) -> list[Save]:
@@ -48,6 +56,16 @@ class NoDisk:
         self.best[step] = True
         return ""
 
+    def write_figures(self, step: int, figures: dict) -> None:
+        assert not self.busy, "a checkpoint that may not be there yet"
+        self.figures[step] = figures
+
+
+def with_rollback(manager: CheckpointManager) -> CheckpointManager:
+    """The same run with `--rollback 1`."""
+    manager.config = dataclasses.replace(manager.config, rollback=True)
+    return manager
+
 
 @pytest.fixture
 def said() -> list[str]:
@@ -58,60 +76,84 @@ def said() -> list[str]:
 @pytest.fixture
 def manager(monkeypatch, tmp_path, said, request) -> CheckpointManager:
     """Of one rank with `--checkpoint-interval 4`, or what the test gives; an epoch is 3 steps."""
-    stand_ins = {"Saver": NoDisk, "Holding": lambda *_: None, "names_and_shapes": lambda _: {}}
-    stand_ins["together"] = lambda question: question()
+    stand_ins = {"Saver": NoDisk, "RankShare": lambda *_: None}
+    stand_ins |= {"from_first_rank": lambda question: question(), "read_figures": lambda _: {}}
     for name in ("load_tensors", "first_step", "skipped_batches"):
         stand_ins[name] = (lambda state, order: state["step"]) if name == "first_step" else (lambda *_: 0)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(checkpoint_manager, name, stand_in)
     monkeypatch.setattr(CheckpointManager, "_state", lambda self, step: {})
-    interval = getattr(request, "param", "4")
-    config = SimpleNamespace(checkpoint_interval=interval, keep_checkpoints=2, stop_before_seconds=None)
-    task = SimpleNamespace(weight_files=dict, class_names=())
-    model, data = SimpleNamespace(whole=None, task=task), SimpleNamespace(order=SimpleNamespace(steps_per_epoch=3))
-    plan = SimpleNamespace(config=config, model=model, data=data, stop_at=None, identity={})
+    config = CheckpointConfig(
+        interval=Interval.parse(getattr(request, "param", "4"), "--checkpoint-interval"),
+        keep=2,
+        rollback=False,
+        deadline=Deadline(None, 0.0),
+        order=SampleOrder(3, 1, 0),
+        resume=None,
+        schedule={},
+        identity={},
+        flags={},
+    )
+    task = SimpleNamespace(weight_files=dict, class_names=(), load_state_dict=lambda _: None)
     groups = SimpleNamespace(ballots=None, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
+    trainer = SimpleNamespace(conclude=lambda: None)
     reporter = SimpleNamespace(say=said.append, checkpoint=lambda _: None)
-    return CheckpointManager(plan, RunFolder(tmp_path), engine, None, Throughput(), None, None, reporter)
+    return CheckpointManager(config, tmp_path, engine, task, {}, None, Throughput(), None, trainer, reporter)
 
 
-def taken_up(manager: CheckpointManager, step: int, parent: Path | None = None) -> None:
-    """Go on from a checkpoint."""
+def resume_from(manager: CheckpointManager, step: int, parent: Path | None = None, **state: object) -> None:
+    """Resume from a checkpoint."""
     path = (parent or manager.parent) / f"step-{step:08d}"
-    manager._take(Checkpoint(path, {}, {"step": step, "optimizer": {}, "engine": {}, "history": {}}))
+    manager._load(Checkpoint(path, {}, {"step": step, "optimizer": {}, "engine": {}, "history": {}, **state}))
 
 
 def test_the_best_step_is_saved_while_another_save_is_under_way(manager):
     # Catches: the best weights given up because the disk was slow, and those of a later step saved without the mark.
     manager.boundary(4)
     assert manager._saver.busy
-    manager.evaluated(5, is_best=True)
+    manager.evaluated(5, {}, is_best=True)
     manager.boundary(5)
     assert manager._saver.best == {4: False, 5: True}
-    manager.boundary(8)  # no best one: it waits, and training goes on
+    manager.boundary(8)  # no best one: it waits, and training continues
     assert 8 not in manager._saver.best
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_step_that_is_evaluated_after_it_was_saved(manager, tmp_path, elsewhere):
     # Catches: a run that was interrupted within the evaluation of its best step, whose checkpoint then never gets the
-    # mark; one that goes on in another folder, where that step is still being saved.
-    taken_up(manager, 8, tmp_path / "another" if elsewhere else None)
+    # mark; one that resumes in another folder, where that step is still being saved.
+    resume_from(manager, 8, tmp_path / "another" if elsewhere else None)
     manager.boundary(8)
-    manager.evaluated(8, is_best=True)
+    manager.evaluated(8, {}, is_best=True)
     assert manager._saver.best == {8: True}
-    manager.evaluated(8, is_best=False)
+    manager.evaluated(8, {}, is_best=False)
     manager.boundary(9)
     assert manager._saver.best == {8: True}
+
+
+def test_figures_go_to_the_checkpoint_of_their_step_alone(manager):
+    # Catches: figures of a step that is not saved, or put into a checkpoint that is still being written; figures lost
+    # because the save took longer than the evaluation.
+    manager.boundary(4)
+    manager.evaluated(4, {"of": 4}, is_best=False)
+    assert manager._saver.figures == {}
+    manager._saver.wait()
+    manager.boundary(5)
+    manager.evaluated(6, {"of": 6}, is_best=False)
+    manager.boundary(6)
+    assert manager._saver.figures == {4: {"of": 4}}
+    resume_from(manager, 4)
+    manager.evaluated(4, {"of": "4 again"}, is_best=False)
+    assert manager._saver.figures == {4: {"of": "4 again"}}
 
 
 def test_what_was_the_best_before_a_rollback_is_forgotten(manager):
     # Catches: a step that is marked, or saved out of turn, because one of its number was the best before.
     manager.boundary(4)
-    manager.evaluated(8, is_best=True)
+    manager.evaluated(8, {}, is_best=True)
     manager._saver.wait()
-    taken_up(manager, 4)
+    resume_from(manager, 4)
     manager.boundary(5)
     assert 5 not in manager._saver.best
     manager.boundary(8)
@@ -122,7 +164,7 @@ def test_a_step_of_another_folders_course_is_saved_again(manager, tmp_path):
     # Catches: a rollback past the run's own checkpoints, whose steps then count as saved.
     manager.boundary(8)
     manager._saver.wait()
-    taken_up(manager, 4, tmp_path / "another")
+    resume_from(manager, 4, tmp_path / "another")
     manager._saver.best.clear()
     manager.boundary(8)
     assert manager._saver.best == {8: False}
@@ -155,3 +197,53 @@ def test_what_the_disk_must_hold_is_told_once(manager, said, monkeypatch, free):
     assert "at most 4 at a time" in line
     assert f"with the weights of the end 18 GB, and {free // 10**9 if free < 10**12 else 1} " in line
     assert ("WARNING" in line and "make room" in line) == (free < 18 * 10**9)
+
+
+def test_under_rollback_a_slow_disk_does_not_choose_the_step_to_return_to(manager, said):
+    # Catches: a checkpoint that is postponed because the one before is still being written, so that a rollback returns
+    # to another step on a slow disk than on a fast one.
+    for step in range(1, 13):
+        with_rollback(manager).boundary(step)
+    assert list(manager._saver.best) == [4, 8, 12]
+    assert not [line for line in said if "still being written" in line]
+    manager._saver.wait()
+    manager._collect()
+    assert manager._rollback_to == manager.parent / "step-00000012"
+
+
+def test_an_interruption_does_not_choose_the_step_to_return_to(manager):
+    # Catches: a rollback of a resumed run that returns to the step of the interruption, where the run without one
+    # returns to the step before that fell due; that step's checkpoint, removed for the one of the interruption.
+    with_rollback(manager).boundary(4)
+    manager._signals.received = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        manager.boundary(6)
+    due, at_the_stop = manager._saver.saves[4], manager._saver.saves[6]
+    assert due.state["rollback_step"] == at_the_stop.state["rollback_step"] == 4
+    assert at_the_stop.spare == "step-00000004"
+    (manager.parent / "step-00000004").mkdir(parents=True)
+    resume_from(manager, 6, rollback_step=4)
+    assert manager._rollback_to == manager.parent / "step-00000004"
+    resume_from(manager, 6, rollback_step=5)  # which is not there any more
+    assert manager._rollback_to == manager.parent / "step-00000006"
+
+
+def test_a_disk_that_refuses_the_log_of_skipped_images(monkeypatch, tmp_path, capsys):
+    # Catches: a full disk in mid-run that ends as bad input (code 2), which no launcher restarts.
+    monkeypatch.setattr(
+        skipped_images,
+        "dist",
+        SimpleNamespace(
+            get_world_size=lambda: 1, get_rank=lambda: 0, all_gather_object=lambda out, own: out.__setitem__(0, own)
+        ),
+    )
+    (tmp_path / "file").write_text("no folder")
+    images = SkippedImages(tmp_path / "file" / "skipped_images.jsonl", active=True, epoch_images=10, most=0.1)
+    source = SimpleNamespace(describe=lambda number: f"{number}.jpg")
+    images.add(source, [(3, "broken")], "training", epoch=0)
+    assert images.gather() == 1
+    assert images.too_many() == ""
+    images.add(source, [(3, "broken"), (4, "broken")], "training", epoch=1)
+    assert images.gather() == 3
+    assert "2 of the 10 images of epoch 1 (0.2)" in images.too_many()
+    assert capsys.readouterr().err.count("could not be written") == 1

@@ -70,7 +70,7 @@ def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     argv = [*words(tmp_path / "run", stage, dp, accumulation), *map(str, flags), "--compile"]
     for counts in ranks.run(world, train_counting, argv):
         names, graphs = zip(*counts, strict=True)
-        assert names == 2 * ("_take_step", "_take_step", "_judge_weights")
+        assert names == 2 * ("train_step", "train_step", "_evaluate")
         kinds = graphs[0]
         assert kinds == 2 or ("--pp" in flags and kinds == 1), "with drop-path and without"
         assert graphs == (kinds, kinds, *4 * (2 * kinds,)), "in training and in evaluation"
@@ -81,16 +81,16 @@ def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
 
 
 def train_with_stale_masks(argv):
-    """On a rank: train compiled, each drop lent its first row for good, as a constant in the graph would be."""
+    """On a rank: train compiled, each drop keeps its first row, as a constant in the graph would be."""
     from ds_vit.models import compiled
 
-    lend = compiled._Lent.lend
+    set_row = compiled._WithRow.set_row
 
     def once(self):
         if not hasattr(self, "row"):
-            lend(self)
+            set_row(self)
 
-    with mock.patch.object(compiled._Lent, "lend", once):
+    with mock.patch.object(compiled._WithRow, "set_row", once):
         return train_counting(argv)
 
 
@@ -128,14 +128,17 @@ def weights_around_a_block(argv):
         gathered.extend(StorageWeakRef(p.untyped_storage()) for p in block.parameters())
         seen["inside"].append(whole())
 
-    def init(self, model, optimizer, loss, *args, **kwargs):
+    def init(self, model, optimizer, task, *args, **kwargs):
         blocks.extend(blocks_of(model))
+        forward = task.step
 
-        def loss_with_a_look(*inputs):
+        def step_with_a_look(*inputs):
+            loss = forward(*inputs)
             seen["held"].append(sum(not memory.expired() for memory in gathered))
-            return loss(*inputs)
+            return loss
 
-        own_init(self, model, optimizer, loss_with_a_look, *args, **kwargs)
+        task.step = step_with_a_look
+        own_init(self, model, optimizer, task, *args, **kwargs)
         for block in blocks:
             block.register_forward_pre_hook(look)  # behind DeepSpeed's own, which gathers
 
@@ -212,7 +215,7 @@ def test_the_json_has_no_other_compiler(tmp_path):
     output = tmp_path / "run"
     code, _, err = run_quietly(words(output, changes={"compile": {"deepcompile": True}}))
     assert code == 2
-    assert "compile by --compile" in err
+    assert "use --compile" in err
     argv = words(output, changes={"compile": {"deepcompile": False}})
     code, _, _ = run_quietly([*argv, "--dry-run"])
     assert code == 0

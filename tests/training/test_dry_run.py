@@ -11,13 +11,14 @@ from project import ROOT
 from runs import DIGITS
 
 from ds_vit.config import parse
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
 from ds_vit.monitoring.starts import note_start
+from ds_vit.run_folder import RunFolder
 from ds_vit.train import main
+from ds_vit.training.build import engine_config
 from ds_vit.training.memory import by_stage, estimate
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run, resolved_flags
 from ds_vit.training.summary import end_rows
 
 RUN = [
@@ -32,7 +33,11 @@ def config_of(stage):
 
 def plan_of(world, stage, *words):
     config, explicit = parse([*RUN, "--max-steps", "8", "--deepspeed_config", config_of(stage), *words])
-    return prepare(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
+    return resolve_run(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
+
+
+def estimate_of(world, stage, *words):
+    return estimate(engine_config(plan_of(world, stage, *words)))
 
 
 def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
@@ -59,7 +64,20 @@ def test_a_short_run_says_what_its_defaults_make_of_it(capsys, tmp_path):
     told = "does not fit into 10 steps: fewer than 20 steps begin at the full rate, without any (--warmup-steps or"
     assert told in said
     assert "schedule over 10, no warm-up)" in said
+    assert "rows, one every" not in said
+    assert main([*words, "--log-interval", "50", "--dry-run"]) == 0
+    said = " ".join(re.sub(r"[^ -~]", " ", capsys.readouterr().out).split())
     assert "2 rows, one every 50 steps; --log-interval 1 writes each step down" in said
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(10, 1), (24, 1), (51, 2), (600, 12), (2500, 50), (90_000, 50)])
+def test_curves_of_a_short_run_have_enough_points(steps, interval):
+    """24 steps with two points; a number that config.yaml does not show, or that is not the run's own to say."""
+    words = ["--max-steps", str(steps), "--warmup-steps", "2"]
+    plan = plan_of(1, 1, *words)
+    assert plan.log_interval == interval
+    assert resolved_flags(plan)["log_interval"] == interval
+    assert resolved_flags(plan_of(1, 1, *words, "--log-interval", "7"))["log_interval"] == 7
 
 
 def test_the_end_says_in_how_many_launches(tmp_path):
@@ -68,8 +86,8 @@ def test_the_end_says_in_how_many_launches(tmp_path):
     told = {"model": "m", "eval_images": 0, "images_per_second": None, "skipped_images": 0, "wall_seconds": 28.2}
     said = []
     for step in (0, 4):
-        note_start(folder, step, plan.parallel.layout, 1, torch.device("cpu"), [])
-        said.append(dict(end_rows(plan, told, tmp_path))["wall time"])
+        note_start(folder, step, plan.layout, 1, torch.device("cpu"), [])
+        said.append(dict(end_rows(engine_config(plan), told, tmp_path))["wall time"])
     assert said == ["28 s", "28 s in 2 launches"]
 
 
@@ -85,7 +103,7 @@ def test_the_end_says_in_how_many_launches(tmp_path):
 def test_bytes_a_parameter_by_zero_stage(stage, expected):
     # Catches: a share of the wrong thing. Known in closed form: fp32, AdamW, four data-parallel ranks.
     plan = plan_of(4, stage)
-    [rank] = estimate(plan)
+    [rank] = estimate(engine_config(plan))
     number = num_parameters(plan.model.whole)
     assert rank.parameters == number
     for value, bytes_each in zip((rank.weights, rank.gradients, rank.masters, rank.optimizer), expected, strict=True):
@@ -100,7 +118,7 @@ def test_bytes_a_parameter_in_bf16():
         (("--set", "bf16.bf16_master_weights_and_grads=true", "bf16.bf16_optimizer_states=true"), (2, 2, 1, 2)),
     ):
         plan = plan_of(2, 1, "--set", "bf16.enabled=true", *words)
-        [rank] = estimate(plan)
+        [rank] = estimate(engine_config(plan))
         found = (rank.weights, rank.gradients, rank.masters, rank.optimizer)
         assert found == pytest.approx([n * num_parameters(plan.model.whole) for n in expected], abs=8), words
 
@@ -109,17 +127,17 @@ def test_activations_follow_the_layout():
     # Catches: a stage that counts the whole model, and recomputation that changes nothing.
     # A head that reads all tokens: for the class token alone the last block keeps less, where it is not cut.
     every = ["--model-kwargs", "patch_size=4", "embed_dim=64", "depth=2", "num_heads=2", "global_pool=avg"]
-    [one] = estimate(plan_of(1, 1, *every))
-    first, last = estimate(plan_of(2, 1, *every, "--pp", "2", "--grad-accum-steps", "2"))
+    [one] = estimate_of(1, 1, *every)
+    first, last = estimate_of(2, 1, *every, "--pp", "2", "--grad-accum-steps", "2")
     assert first.parameters + last.parameters == one.parameters
     assert first.activations + 2 * last.activations == pytest.approx(2 * one.activations, rel=0.01)
-    [cut] = estimate(plan_of(2, 1, *every, "--tp", "2"))
+    [cut] = estimate_of(2, 1, *every, "--tp", "2")
     assert one.activations / 2 < cut.activations < one.activations
     modes = [[*every, "--grad-checkpointing", mode] for mode in ("full", "2", "selective")]
-    full, two, selective = (estimate(plan_of(1, 1, *words))[0].activations for words in modes)
+    full, two, selective = (estimate_of(1, 1, *words)[0].activations for words in modes)
     assert 0 < full < selective < one.activations
     assert full < two  # with two blocks, all of them live again at once
-    [kept] = estimate(plan_of(1, 1, *every, "-b", "8"))
+    [kept] = estimate_of(1, 1, *every, "-b", "8")
     assert kept.activations == pytest.approx(2 * one.activations, rel=1e-6)
 
 
@@ -131,10 +149,10 @@ def train_and_weigh(argv):
     from ds_vit.training.trainer import Trainer
 
     found = []
-    carry_out = Trainer._carry_out
+    run = Trainer.run
 
     def weigh(trainer):
-        word = carry_out(trainer)
+        word = run(trainer)
         weights = sum(p.numel() * p.element_size() for p in trainer.engine.module.parameters())
         states = trainer.engine.zero_map.base.state.values()
         tensors = [t for state in states for t in state.values() if hasattr(t, "numel") and t.numel() > 1]
@@ -142,7 +160,7 @@ def train_and_weigh(argv):
         found.append((weights, masters, sum(t.numel() * t.element_size() for t in tensors)))
         return word
 
-    with mock.patch.object(Trainer, "_carry_out", weigh):
+    with mock.patch.object(Trainer, "run", weigh):
         assert main(argv) == 0
     return found[0]
 
@@ -152,7 +170,7 @@ def test_it_is_what_deepspeed_takes(ranks, tmp_path, stage, words):
     # Catches: an estimate that nobody ever held against a run.
     argv = [*RUN, "--deepspeed_config", config_of(stage), "--max-steps", "1", "--warmup-steps", "0", *words]
     [(weights, masters, states), _] = ranks.run(2, train_and_weigh, [*argv, "--output", str(tmp_path / "run")])
-    [rank] = estimate(plan_of(2, stage, *words))
+    [rank] = estimate_of(2, stage, *words)
     assert weights == rank.weights
     assert masters == pytest.approx(rank.masters, rel=0.01)  # ZeRO fills a partition up
     assert states == pytest.approx(rank.optimizer, rel=0.01)
@@ -162,7 +180,8 @@ def train_and_count(argv):
     """On a rank: train, and give the bytes that autograd saved of the first micro-batch, weights aside."""
     from unittest import mock
 
-    from ds_vit.models import SequentialViT, saved_bytes
+    from ds_vit.models import SequentialViT
+    from ds_vit.planner.counting import saved_bytes
     from ds_vit.train import main
 
     found = []
@@ -195,5 +214,5 @@ def test_activations_are_what_training_saves(ranks, tmp_path, world, words):
     argv += ["--output", str(tmp_path / "run"), "--checkpoint-interval", "0"]
     saved = ranks.run(world, train_and_count, argv)
     plan = plan_of(world, 1, *words)
-    [stage] = by_stage(plan)
+    [stage] = by_stage(engine_config(plan))
     assert saved == pytest.approx([stage.waiting * plan.data.batch.micro_batch] * world, rel=0.1)

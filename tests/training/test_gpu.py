@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import oracle
-import per_parameter
 import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_rows
@@ -37,7 +36,7 @@ def cifar(tmp_path_factory, real_images):
     folder = tmp_path_factory.mktemp("gpu")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
     oracle.write_weights(folder / "weights.safetensors", num_classes=10)
-    return folder, oracle.train_plainly(folder, folder / "weights.safetensors", num_classes=10)
+    return folder, oracle.train_plainly(folder).rows
 
 
 def config_file(folder, base, **changes):
@@ -118,20 +117,22 @@ def test_auto_batch_finds_the_edge_by_trying():
     from ds_vit.config import parse
     from ds_vit.launching.process import Process
     from ds_vit.training.auto_batch import by_trying, legal, memory_of_rank
-    from ds_vit.training.plan import prepare
+    from ds_vit.training.build import engine_config
+    from ds_vit.training.resolve import resolve_run
     from ds_vit.training.trial_step import TrialStep
 
     argv = ["--dataset", "digits", "--model", "vit_small_patch16_224", "--set", "train_batch_size=128", "--auto-batch"]
     argv += ["--warmup-steps", "2", "--max-steps", "8", "--deepspeed_config"]
     config, explicit = parse([*argv, str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")])
-    plan = prepare(config, explicit, Process("none", 0, 1, 0, 1), on_cpu=False)
-    batches = {batch.micro_batch: batch for batch in legal(plan)}
-    with TrialStep(plan, torch.device("cuda", 0)) as trial:
+    process = Process("none", 0, 1, 0, 1)
+    engine = engine_config(resolve_run(config, explicit, process, on_cpu=False))
+    batches = {batch.micro_batch: batch for batch in legal(engine)}
+    with TrialStep(engine, torch.device("cuda", 0)) as trial:
         few, many = trial(batches[1]), trial(batches[8])
         assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
         torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
         try:
-            found = by_trying(plan, memory_of_rank(plan, on_cpu=False), trial)
+            found = by_trying(engine, memory_of_rank("", process, on_cpu=False), trial)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert found.how == "measured"
@@ -143,37 +144,38 @@ def test_auto_batch_finds_the_edge_by_trying():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, real_images):
-    """32 images and random weights, as tests/optim/test_per_parameter.py has them."""
+    """32 images and random weights, as tests/engine/test_precision.py has them."""
     folder = tmp_path_factory.mktemp("gpu-optimizers")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, per_parameter.NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **per_parameter.KWARGS)
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
     return folder
 
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, None), (1, None), (3, None), (2, OFFLOAD)])
+@pytest.mark.parametrize(("stage", "blocks"), [(0, None), (1, None), (3, None), (2, OFFLOAD)])
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
-def test_optimizers_are_timms(small, tmp_path, kind, stage, precision):
+def test_optimizers_are_timms(small, tmp_path, kind, stage, blocks):
     """The GPU's own way of arithmetic by parameter, its fused kernels, and what travels to it from offloaded memory."""
-    rows, weights, average = per_parameter.train_plainly(small, kind)
+    rows, weights, average = oracle.train_plainly(small, kind, model_kwargs=oracle.DEEP_KWARGS)
     output = tmp_path / "run"
-    train_alone(per_parameter.command(small, kind, (1, 1, 1, stage), output, precision=precision))
+    train_alone(oracle.command(small, kind, (1, 1, 1, stage), output, blocks=blocks, model_kwargs=oracle.DEEP_KWARGS))
     assert_same_curve(rows, read_rows(output), rtol=1e-3, keys=("loss",))
     for name, ours in (("model", weights), ("ema", average)):
         theirs = load_file(str(output / f"{name}.safetensors"))
-        assert per_parameter.furthest(theirs, ours)[0] < 1e-2
+        assert oracle.furthest(theirs, ours)[0] < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["lamb", "muon", "layer decay"])
 def test_optimizers_go_on(small, tmp_path, kind):
     """An optimizer's count of steps that comes back on another device than its kernel wants it on."""
-    rows, _, _ = per_parameter.train_plainly(small, kind)
+    rows = oracle.train_plainly(small, kind, model_kwargs=oracle.DEEP_KWARGS).rows
     first, second = tmp_path / "first", tmp_path / "second"
     stop = ["--max-steps", 5, "--checkpoint-interval", 5]
-    train_alone(per_parameter.command(small, kind, (1, 1, 1, 1), first, words=stop))
-    train_alone(per_parameter.command(small, kind, (1, 1, 1, 3), second, words=["--resume", first]))
+    model = {"model_kwargs": oracle.DEEP_KWARGS}
+    train_alone(oracle.command(small, kind, (1, 1, 1, 1), first, *stop, **model))
+    train_alone(oracle.command(small, kind, (1, 1, 1, 3), second, "--resume", first, **model))
     assert_same_curve(rows[5:], read_rows(second), rtol=1e-3, keys=("loss",))
 
 

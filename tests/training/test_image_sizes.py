@@ -14,8 +14,9 @@ from ds_vit.config import parse
 from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import Flops, ModelSpec, SequentialViT, create_model, set_image_size, take_apart
-from ds_vit.training.plan import prepare
+from ds_vit.models import ModelSpec, SequentialViT, create_model, set_image_size, take_apart
+from ds_vit.planner.counting import Flops
+from ds_vit.training.resolve import resolve_run
 from ds_vit.training.resume import Resume, check_same_run
 from ds_vit.training.step_log import StepLog
 
@@ -66,7 +67,7 @@ def test_sizes_that_are_drawn():
         ("128:0,160:0.5,224:0.5", "must begin with 0 and grow"),
         ("128:0,224:1", "all below 1"),
         ("224:0,128:0.5", "no other may be larger"),
-        ("0:0,128:0.5", "no other may be larger"),
+        ("0:0,128:0.5", "a size must be at least"),
         ("128:0,224:nan", "all below 1"),
     ],
 )
@@ -80,7 +81,7 @@ def test_schedules_that_are_refused(text, said):
     ("argv", "said"),
     [
         ([*VIT, "--img-size", "8"], "--img-size is 8"),
-        ([*VIT, "--compile"], "--compile a graph is of one"),
+        ([*VIT, "--compile"], "--compile makes one graph of fixed shapes"),
         ([*VIT, "--max-steps", "2"], "2 steps are too few"),
         (["--model", "vit_tiny_patch16_224"], "8 pixels are no multiple of the patch size 16"),
         (["--model", "vit_tiny_r_s16_p8_224", "--img-size-schedule", "32:0,64:0.5"], "takes one size;"),
@@ -92,14 +93,15 @@ def test_schedules_that_are_refused(text, said):
 def test_runs_that_are_refused_before_any_rank_starts(argv, said):
     """What would fail, or train otherwise than was asked for, on the ranks."""
     with pytest.raises(UserError, match=said):
-        prepare(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
+        resolve_run(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
 
 
 def test_a_size_stays_at_its_step_when_a_run_goes_on():
     """Shares of another number of steps: images that shrink again in the middle of a run, without a word."""
     run = words(*RUN, *config(1), *VIT, "--sched", "constant")
     plans = [
-        prepare(*parse([*run, "--max-steps", steps]), Process("none", 0, 1, 0, 1), on_cpu=True) for steps in ("5", "10")
+        resolve_run(*parse([*run, "--max-steps", steps]), Process("none", 0, 1, 0, 1), on_cpu=True)
+        for steps in ("5", "10")
     ]
     state = {"run": plans[0].identity, "config": {}}
     resume = Resume(SimpleNamespace(path="step-5", state=state, kinds=()), falls_back=False)
@@ -113,8 +115,8 @@ def test_a_size_stays_at_its_step_when_a_run_goes_on():
 def test_flops_are_those_of_all_steps_of_a_row():
     """A rate over many steps beside the cost of the last one."""
     log = StepLog.__new__(StepLog)
-    log.sizes, log.since = size_schedule("8:0,16:0.5", 4), 1
-    log.flops_of = {8: Flops(1, 3), 16: Flops(4, 12)}
+    log.inputs, log._since = SimpleNamespace(config=SimpleNamespace(sizes=size_schedule("8:0,16:0.5", 4))), 1
+    log.flops = {8: Flops(1, 3), 16: Flops(4, 12)}
     assert log._training_flops(4) == (3 + 12 + 12) / 3
     assert log._training_flops(5) == 12
 
@@ -132,13 +134,13 @@ def test_crops_on_the_device_have_the_size_of_the_step(ranks, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
+        *("vit_tiny_patch16_224", "deit3_small_patch16_224", "vit_base_patch16_siglip_224"),
         *(
-            "vit_tiny_patch16_224",
-            "deit3_small_patch16_224",
-            "vit_base_patch16_siglip_224",
             "vit_small_patch16_rope_224",
+            "vit_small_patch14_reg4_dinov2",
+            "vit_small_patch16_rope_mixed_224",
+            "vit_small_patch16_dinov3",
         ),
-        *("vit_small_patch14_reg4_dinov2", "vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"),
         "eva02_tiny_patch14_224",
     ],
 )
@@ -174,31 +176,21 @@ def one(ranks, tmp_path_factory):
     return folder
 
 
-LAYOUTS = {
-    "dp 2, ZeRO-1": (2, 1, ["-b", 8]),
-    "tp 2, sequence parallel, ZeRO-2": (2, 2, ["-b", 16, "--tp", 2, "--sequence-parallel"]),
-    "pp 2, ZeRO-1": (2, 1, ["-b", 8, "--grad-accum-steps", 2, "--pp", 2]),
-    "dp 2, ZeRO-3": (2, 3, ["-b", 4, "--grad-accum-steps", 2, "--grad-checkpointing"]),
-    "pp 2, tp 2": (4, 1, ["-b", 4, "--grad-accum-steps", 4, "--pp", 2, "--tp", 2]),
-}
+# model: ranks, ZeRO stage, flags
+LAYOUTS = [
+    (VIT, 2, 2, ["-b", 16, "--tp", 2, "--sequence-parallel"]),
+    (VIT, 2, 3, ["-b", 4, "--grad-accum-steps", 2, "--grad-checkpointing"]),
+    (ROPE, 2, 1, ["-b", 8, "--grad-accum-steps", 2, "--pp", 2]),
+    pytest.param(ROPE, 4, 1, ["-b", 4, "--grad-accum-steps", 4, "--pp", 2, "--tp", 2], marks=pytest.mark.slow),
+    pytest.param(ROPE, 2, 3, ["-b", 8], marks=pytest.mark.slow),
+]
 
 
-_IN_THE_QUICK_SUITE = {"vit dp 2, ZeRO-3", "vit tp 2, sequence parallel, ZeRO-2", "rope pp 2, ZeRO-1"}
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        pytest.param(model, layout, marks=[] if f"{model} {layout}" in _IN_THE_QUICK_SUITE else pytest.mark.slow)
-        for model in ("vit", "rope")
-        for layout in LAYOUTS
-    ],
-)
-def test_every_layout_has_the_curve_of_one_rank(ranks, tmp_path, one, model, layout):
+@pytest.mark.parametrize(("model", "world", "stage", "cut"), LAYOUTS, ids=str)
+def test_every_layout_has_the_curve_of_one_rank(ranks, tmp_path, one, model, world, stage, cut):
     """Shapes of the size before between stages or tensor ranks; other images; a table of positions that is replaced."""
-    world, stage, cut = LAYOUTS[layout]
-    argv = words(*RUN, *{"vit": VIT, "rope": ROPE}[model], *config(stage), *cut, "--output", tmp_path / "run")
-    assert_same_curve(read_rows(one / model), train_in(ranks, world, argv), rtol=1e-5)
+    argv = words(*RUN, *model, *config(stage), *cut, "--output", tmp_path / "run")
+    assert_same_curve(read_rows(one / ("vit" if model is VIT else "rope")), train_in(ranks, world, argv), rtol=1e-5)
 
 
 def test_it_goes_on_in_another_layout(ranks, tmp_path, one):
@@ -211,7 +203,7 @@ def test_it_goes_on_in_another_layout(ranks, tmp_path, one):
     assert_same_curve(whole, rows, rtol=1e-5)
     other = [word if word != SCHEDULE else "8:0,16:0.8" for word in words(*argv)]
     with pytest.raises(UserError, match="give the same --img-size-schedule"):
-        prepare(*parse(other), Process("env", 0, 2, 0, 2), on_cpu=True)
+        resolve_run(*parse(other), Process("env", 0, 2, 0, 2), on_cpu=True)
 
 
 def test_drawn_sizes_in_another_layout(ranks, tmp_path):
@@ -233,6 +225,6 @@ def test_figures_are_those_of_the_size(one):
     assert math.isclose(flops[0], flops[1])
     assert math.isclose(flops[2], flops[3])
     assert flops[0] < flops[2] < flops[4]
-    plan = prepare(*parse(words(*RUN, *VIT, *config(0), "-b", 16)), Process("none", 0, 1, 0, 1), on_cpu=True)
+    plan = resolve_run(*parse(words(*RUN, *VIT, *config(0), "-b", 16)), Process("none", 0, 1, 0, 1), on_cpu=True)
     assert plan.model.image.img_size == (16, 16)
     assert plan.model.task.fields(training=False)[0].shape == (3, 16, 16)

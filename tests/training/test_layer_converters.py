@@ -3,71 +3,44 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.layout import Layout
-from ds_vit.training.layer_converters import layer_converters
-from ds_vit.training.plan.model import ModelPlan
+from ds_vit.training.build_engine import EngineConfig, layer_converters
+from ds_vit.training.resolve.model import ModelConfig
 
-ALL = [
-    "cut_layer",
-    "cast_block_buffers",
-    "norms_in_fp32",
-    "freeze",
-    "compute_class_token",
-    "_compute_kept",
-    "_partition",
+# ZeRO stage, type, type of norms, tp, drop-path's rows, compiled, the pipeline's bounds: the converters in their order.
+ALL = "cut_layer cast_block_buffers norms_in_fp32 freeze compute_class_token _compute_kept _partition"
+CASES = [
+    (1, "float32", "float32", 1, "all", False, (0, 4), "freeze compute_class_token"),
+    (2, "bfloat16", "model", 1, "all", False, (0, 4), "cast_block_buffers freeze compute_class_token"),
+    (1, "bfloat16", "float32", 2, "all", False, (0, 4), ALL.replace(" _compute_kept _partition", "")),
+    (3, "float32", "float32", 2, "all", False, (0, 3, 4), "cut_layer freeze _partition"),
+    (3, "bfloat16", "float32", 2, "auto", False, (0, 4), ALL),
+    (3, "float32", "float32", 1, "auto", True, (0, 4), "freeze compute_class_token _partition compile_block"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "compute", "norms", "tp", "drop_path", "compiled", "bounds", "expected"),
-    [
-        (1, "float32", "float32", 1, "all", False, (0, 4), ["freeze", "compute_class_token"]),
-        (2, "bfloat16", "model", 1, "all", False, (0, 4), ["cast_block_buffers", "freeze", "compute_class_token"]),
-        (
-            1,
-            "bfloat16",
-            "float32",
-            2,
-            "all",
-            False,
-            (0, 4),
-            ["cut_layer", "cast_block_buffers", "norms_in_fp32", "freeze", "compute_class_token"],
-        ),
-        (3, "float32", "float32", 2, "all", False, (0, 3, 4), ["cut_layer", "freeze", "_partition"]),
-        (3, "bfloat16", "float32", 2, "auto", False, (0, 4), ALL),
-        (
-            3,
-            "float32",
-            "float32",
-            1,
-            "auto",
-            True,
-            (0, 4),
-            ["freeze", "compute_class_token", "_partition", "compile_block"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("stage", "compute", "norms", "tp", "drop_path", "compiled", "bounds", "expected"), CASES)
 def test_what_is_done_to_a_layer_in_order(stage, compute, norms, tp, drop_path, compiled, bounds, expected):
     """A layer that ZeRO-3 takes before it is cut would be cut in its shares; a frozen one after it would be trained."""
-    reads_class_token = ModelPlan.reads_class_token.fget(SimpleNamespace(bounds=bounds))
-    plan = SimpleNamespace(
-        config=SimpleNamespace(
-            norm_dtype=norms,
-            sequence_parallel=False,
-            drop_path=0.1,
-            drop_path_compute=drop_path,
-            compile=compiled,
-            compile_mode="default",
-        ),
-        data=SimpleNamespace(batch=SimpleNamespace(micro_batch=4)),
+    reads_class_token = ModelConfig.reads_class_token.fget(SimpleNamespace(bounds=bounds))
+    config = SimpleNamespace(
+        norms_fp32=norms == "float32",
+        sequence_parallel=False,
+        drop_path_compute="all" if compiled else drop_path,
+        compile_mode="default" if compiled else None,
+        batch=SimpleNamespace(micro_batch=4),
         model=SimpleNamespace(class_parallel=False, frozen=frozenset(), reads_class_token=reads_class_token),
-        deepspeed=SimpleNamespace(zero_stage=stage, precision=SimpleNamespace(compute=compute), json={}),
+        zero_stage=stage,
+        dtype=getattr(torch, compute),
+        json={},
     )
+    assert not {*vars(config)} - {*EngineConfig.__dataclass_fields__, "zero_stage", "dtype"}
     groups = Groups(Layout(tp=tp), rank=0, tp=object() if tp > 1 else None)
     names = []
-    for converter in layer_converters(plan, groups):
+    for converter in layer_converters(config, groups):
         function = getattr(converter, "func", converter)  # a partial's
         names.append(function.__qualname__.split(".")[0])
-    assert names == expected
+    assert names == expected.split()

@@ -1,6 +1,6 @@
 """Curves recorded once: a change that moves code must leave every bit of them as it is.
 
-    python tests/recorded_curves.py        # record anew, after a change that is meant to move the curves
+    python tests/support/recorded_curves.py        # record anew, after a change that is meant to move the curves
 
 The recording holds for the versions and the processor that it names. Elsewhere kernels round otherwise, and the curves
 are compared within 1e-6 of the recorded values.

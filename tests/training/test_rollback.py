@@ -4,7 +4,6 @@ import itertools
 import json
 
 import oracle
-import per_parameter as timm_side
 import pytest
 from curves import assert_same_curve, read_rows, train_rows
 from zero_layouts import words
@@ -14,19 +13,24 @@ pytestmark = pytest.mark.slow
 BAD_BATCH, INTERVAL, STEPS = 5, 3, 9  # batches count from 0: it belongs to step 6
 
 
-def train_with_bad_batches(argv, bad=(), jump=None):
+def train_with_bad_batches(argv, bad=(), jump=None, write_seconds=0.0, damaged=None):
     """On a rank: train on data some batches of which are not finite; gives the exit code and stderr.
 
     Args:
         argv: of train.py.
         bad: numbers of the batches, in the order of the data.
         jump: (step, batches): leave out so many batches after this step, without any accident.
+        write_seconds: what each checkpoint takes longer on the disk.
+        damaged: number of a batch that cannot be read at all.
     """
     import contextlib
     import io
+    import time
 
     from accidents import spoil_batches
 
+    from ds_vit.checkpoint import snapshot
+    from ds_vit.fault_tolerance.errors import UserError
     from ds_vit.train import main
     from ds_vit.training.inputs import InputPipeline
 
@@ -34,12 +38,20 @@ def train_with_bad_batches(argv, bad=(), jump=None):
 
     def jumping(self, *_):
         step, batches = jump
-        feed = itertools.islice(training(self), step * self.plan.data.batch.accumulation)
+        feed = itertools.islice(training(self), step * self.config.share.accumulation)
         yield from itertools.chain(feed, training(self, step, batches))
 
+    def breaking(self, *_):
+        yield from itertools.islice(training(self), damaged * self.config.share.accumulation)
+        raise UserError("damaged.jpg cannot be decoded")
+
+    if damaged is not None:
+        InputPipeline.training = breaking
     if jump is not None:
         InputPipeline.training = jumping
     spoil_batches(bad)
+    commit = snapshot.folders.commit
+    snapshot.folders.commit = lambda *args: (time.sleep(write_seconds), commit(*args))[1]
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = main([str(word) for word in argv])
@@ -51,7 +63,7 @@ def cifar(tmp_path_factory, real_images):
     """A few images and random weights."""
     folder = tmp_path_factory.mktemp("rollback")
     oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 160, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **timm_side.KWARGS)
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
     return folder
 
 
@@ -154,6 +166,34 @@ def test_not_more_often_than_allowed(ranks, cifar, tmp_path):
     assert rows[-1]["step"] == 6
 
 
+def test_a_slow_disk_changes_nothing(ranks, cifar, tmp_path):
+    """A rollback to the newest checkpoint that the disk has finished, which on another day is another one."""
+    curves = []
+    for seconds in (0.0, 0.7):
+        each = ("--checkpoint-interval", 1, "--rollback", 1)
+        folder = tmp_path / str(seconds)
+        code, error, rows = run(ranks, cifar, folder, (1, 1, 1, 1), *each, bad=[BAD_BATCH], write_seconds=seconds)
+        assert code == 0, error
+        (back,) = [row for row in rows if row["kind"] == "rollback"]
+        assert (back["step"], back["to_step"]) == (BAD_BATCH + 1, BAD_BATCH)
+        curves.append(train_rows(rows))
+    assert_same_curve(*curves, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accident", "wanted"),
+    [((1, 2, 1, 1), {"bad": [BAD_BATCH]}, 3), ((1, 1, 1, 1), {"damaged": BAD_BATCH}, 2)],
+    ids=["diverged", "bad input"],
+)
+def test_an_end_by_an_error_waits_for_the_checkpoint(ranks, cifar, tmp_path, layout, accident, wanted):
+    """A checkpoint that is lost, and left half-written, because the run ended while it was written."""
+    each = ("--checkpoint-interval", BAD_BATCH, "--keep-checkpoints", 0)
+    code, error, rows = run(ranks, cifar, tmp_path, layout, *each, write_seconds=2.0, **accident)
+    assert code == wanted, error
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == [f"step-{BAD_BATCH:08d}"]
+    assert [row["step"] for row in rows if row["kind"] == "checkpoint"] == [BAD_BATCH]
+
+
 def test_nothing_to_go_back_to(ranks, cifar, tmp_path):
     """A crash in place of words."""
     code, error, _ = run(ranks, cifar, tmp_path, (1, 1, 1, 1), *SAVING, "--rollback", 1, bad=[1])
@@ -161,10 +201,17 @@ def test_nothing_to_go_back_to(ranks, cifar, tmp_path):
     assert "there is no checkpoint yet to go back to" in error
 
 
-def test_needs_checkpoints():
-    """A flag that does nothing."""
+@pytest.mark.parametrize(
+    ("interval", "message"),
+    [
+        ("0", "--rollback has no effect with --checkpoint-interval 0"),
+        ("30m", r"--rollback 2 with --checkpoint-interval 30m: .* give .* in steps, or epoch"),
+    ],
+)
+def test_needs_checkpoints_at_steps(interval, message):
+    """A flag that does nothing; a rollback to a step that the clock chose."""
     from ds_vit import config
 
-    words = ["--deepspeed_config", "x.json", "--dataset", "digits", "--checkpoint-interval", "0"]
-    with pytest.raises(ValueError, match="--rollback has no effect with --checkpoint-interval 0"):
+    words = ["--deepspeed_config", "x.json", "--dataset", "digits", "--checkpoint-interval", interval]
+    with pytest.raises(ValueError, match=message):
         config.parse([*words, "--rollback", "2"])

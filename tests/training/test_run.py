@@ -1,4 +1,4 @@
-"""A whole run: what it writes, what it shows, and every switch that is not in the oracle's or the promise's tests."""
+"""A whole run: what it writes, what it shows, and every switch that is not in the layout matrix."""
 
 import csv
 import json
@@ -9,8 +9,8 @@ import torch
 import yaml
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
-from runs import pretend_fp16, run_quietly
-from safetensors.torch import load_file, save_file
+from runs import KINDS, pretend_fp16, run_quietly
+from safetensors.torch import load_file
 
 CONFIGS = ROOT / "ds_configs"
 MODEL = ["--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16]
@@ -20,22 +20,12 @@ EVALUATED = [*MODEL, "--dataset", "digits", "--workers", 0, "-b", 16, "--eval-on
 TRAIN_KEYS = {
     *("kind", "step", "epoch", "wall_seconds", "loss", "epoch_loss", "lr", "grad_norm", "loss_scale"),
     *("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction", "memory_bytes"),
-    "images_seen",
+    *("images_seen", "skipped_images"),
 }
 SUMMARY_KEYS = {
-    *(
-        "model",
-        "num_parameters",
-        "class_names",
-        "layout",
-        "precision",
-        "steps",
-        "best_top1",
-        "last_top1",
-        "best_top5",
-        "last_top5",
-    ),
-    *("eval_images", "images_per_second", "wall_seconds", "skipped_images", "exit", "memory", "step_seconds"),
+    *("model", "num_parameters", "class_names", "layout", "precision", "steps", "exit", "memory", "step_seconds"),
+    *("best_top1", "last_top1", "best_top5", "last_top5", "eval_images", "images_per_second", "wall_seconds"),
+    "skipped_images",
 }
 
 
@@ -73,7 +63,17 @@ def test_files_of_a_run(digits_run):
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
     assert all(set(row) == TRAIN_KEYS for row in train_rows(rows))
     [evaluation] = [row for row in rows if row["kind"] == "eval"]
-    assert evaluation.keys() == {"kind", "step", "epoch", "wall_seconds", "top1", "top5", "loss", "images"}
+    assert evaluation.keys() == {
+        "kind",
+        "step",
+        "epoch",
+        "wall_seconds",
+        "top1",
+        "top5",
+        "loss",
+        "images",
+        "skipped_images",
+    }
     assert evaluation["images"] == 355
     assert [row["step"] for row in rows if row["kind"] == "checkpoint"] == [5]
     summary = json.loads((output / "summary.json").read_text())
@@ -125,18 +125,6 @@ def test_config_yaml_runs_the_same_again(ranks, tmp_path, digits_run):
     assert again == first
 
 
-def test_eval_only_of_the_final_weights(ranks, tmp_path, digits_run):
-    """The saved weights must be the trained ones: another rank count evaluates them to the same accuracy."""
-    output = digits_run[0]
-    argv = [*EVALUATED, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "--output", tmp_path / "e"]
-    argv += ["--initial-checkpoint", output / "model.safetensors"]
-    [row] = [row for row in train_in(ranks, 3, argv) if row["kind"] == "eval"]
-    [last] = [row for row in read_rows(output) if row["kind"] == "eval"]
-    assert (row["top1"], row["top5"], row["images"]) == (last["top1"], last["top5"], last["images"])
-    assert row["loss"] == pytest.approx(last["loss"], rel=1e-5)
-    assert not (tmp_path / "e" / "model.safetensors").exists()
-
-
 def test_config_yaml_evaluates_its_weights(ranks, tmp_path):
     """README's command, after a run with checkpoints, a list of samples and all that evaluation has no use for."""
     config = json_file(tmp_path, "cpu_zero1_fp32.json", gradient_clipping="auto")
@@ -145,10 +133,12 @@ def test_config_yaml_evaluates_its_weights(ranks, tmp_path):
     trained = train_in(ranks, 1, [*argv, "--output", tmp_path / "run"])
     argv = ["--recipe", tmp_path / "run" / "config.yaml", "--eval-only", "--output", tmp_path / "check"]
     argv += ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
-    [row] = train_in(ranks, 2, argv)
+    [row] = train_in(ranks, 3, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json"])
     [last] = [row for row in trained if row["kind"] == "eval"]
     assert (row["top1"], row["top5"], row["images"]) == (last["top1"], last["top5"], last["images"])
+    assert row["loss"] == pytest.approx(last["loss"], rel=1e-5)
     assert not (tmp_path / "check" / "samples").exists()
+    assert not (tmp_path / "check" / "model.safetensors").exists()
     assert json.loads((tmp_path / "check" / "summary.json").read_text())["last_top1"] == last["top1"]
 
 
@@ -158,32 +148,6 @@ def test_config_yaml_of_a_run_without_evaluation(ranks, tmp_path):
     first = train_in(ranks, 1, [*argv, "--output", tmp_path / "run"])
     again = train_in(ranks, 1, ["--recipe", tmp_path / "run" / "config.yaml", "--output", tmp_path / "again"])
     assert_same_curve(first, again, rtol=1e-6)
-
-
-def test_python_api(ranks, tmp_path):
-    """`from ds_vit.api import train` is the same run, and gives the summary on every rank."""
-    settings = {
-        "deepspeed_config": str(CONFIGS / "cpu_zero2_fp32.json"),
-        "dataset": "digits",
-        "model": oracle.MODEL,
-        "model_kwargs": oracle.KWARGS,
-        "img_size": 16,
-        "workers": 0,
-        "max_steps": 1,
-        "warmup_steps": 0,
-        "batch_size": 8,
-        "output": str(tmp_path / "run"),
-    }
-    first, second = ranks.run(2, api_train, settings)
-    assert set(first) == SUMMARY_KEYS
-    assert first["last_top1"] == second["last_top1"]
-
-
-def api_train(settings):
-    """On a rank."""
-    from ds_vit.api import train
-
-    return train(**settings)
 
 
 @pytest.mark.sampled(4)
@@ -218,80 +182,17 @@ def test_shipped_files_train(ranks, tmp_path, base, world):
     assert_same_curve(reference, rows, rtol=5e-3 if "bf16" in base else 1e-5, keys=("loss",))
 
 
-def test_bf16_means_bf16_at_every_stage(ranks, tmp_path):
-    """A partitioned model that stayed in fp32 would look like a good bf16 curve."""
-    argv = [*DIGITS, "--max-steps", 3, "--val-split", ""]
-    fp32 = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
-    runs = []
-    for stage in (1, 2, 3):
-        path = json_file(tmp_path, f"cpu_zero{stage}_fp32.json", bf16={"enabled": True})
-        runs.append(train_in(ranks, 1, [*argv, "--deepspeed_config", path]))
-        assert oracle.largest_deviation(fp32, runs[-1], "loss") > 1e-5
-    # The same weights rounded to bf16 give the same first loss to the last digits; fp32's is further away.
-    first = [train_rows(run)[0]["loss"] for run in runs]
-    assert first[1:] == pytest.approx([first[0]] * 2, rel=1e-6)
-
-
-def test_offload_does_not_change_the_curve(ranks, tmp_path):
-    """Parameters and optimizer in host memory: the same arithmetic."""
-    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    zero["reduce_bucket_size"] = 100_000
-    path = json_file(tmp_path, "cpu_zero3_fp32.json", zero_optimization=zero)
-    argv = [*DIGITS, "--max-steps", 4, "--val-split", ""]
-    assert_same_curve(
-        train_in(ranks, 2, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"]),
-        train_in(ranks, 2, [*argv, "--deepspeed_config", path]),
-        rtol=1e-5,
-    )
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pipeline": {"activation_checkpoint_interval": 3}},
-        {"activation_checkpointing": {"cpu_checkpointing": True}},
-        {"activation_checkpointing": {}},
-    ],
-    ids=str,
-)
-def test_ways_to_recompute(ranks, tmp_path, changes):
-    """Each way of asking for activation checkpointing, with dropout of every kind on."""
-    drops = ["--drop", 0.1, "--drop-path", 0.3, *oracle.kwargs_words({**oracle.KWARGS, "proj_drop_rate": 0.1})]
-    argv = [*DIGITS, *drops, "--max-steps", 3, "--val-split", ""]
-    plain = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
-    path = json_file(tmp_path, "cpu_zero1_fp32.json", **changes)
-    assert_same_curve(plain, train_in(ranks, 1, [*argv, "--deepspeed_config", path]), rtol=1e-6)
-
-
-KINDS = {
-    "eva rope_mixed": ("vit_small_patch16_rope_mixed_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
-    "eva q_bias, sub-norm": ("eva02_base_patch14_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
-    "registers": ("vit_small_patch14_reg4_dinov2", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
-    "map head": ("vit_base_patch16_siglip_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
-    "qk norm, swiglu": ("aimv2_large_patch14_224", "patch_size=8 embed_dim=24 depth=2 num_heads=3"),
-}
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_kinds_under_zero3(ranks, kind):
     """A parameter that is read outside its module's forward is not there under ZeRO-3, or gets no gradient."""
     name, kwargs = KINDS[kind]
-    argv = [*DIGITS, "--model", name, "--model-kwargs", *kwargs.split(), "--max-steps", 3, "--val-split", ""]
-    argv += ["--drop-path", 0.1]
+    small = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3} | kwargs
+    argv = [*DIGITS, "--model", name, *oracle.kwargs_words(small), "--drop-path", 0.1]
+    argv += ["--max-steps", 3, "--val-split", ""]
     zero1 = train_in(ranks, 1, [*argv, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"])
     zero3 = [*argv, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "-b", 8, "--grad-checkpointing"]
     assert_same_curve(zero1, train_in(ranks, 2, zero3), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_evaluation_does_not_disturb_training(ranks):
-    """Evaluating after every epoch must leave the curve alone, under ZeRO-3's prefetching too."""
-    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero3_fp32.json", "-b", 60, "--epochs", 2]
-    often = train_in(ranks, 2, argv)
-    assert [row["step"] for row in often if row["kind"] == "eval"] == [12, 24]
-    assert_same_curve(often, train_in(ranks, 2, [*argv, "--val-split", ""]), rtol=1e-6)
 
 
 def weights_before_and_after(ranks, tmp_path, *flags, stage=1):
@@ -413,24 +314,6 @@ def test_multi_label(ranks, tmp_path):
     assert_same_curve(train_in(ranks, 1, mixed), cut, rtol=1e-5)
 
 
-def test_initial_weights_of_another_size(ranks, tmp_path):
-    """A .pth of 32 pixels trains at 48: position embeddings are resampled as timm does it."""
-    import timm
-
-    oracle.write_weights(tmp_path / "w.safetensors", num_classes=10)
-    state = load_file(str(tmp_path / "w.safetensors"))
-    torch.save({"state_dict": state}, tmp_path / "w.pth")
-    argv = [*EVALUATED, "--img-size", 48, "--initial-checkpoint", tmp_path / "w.pth", "--eval-only"]
-    argv += ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"]
-    [row] = train_in(ranks, 1, argv)
-    model = timm.create_model(oracle.MODEL, num_classes=10, img_size=48, **oracle.KWARGS)
-    model.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(state, model))
-    save_file(model.state_dict(), str(tmp_path / "48.safetensors"))
-    again = [*argv[: argv.index("--initial-checkpoint") + 1], tmp_path / "48.safetensors", *argv[-3:]]
-    [resampled_by_timm] = train_in(ranks, 1, again)
-    assert row["loss"] == pytest.approx(resampled_by_timm["loss"], rel=1e-6)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_scales_its_loss(ranks, tmp_path, stage):
@@ -457,7 +340,7 @@ def test_fp16_scales_its_loss(ranks, tmp_path, stage):
 
 def test_a_diverged_run_is_no_success(ranks, tmp_path):
     """A loss that is not a number must stop the run on every rank, in one line, without weights or summary."""
-    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 6, "--lr", 1e20]
+    argv = [*DIGITS, "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--max-steps", 6, "--lr", 1e9]
     said = ranks.run(2, run_quietly, words(*argv, "--output", tmp_path / "run"))
     assert [code for code, _, _ in said] == [3, 3]
     assert "the gradient is not finite" in said[0][2]

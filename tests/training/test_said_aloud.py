@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from curves import read_rows
+from deepspeed.accelerator import get_accelerator
 from picture_folders import CPU, TINY, make_folder, picture
 from runs import run_quietly
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
-from ds_vit.models import count_flops
+from ds_vit.planner.counting import count_flops
 from ds_vit.train import main
-from ds_vit.training.plan import Plan, prepare
+from ds_vit.training.resolve import Resolved, resolve_run
 
 
 @pytest.fixture
@@ -28,9 +31,9 @@ def words(*more: object) -> list[str]:
     return [str(word) for word in (*TINY, "--deepspeed_config", CPU, *more)]
 
 
-def planned(argv: list[str]) -> Plan:
+def planned(argv: list[str]) -> Resolved:
     process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return prepare(*parse(argv), process, on_cpu=True)
+    return resolve_run(*parse(argv), process, on_cpu=True)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
@@ -45,7 +48,7 @@ def test_skipped_images(ranks, tmp_path, folder):
     for name in ("train/cat/1.png", "val/dog/0.png"):
         (folder / name).write_bytes(b"not a picture")
     run = tmp_path / "run"
-    argv = words("--data-dir", folder, "--on-bad-image", "skip", "--log-interval", 1, "-b", 3, "--output", run)
+    argv = words("--data-dir", folder, "--max-bad-images", 1, "--log-interval", 1, "-b", 3, "--output", run)
     argv += ["--epochs", "3", "--checkpoint-interval", "1", "--resume", "auto", "--max-steps"]
     code, out, err = ranks.run(2, run_quietly, [*argv, "1"])[0]
     assert code == 0, err
@@ -63,6 +66,8 @@ def test_skipped_images(ranks, tmp_path, folder):
     assert [row["skipped_images"] for row in read_rows(run) if row["kind"] == "train"] == [1, 2, 3]
     assert {row["skipped_images"] for row in read_rows(run) if row["kind"] == "eval"} == {1}
     assert ", 1 skipped" in out
+    said = [line.split("  ")[-1] for line in out.splitlines() if line.startswith("step ")]
+    assert said == ["skipped images 2", "skipped images 3"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["skipped_images"] == 3
     assert summary["skipped_by_file"] == {bad: 3}
@@ -93,7 +98,7 @@ def test_class_folders_without_images(folder, capsys):
         (folder / split / "cow").mkdir()
         (folder / split / "cow" / "1.heic").touch()
     line = refusal(capsys, argv)
-    assert "1 class folder without images: cow (files in there: 1 .heic)" in line
+    assert "without images: cow (files in there: 1 .heic)" in line
     data = planned([*argv, "--allow-empty-classes"]).data
     assert data.train_source.class_names == data.val_source.class_names == ("cat", "cow", "dog")
     assert [data.train_source.target(number) for number in (0, 5)] == [0, 2]
@@ -159,3 +164,70 @@ def test_files_that_are_left_out(folder):
     (folder / "train" / "cat" / "0.heic").touch()
     said = "train: files of kinds that are not read are left out: 1 without suffix, 1 .heic"
     assert said in planned(words("--data-dir", folder)).notes
+
+
+def test_idle_gpus(folder, monkeypatch, capsys):
+    # Catches: a machine with 4 GPUs of which one computes, and nobody is told; the line under a launcher, too.
+    accelerator = get_accelerator()
+    monkeypatch.setattr(accelerator, "device_name", lambda number=None: "cuda")
+    monkeypatch.setattr(accelerator, "device_count", lambda: 4)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    said = "one of 4 GPUs is used; `ds-vit launch train …` with the same flags trains on all 4"
+    assert main(words("--data-dir", folder, "--dry-run")) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(words("--data-dir", folder, "--dry-run")) == 0
+    assert "GPUs is used" not in capsys.readouterr().out
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+-L) echo "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)"; echo "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)" ;;
+*) echo 535.104.05; echo 535.104.05 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why"),
+    [
+        ("13.0", "it is built for CUDA 13.0, which needs driver 580 or newer, and the driver is 535.104.05"),
+        ("12.8", "it is built for CUDA 12.8"),
+        (None, "it is built without CUDA"),
+    ],
+)
+def test_gpus_that_torch_cannot_use(folder, tmp_path, monkeypatch, capsys, cuda, why):
+    # Catches: hours on the CPU of a machine with GPUs, for a torch that its driver is too old for.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    gpu = words("--deepspeed_config", "ds_configs/zero1_bf16.json", "--data-dir", folder, "--dry-run")
+    said = refusal(capsys, gpu)
+    assert "nvidia-smi lists 2 GPUs (NVIDIA A100-SXM4-40GB), but torch" in said
+    assert f"can use none: {why}; docs/install_cluster.md says" in said
+    assert main(words("--data-dir", folder, "--dry-run")) == 0, "cpu_zero1_fp32.json names the CPU"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert main(gpu) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("zero1_bf16", "bf16"), ("zero1_bf16_auto", "bf16"), ("zero1_fp32", None)]
+)
+def test_a_gpu_configuration_on_the_cpu(folder, tmp_path, monkeypatch, capsys, name, precision):
+    # Catches: a job that lost its GPUs, of which one row of a table is the only sign.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = words("--deepspeed_config", f"ds_configs/{name}.json", "--data-dir", folder, "--dry-run", "--lr", 1)
+    for environ in ({"DS_ACCELERATOR": "cpu"}, {}):
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        for key, value in environ.items():
+            monkeypatch.setenv(key, value)
+        assert main(argv) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        warned = f"warning: no usable GPU: this run trains on the CPU, in {precision}, although" in out
+        assert warned == (precision is not None and not environ)

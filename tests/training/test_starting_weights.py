@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.train import main
-from ds_vit.training.plan import prepare
+from ds_vit.training.resolve import resolve_run
 
 NAME = "vit_tiny_patch16_224"
 TAGGED = f"{NAME}.augreg_in21k_ft_in1k"  # timm's default weights of the name
@@ -52,7 +52,7 @@ def in_cache(home: Path, revision: str) -> Path:
 def notes(argv: list[str]) -> str:
     """What a run on one rank would say before it starts."""
     process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return "\n".join(prepare(*parse(argv), process, on_cpu=True).notes)
+    return "\n".join(resolve_run(*parse(argv), process, on_cpu=True).notes)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
@@ -96,7 +96,7 @@ def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     line = refusal(capsys, argv)
     place = in_cache(tmp_path, "main")
     assert "cannot be downloaded (HF_HUB_OFFLINE is set)" in line
-    assert f"bring https://huggingface.co/timm/{TAGGED}/resolve/main/model.safetensors and put it at {place}" in line
+    assert f"download https://huggingface.co/timm/{TAGGED}/resolve/main/model.safetensors to {place}" in line
     weights(place)
     assert f"weights from {TAGGED} (timm/{TAGGED}, revision main): 17 of 20 tensors taken" in notes(argv)
 
@@ -118,7 +118,7 @@ def test_a_tag_that_is_not_loaded():
 def test_two_places_to_start_from(tmp_path, capsys):
     weights(tmp_path / "w.safetensors")
     argv = words("--model", NAME, "--initial-checkpoint", tmp_path / "w.safetensors")
-    assert "both say what to start from; keep one" in refusal(capsys, [*argv, "--pretrained"])
+    assert "are both given; keep one" in refusal(capsys, [*argv, "--pretrained"])
     (tmp_path / "recipe.yaml").write_text("pretrained: true\nmodel: vit_base_patch32_plus_256\n")
     assert not parse([*argv, "--recipe", str(tmp_path / "recipe.yaml")])[0].pretrained
     (tmp_path / "recipe.yaml").write_text(f"initial_checkpoint: {tmp_path / 'w.safetensors'}\n")
@@ -158,5 +158,16 @@ def test_few_patches():
     # Catches: a run of hours on images that are one patch.
     argv = words("--model", NAME)
     argv[argv.index("--img-size") + 1] = "8"
-    assert "images of 8 x 8 pixels make 1 patch of 8 x 8: attention has next to nothing to look at" in notes(argv)
+    assert "images of 8 x 8 pixels make 1 patch of 8 x 8: attention has next to nothing to work with" in notes(argv)
     assert "next to nothing" not in notes(words("--model", NAME))
+
+
+def test_pixels_outside_all_patches():
+    # Catches: the edges of every image cut off in silence; "1 patch of 30 x 30" for a patch of 16.
+    argv = words("--model", NAME)
+    argv[argv.index("--img-size") + 1] = "38"
+    patch = KWARGS["patch_size"]
+    inside = 38 // patch * patch
+    wanted = f"patches of {patch} x {patch} in {inside} x {inside} of them; the rest is not seen: use --img-size"
+    assert (wanted in notes(argv)) == (inside < 38)
+    assert inside < 38

@@ -97,12 +97,12 @@ def test_every_layout_draws_the_same_or_says_why_not(layouts, name):
     # Catches: slices of tokens taken for tokens, some of the heads for all; a run that ends because its picture cannot
     # be drawn.
     pictures = {}
-    said = {"token-norms": "how long the last block leaves", "attention": "attention that their patches get"}[name]
+    said = {"token-norms": "the norms of their patch tokens", "attention": "the attention to their patches"}[name]
     for layout, folder in layouts.items():
         path, page = folder / f"{name}.png", (folder / "report.html").read_text()
         pictures[layout] = np.asarray(Image.open(path)).astype(int) if path.exists() else None
         assert (said in page) == path.exists()
-        assert ("without --pp" in page) != path.exists()
+        assert ("with --pp or --sequence-parallel" in page) != path.exists()
     assert pictures["pp"] is None
     assert pictures["one"].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
     assert pictures["one"].std() > 20

@@ -13,9 +13,9 @@ from runs import DIGITS, run_quietly
 from ds_vit.config import parse
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.plan import prepare
-from ds_vit.training.workers import MOST, Loading, cpu_quota, deal_alone, dealt, reads_of
+from ds_vit.training.build import reads
+from ds_vit.training.inputs import MAX_WORKERS, InputPipeline, Loading, count_workers, cpu_quota, estimate_workers
+from ds_vit.training.resolve import resolve_run
 
 KWARGS = ("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=3", "num_heads=2", "--max-steps", "1")
 ZERO0 = ("--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"))
@@ -31,28 +31,29 @@ def cores(first, number):
     [
         ([Loading("a", cores(0, 16), "images")] * 4, [3] * 4),  # 12 left for four
         ([Loading("a", cores(0, 2), "images")] * 4, [1] * 4),  # fewer cores than ranks
-        ([Loading("a", cores(0, 128), "images")], [MOST]),
+        ([Loading("a", cores(0, 128), "images")], [MAX_WORKERS]),
         ([Loading("a", cores(16 * i, 16), "images") for i in range(4)], [15] * 4),  # bound by Slurm
         ([Loading("a", cores(0, 8), "images")] * 2 + [Loading("b", cores(0, 4), "images")] * 2, [3, 3, 1, 1]),
         # Four stages of two tensor slices: one loads images, one targets; (20 - 8 - 1) for one.
         ([Loading("a", cores(0, 20), word) for word in ("images", "", "", "", "", "", "targets", "")], [11] + [1] * 7),
     ],
 )
-def test_cores_are_dealt(ranks, numbers):
+def test_cores_are_shared(ranks, numbers):
     """A core counted on two hosts or for two ranks, or training left without one."""
-    assert [dealt(ranks, rank)[0] for rank in range(len(ranks))] == numbers
+    assert [count_workers(ranks, rank).number for rank in range(len(ranks))] == numbers
 
 
 def test_who_reads_what():
     """Middle stages and second slices that count as loaders; an autoencoder's last stage that does not."""
     config, explicit = parse([*RUN, "--workers", "auto", "--pp", "3", "--tp", "2"])
-    plan = prepare(config, explicit, Process("env", 0, 12, 0, 12), on_cpu=True)
-    assert Counter(reads_of(plan, rank) for rank in range(12)) == {"images": 2, "targets": 2, "": 8}
-    assert {plan.parallel.layout.stage(rank) for rank in range(12) if reads_of(plan, rank) == "images"} == {0}
-    assert {plan.parallel.layout.tp_rank(rank) for rank in range(12) if reads_of(plan, rank)} == {0}
-    dealt_alone = deal_alone(plan)
+    process = Process("env", 0, 12, 0, 12)
+    resolved = resolve_run(config, explicit, process, on_cpu=True)
+    reads_of, layout = reads(resolved), resolved.layout
+    assert Counter(reads_of(rank) for rank in range(12)) == {"images": 2, "targets": 2, "": 8}
+    assert {layout.stage(rank) for rank in range(12) if reads_of(rank) == "images"} == {0}
+    assert {layout.tp_rank(rank) for rank in range(12) if reads_of(rank)} == {0}
     left = len(os.sched_getaffinity(0)) - 12 - 2
-    assert dealt_alone.workers == max(1, min(MOST, left // 2))
+    assert estimate_workers(reads_of, process).number == max(1, min(MAX_WORKERS, left // 2))
 
 
 def with_many_cores():
@@ -106,5 +107,5 @@ def test_a_container_that_is_given_less_time_than_cores(tmp_path):
     limit.write_text("400000 100000\n")
     assert cpu_quota(limit) == 4
     ranks = [Loading("", frozenset(range(64)), "images", cpu_quota(limit))] * 2
-    assert dealt(ranks, 0)[0] == 1
-    assert dealt([rank._replace(quota=2**31) for rank in ranks], 0)[0] == MOST
+    assert count_workers(ranks, 0).number == 1
+    assert count_workers([rank._replace(quota=2**31) for rank in ranks], 0).number == MAX_WORKERS

@@ -50,13 +50,13 @@ class seeded:  # a class, since a generator would take as long as some draws
     Args:
         key: of the sample.
         name: of the draw.
-        torch_alone: for torchvision's own draws, which never asked another generator: those of `random` take as long to
-            seed as the draws themselves. A test holds it.
+        torch_only: seed torch's generator only: torchvision asks no other one, as a test verifies, and seeding `random`
+            takes as long as the draws themselves.
     """
 
-    def __init__(self, key: int, name: str, *, torch_alone: bool = False) -> None:
+    def __init__(self, key: int, name: str, *, torch_only: bool = False) -> None:
         self._seed = randomness.mix(key, randomness.name_key(name)) & _MASK
-        self._torch_alone = torch_alone
+        self._torch_only = torch_only
         self._own_shield: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
@@ -64,7 +64,7 @@ class seeded:  # a class, since a generator would take as long as some draws
             self._own_shield = shielded()
             self._own_shield.__enter__()
         torch.default_generator.manual_seed(self._seed)
-        if not self._torch_alone:
+        if not self._torch_only:
             random.seed(self._seed)
             np.random.seed(self._seed & 0xFFFFFFFF)
 

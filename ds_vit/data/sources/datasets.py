@@ -1,4 +1,4 @@
-"""Opening a data set by its name: the embedded digits, torchvision's data sets, folders, tars, shards, tables."""
+"""Opening a data set by its name, and those that are no files: digits, torchvision's data sets, a program's own."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 
 from ds_vit.data.decode import undecodable
-from ds_vit.data.sources.folders import TRAIN_NAMES, VAL_NAMES, open_folder
+from ds_vit.data.sources.combined import first_part, part_of
+from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
-from ds_vit.data.sources.source import Source
-from ds_vit.data.sources.subset import first_part, part_of
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, ArraySource, Source, shortened
+from ds_vit.fault_tolerance.errors import UserError, first_line
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
-# (is what --data-dir alone means) are left out.
+# (the meaning of --data-dir without --dataset) are left out.
 TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "imagenet")
 
 _IN_DATA_DIR = ("wds/", "hfds/")  # what --data-dir may begin with in place of --dataset
@@ -35,7 +36,7 @@ def _digits_file() -> Path:
     return Path(sklearn.origin).with_name("datasets") / "data" / "digits.csv.gz"
 
 
-class DigitsSource(Source):
+class DigitsSource(ArraySource):
     """scikit-learn's 1,797 handwritten digits, 8x8, without any download (Alpaydin and Kaynak 1998).
 
     Every fifth image of each class, in the order of the data set, is held out: 355 validation images and 1,442
@@ -43,9 +44,8 @@ class DigitsSource(Source):
     """
 
     def __init__(self, train: bool) -> None:
-        digits = np.loadtxt(
-            _digits_file(), delimiter=",", dtype=np.int64
-        )  # of each image its 64 pixels, then its class
+        # A row an image: its 64 pixels, then its class.
+        digits = np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64)
         classes = digits[:, -1].copy()
         occurrence = np.zeros_like(classes)
         for number in range(10):
@@ -57,23 +57,14 @@ class DigitsSource(Source):
         self._images = np.round(digits[self._numbers, :-1] * (255.0 / 16.0)).astype(np.uint8).reshape(-1, 8, 8)
         self.class_names = tuple(str(number) for number in range(10))
 
-    def __len__(self) -> int:
-        return len(self._targets)
-
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self._images[index]).convert("RGB")
-
-    def target(self, index: int) -> int:
-        return int(self._targets[index])
-
-    def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        return (self._targets,)
 
     def describe(self, index: int) -> str:
         return f"digits[{self._numbers[index]}]"
 
 
-class TorchvisionSource(Source):
+class TorchvisionSource(ArraySource):
     """One of torchvision's data sets by timm's name for it (`torch/cifar10`)."""
 
     def __init__(self, name: str, data_dir: str, split: str, download: bool = False) -> None:
@@ -82,18 +73,13 @@ class TorchvisionSource(Source):
         try:
             self._data = create_dataset(f"torch/{name}", root=data_dir, split=split, download=download)
         except (RuntimeError, FileNotFoundError) as error:
-            raise UserError(
-                f"torch/{name}: torchvision finds no such data set in {data_dir} ({str(error).splitlines()[0]}); "
-                "correct --data-dir, or pass --dataset-download to fetch it"
-            ) from error
+            reason = f"torchvision finds no such data set in {data_dir} ({first_line(error)})"
+            raise UserError(f"torch/{name}: {reason}; correct --data-dir, or pass --dataset-download") from error
         self._name = f"torch/{name}[{split}]"
         self._targets = np.asarray(self._data.targets, dtype=np.int64)
         if self._targets.ndim == 2:  # QMNIST keeps eight columns; the first is the class
             self._targets = self._targets[:, 0]
         self.class_names = tuple(", ".join(c) if isinstance(c, tuple) else str(c) for c in self._data.classes)
-
-    def __len__(self) -> int:
-        return len(self._targets)
 
     def image(self, index: int) -> Image.Image:
         try:
@@ -103,14 +89,72 @@ class TorchvisionSource(Source):
         except Exception as error:
             raise undecodable(self.describe(index), error) from error
 
-    def target(self, index: int) -> int:
-        return int(self._targets[index])
-
-    def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        return (self._targets,)
-
     def describe(self, index: int) -> str:
         return f"{self._name}[{index}]"
+
+
+class DatasetSource(ArraySource):
+    """A program's map-style torch `Dataset` of (image, class number) pairs, before any transform.
+
+    The numbers of the classes are read from its `targets` (as torchvision's data sets have them), else from its items,
+    each of which is then loaded once.
+
+    Args:
+        dataset: has a length; an item's image is a PIL image or a uint8 array [H, W, 3] or [H, W].
+        class_names: in the order of their numbers; None for the data set's `classes`, else the numbers.
+
+    Raises:
+        UserError: an object that is no such data set.
+    """
+
+    def __init__(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+        name = type(dataset).__name__
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UserError(f"a {name} is no data set: give a Source, or a torch Dataset with a length")
+        self._dataset = dataset
+        self._targets = _targets_of(dataset)
+        if self._targets.shape != (len(dataset),) or not len(dataset):
+            raise UserError(f"{name} is not (image, class number) for each of its {len(dataset)} items")
+        names = class_names if class_names is not None else getattr(dataset, "classes", None)
+        largest = int(self._targets.max())
+        self.class_names = tuple(map(str, names if names is not None else range(largest + 1)))
+        if largest >= len(self.class_names) or (self._targets < 0).any():
+            targets = f"targets from {self._targets.min()} to {largest}"
+            raise UserError(f"{name} has {targets}, and {len(self.class_names)} classes are named")
+        self.image(0)
+
+    def image(self, index: int) -> Image.Image:
+        """As `Source.image`."""
+        try:
+            image = self._dataset[index][0]
+        except (OSError, SyntaxError) as error:
+            raise undecodable(self.describe(index), error) from error
+        if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+            image = Image.fromarray(image)
+        if not isinstance(image, Image.Image):
+            kind = f"the image is a {type(image).__name__}, not a PIL image or a uint8 array"
+            raise UserError(f"{self.describe(index)}: {kind}; give the data set without its transform")
+        return image.convert("RGB")
+
+    def describe(self, index: int) -> str:
+        """As `Source.describe`."""
+        return f"{type(self._dataset).__name__}[{index}]"
+
+
+def _targets_of(dataset: Any) -> np.ndarray:
+    """Class numbers of a torch data set, int64 [N]; empty if it has none."""
+    try:
+        given = getattr(dataset, "targets", None)
+        if given is None:
+            given = [dataset[index][1] for index in range(len(dataset))]
+        return np.asarray(given).astype(np.int64, casting="same_kind")
+    except (IndexError, KeyError, TypeError, ValueError):  # items that are no pairs, targets of several lengths
+        return np.zeros(0, dtype=np.int64)
+
+
+def as_source(data: Any, class_names: Sequence[str] | None = None) -> Source:
+    """A source of a program's data: a `Source` as it is, a torch data set as a `DatasetSource`."""
+    return data if isinstance(data, Source) else DatasetSource(data, class_names)
 
 
 def open_source(
@@ -128,8 +172,8 @@ def open_source(
         dataset: "digits", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where that is
             given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or with
             images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
-        data_dir: the folder of the data; not read for "digits". `wds/PATH` and `hfds/PATH` may stand here too.
-        split: its name; timm's synonyms (train/training, val/validation/...) stand for each other. `train[:10%]` is a
+        data_dir: the folder of the data; not read for "digits". `wds/PATH` and `hfds/PATH` are accepted here too.
+        split: its name; timm's synonyms (train/training, val/validation/...) replace each other. `train[:10%]` is a
             part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
             multi-label split takes its numbering from them and need not have an example of each.
@@ -142,18 +186,21 @@ def open_source(
     split, percent = part_of(split)
     if not dataset and data_dir and data_dir.startswith(_IN_DATA_DIR) and not os.path.exists(data_dir):
         dataset, data_dir = data_dir, None
+    kind, _, name = dataset.partition("/")
+    source: Source
     if dataset == "digits":
         if split not in (*TRAIN_NAMES, *VAL_NAMES):
             raise UserError(f"digits has no split {split!r}; it has train and validation")
-        source: Source = DigitsSource(train=split in TRAIN_NAMES)
-    elif dataset.startswith("torch/") and dataset[len("torch/") :] in TORCH_NAMES:
+        source = DigitsSource(train=split in TRAIN_NAMES)
+    elif kind == "torch" and name in TORCH_NAMES:
         if not data_dir:
             raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
-        source = TorchvisionSource(dataset[len("torch/") :], data_dir, split, download)
-    elif dataset.startswith("wds/"):
-        source = open_shards(_path_of(dataset, data_dir), split, classes)
-    elif dataset.startswith("hfds/"):
-        source = open_hugging_face(_path_of(dataset, data_dir), split, classes)
+        source = TorchvisionSource(name, data_dir, split, download)
+    elif kind in ("wds", "hfds") and "/" in dataset:
+        if not name and not data_dir:
+            raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
+        open_kind = open_shards if kind == "wds" else open_hugging_face
+        source = open_kind(os.path.join(data_dir or "", name), split, classes)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
@@ -162,32 +209,24 @@ def open_source(
         known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
         nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise UserError(
-            f"unknown data set {dataset!r}{hint}; known are {', '.join(known)}, or no --dataset and a --data-dir"
-        )
+        raise UserError(f"unknown data set {dataset!r}{hint}; known are {', '.join(known)}, or --data-dir without it")
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
     return source if percent == 100 else first_part(source, percent)
 
 
-def _path_of(dataset: str, data_dir: str | None) -> str:
-    """`wds/PATH`: where that is, below `data_dir` if there is one."""
-    kind, _, path = dataset.partition("/")
-    if not path and not data_dir:
-        raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
-    return os.path.join(data_dir or "", path)
-
-
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:
     if train == val:
         return
-    parts = []
-    for missing, where in ((sorted(set(train) - set(val)), "validation"), (sorted(set(val) - set(train)), "training")):
-        if missing:
-            names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            parts.append(f"{len(missing)} missing in the {where} split ({names})")
+    parts = [
+        f"{len(missing)} missing in the {where} split ({shortened(missing)})"
+        for missing, where in (
+            (sorted(set(train) - set(val)), "validation"),
+            (sorted(set(val) - set(train)), "training"),
+        )
+        if missing
+    ]
     raise UserError(
         f"the training split has {len(train)} classes and the validation split {len(val)}, and they differ: "
-        + (", ".join(parts) or "the same names in another order")
-        + "; both splits must have the same class folders"
+        f"{', '.join(parts) or 'the same names in another order'}; both splits must have the same class folders"
     )

@@ -1,7 +1,7 @@
 """Hugging Face data sets on this machine's disks (`--dataset hfds/…`): what `save_to_disk` wrote, or parquet files.
 
-Arrow files are mapped into memory, and any image is read at its place. A parquet file has no such places: it is turned
-into an Arrow file beside it, once. Nothing is fetched.
+Arrow files are mapped into memory, and any image is read directly. Single images of a parquet file cannot be: it is
+converted to an Arrow file next to it, once. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 from timm.utils.misc import natural_key
 
-from ds_vit.data.sources.folders import TRAIN_NAMES, NoSuchSplit, synonyms_of
-from ds_vit.data.sources.made_once import one_at_a_time, partial_name
-from ds_vit.data.sources.source import Source, below_common_folder
+from ds_vit.data.sources.made_once import one_at_a_time, written_whole
+from ds_vit.data.sources.source import (
+    TRAIN_NAMES,
+    ArraySource,
+    below_common_folder,
+    check_labels,
+    no_such_split,
+    synonyms_of,
+)
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
 _FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")
@@ -36,7 +42,7 @@ def open_hugging_face(folder: str, split: str, classes: Sequence[str] | None = N
 
     Args:
         folder: with a folder or files of each split (`train/*.arrow`, `data/train-*.parquet`, …), or with the Arrow
-            files of one split alone, which is then the training split.
+            files of a single split, which is then the training split.
         split: its name.
         classes: the training split's, when this is the validation split.
 
@@ -49,27 +55,17 @@ def open_hugging_face(folder: str, split: str, classes: Sequence[str] | None = N
         raise UserError("hfds/… is read by pyarrow, which is not installed: pip install pyarrow") from None
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
-    names = synonyms_of(split)
-    for name, form in itertools.product(names, _FORMS):
-        if files := _files(folder, form.format(name)):
-            return HuggingFaceSource(files, classes)
-    if split in TRAIN_NAMES and (files := _files(folder, "*.arrow")):
-        return HuggingFaceSource(files, classes)
-    found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    raise NoSuchSplit(
-        f"{folder} has no {split}/ and no {split}-*.parquet (synonyms tried: {', '.join(names[1:]) or 'none'}); "
-        "it holds " + (", ".join(found[:5]) + (", ..." if len(found) > 5 else "") if found else "nothing")
-    )
+    forms = [form.format(name) for name, form in itertools.product(synonyms_of(split), _FORMS)]
+    for form in [*forms, "*.arrow"] if split in TRAIN_NAMES else forms:
+        found = glob.glob(os.path.join(glob.escape(folder), form))
+        # Without what `datasets` or `_as_arrow` derived from them.
+        own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith("cache-")]
+        if own:
+            return HuggingFaceSource(sorted(own, key=natural_key), classes)
+    raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
-def _files(folder: str, form: str) -> list[str]:
-    """The files of a form in their order, without what `datasets` or `_as_arrow` derived from them."""
-    found = glob.glob(os.path.join(glob.escape(folder), form))
-    own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith("cache-")]
-    return sorted(own, key=natural_key)
-
-
-class HuggingFaceSource(Source):
+class HuggingFaceSource(ArraySource):
     """Rows of Arrow or parquet files with an image column (bytes of files) and a column of class numbers.
 
     Args:
@@ -84,94 +80,68 @@ class HuggingFaceSource(Source):
     def __init__(self, files: Sequence[str], classes: Sequence[str] | None = None) -> None:
         _check_all_there(files)
         self._files = [_as_arrow(path) if path.endswith(".parquet") else path for path in files]
-        self._map()
-        schema = self._tables[0].schema
+        tables = self._map()
+        schema = tables[0].schema
         features = _features(schema)
-        self._image = _column(schema, features, "Image", _IMAGES, files[0])
         label = _column(schema, features, "ClassLabel", _LABELS, files[0])
-        if missing := [
-            path for path, table in zip(files, self._tables, strict=True) if table.schema.names != schema.names
-        ]:
-            raise UserError(f"{missing[0]} has other columns than {files[0]}")
-        self._bounds = np.cumsum([0, *(table.num_rows for table in self._tables)])
-        self._targets = np.concatenate([_numbers(table[label], label, files[0]) for table in self._tables])
-        if not len(self._targets):
+        self._image = _column(schema, features, "Image", _IMAGES, files[0])
+        for path, table in zip(files, tables, strict=True):
+            if table.schema.names != schema.names:
+                raise UserError(f"{path} has other columns than {files[0]}")
+        self._bounds = np.cumsum([0, *(table.num_rows for table in tables)])
+        self._targets = np.concatenate([_numbers(table[label], label, files[0]) for table in tables])
+        if not len(self):
             raise UserError(f"{files[0]} holds no rows")
         known = features.get(label, {}).get("names") or classes
-        self.class_names = tuple(known or (str(number) for number in range(int(self._targets.max()) + 1)))
-        self._check_targets()
-        self._chunks()
+        self.class_names = tuple(known or map(str, range(int(self._targets.max()) + 1)))
+        valid = (self._targets >= 0) & (self._targets < self.num_classes)
+        check_labels(self, self._targets, valid, self.class_names)
+        self._find_pieces(tables)
 
-    def _map(self) -> None:
+    def _map(self) -> list[Any]:
         """Map the files into memory; a forked worker has them, one that was spawned maps them itself."""
         import pyarrow as pa
 
-        self._tables = []
+        tables = []
         for path in self._files:
             try:
                 mapped = pa.memory_map(path)
                 try:
-                    self._tables.append(pa.ipc.open_stream(mapped).read_all())
+                    tables.append(pa.ipc.open_stream(mapped).read_all())
                 except pa.ArrowInvalid:
-                    self._tables.append(pa.ipc.open_file(mapped).read_all())
+                    tables.append(pa.ipc.open_file(mapped).read_all())
             except (pa.ArrowException, OSError) as error:
                 raise UserError(f"{path} cannot be read as an Arrow file ({first_line(error)})") from None
+        return tables
 
-    def _chunks(self) -> None:
+    def _find_pieces(self, tables: Sequence[Any]) -> None:
         """Where each piece of the image column begins, so that a row is found without a walk through all of them."""
-        self._pieces = [piece for table in self._tables for piece in table[self._image].chunks]
+        self._pieces = [piece for table in tables for piece in table[self._image].chunks]
         self._starts = np.cumsum([0, *map(len, self._pieces)])
 
-    def _check_targets(self) -> None:
-        wrong = (self._targets < 0) | (self._targets >= self.num_classes)
-        if wrong.any():
-            first = int(wrong.argmax())
-            raise UserError(
-                f"{self.describe(first)} has the label {self._targets[first]}, and the {self.num_classes} classes have "
-                f"the numbers 0 to {self.num_classes - 1}; {int(wrong.sum())} of {len(self)} rows are like it"
-            )
-
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_tables": [], "_pieces": []}
+        return {**self.__dict__, "_pieces": []}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__ |= state
-        self._map()
-        self._chunks()
-
-    def __len__(self) -> int:
-        return len(self._targets)
+        self._find_pieces(self._map())
 
     def encoded(self, index: int) -> bytes:
         piece = int(np.searchsorted(self._starts, index, side="right")) - 1
         value = self._pieces[piece][index - int(self._starts[piece])].as_py()
         data = value.get("bytes") if isinstance(value, dict) else value
         if data is None:
-            raise UserError(
-                f"{self.describe(index)} holds no image, only a path; save the data set with its images (datasets' "
-                "save_to_disk and to_parquet do)"
-            )
+            raise UserError(f"{self.describe(index)} holds no image, only a path; save the data set with its images")
         return data
 
-    def target(self, index: int) -> int:
-        return int(self._targets[index])
-
-    def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        paths = [part for piece in self._pieces if (part := self._paths_of(piece)) is not None]
-        if len(paths) < len(self._pieces):
-            return (self._targets,)
-        return below_common_folder(np.array(list(itertools.chain.from_iterable(paths)), dtype=np.bytes_)), self._targets
-
-    @staticmethod
-    def _paths_of(piece: Any) -> list[bytes] | None:
-        """The file names of a piece of the image column; None where it has none, or not for each."""
-        import pyarrow as pa
-
-        if not pa.types.is_struct(piece.type) or piece.type.get_field_index("path") < 0:
-            return None
-        if piece.field("path").null_count:
-            return None
-        return [os.fsencode(path) for path in piece.field("path").to_pylist()]
+    def identity(self) -> tuple[np.ndarray, ...]:
+        paths: list[bytes] = []
+        for piece in self._pieces:
+            named = hasattr(piece.type, "get_field_index") and piece.type.get_field_index("path") >= 0
+            if not named or piece.field("path").null_count:
+                return (self._targets,)  # no names, or not for each
+            paths += map(os.fsencode, piece.field("path").to_pylist())
+        return below_common_folder(np.array(paths, dtype=np.bytes_)), self._targets
 
     def describe(self, index: int) -> str:
         file = int(np.searchsorted(self._bounds, index, side="right")) - 1
@@ -183,10 +153,8 @@ def _numbers(column: Any, name: str, where: str) -> np.ndarray:
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type):
-        raise UserError(
-            f"{where}: the column {name} is of {column.type}, not of whole numbers; datasets' class_encode_column "
-            "makes numbers of names"
-        )
+        kind = f"the column {name} is of {column.type}, not of whole numbers"
+        raise UserError(f"{where}: {kind}; datasets' class_encode_column makes numbers of names")
     return column.cast(pa.int64()).fill_null(-1).to_numpy()
 
 
@@ -194,11 +162,10 @@ def _check_all_there(files: Sequence[str]) -> None:
     """Refuse `…-00000-of-00008.arrow` of which not all eight are there."""
     numbered = [found for path in files if (found := _OF.search(path))]
     if numbered and len(numbered) == len(files):
-        missing = sorted(set(range(int(numbered[0][2]))) - {int(found[1]) for found in numbered})
-        if missing:
+        count = int(numbered[0][2])
+        if missing := sorted(set(range(count)) - {int(found[1]) for found in numbered}):
             raise UserError(
-                f"{len(missing)} of the {int(numbered[0][2])} files beside {files[0]} are missing, the first is number "
-                f"{missing[0]:05}; bring them"
+                f"{files[0]}: of its {count} files {len(missing)} are missing, the first is {missing[0]:05}"
             )
 
 
@@ -216,22 +183,21 @@ def _column(schema: Any, features: dict[str, Any], kind: str, names: Sequence[st
     of_kind = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
     usual = [name for name in names if name in schema.names and (name in of_kind or not of_kind)]
     if not (usual or of_kind):
-        raise UserError(
-            f"{where} has no {kind} column and none of the names {', '.join(names)}; it has {', '.join(schema.names)}: "
-            "rename_column and save it again"
-        )
+        has = f"it has {', '.join(schema.names)}: rename_column and save it again"
+        raise UserError(f"{where} has no {kind} column and none of the names {', '.join(names)}; {has}")
     return (usual or of_kind)[0]
 
 
 def _as_arrow(path: str) -> str:
-    """The Arrow file beside a parquet file; made where there is none that fits it, whole or not at all."""
+    """The Arrow file next to a parquet file; made if there is none that fits it, whole or not at all."""
     found = os.stat(path)
     state = f"{found.st_size} {found.st_mtime_ns}".encode()
     arrow = f"{path}.arrow"
-    if _is_made_of(arrow, state):
-        return arrow
-    with one_at_a_time(path):
-        return arrow if _is_made_of(arrow, state) else _convert(path, arrow, state)
+    if not _is_made_of(arrow, state):
+        with one_at_a_time(path):
+            if not _is_made_of(arrow, state):
+                _convert(path, arrow, state)
+    return arrow
 
 
 def _is_made_of(arrow: str, state: bytes) -> bool:
@@ -242,23 +208,15 @@ def _is_made_of(arrow: str, state: bytes) -> bool:
     return False
 
 
-def _convert(path: str, arrow: str, state: bytes) -> str:
+def _convert(path: str, arrow: str, state: bytes) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    partial = partial_name(arrow)
     try:
-        with pq.ParquetFile(path) as file:
+        with written_whole(arrow) as partial, pq.ParquetFile(path) as file:
             schema = file.schema_arrow.with_metadata({**(file.schema_arrow.metadata or {}), _MADE_OF: state})
             with pa.OSFile(partial, "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
                 for batch in file.iter_batches(_ROWS_AT_ONCE):
                     writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-        os.replace(partial, arrow)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path} cannot be turned into {arrow}, from which single images can be read ({first_line(error)})"
-        ) from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-    return arrow
+        raise UserError(f"{path} cannot be converted to {arrow} ({first_line(error)})") from None

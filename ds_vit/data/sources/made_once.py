@@ -1,18 +1,19 @@
-"""Files that are made once beside a data set's own, whichever of a run's ranks and hosts comes first."""
+"""Files that are derived from a data set's own and kept next to them, made by one of a run's ranks and hosts."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import uuid
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
 def one_at_a_time(path: str) -> Iterator[None]:
-    """Hold the lock of a file that is there, so that of many processes the first does the work and the others see it.
+    """Hold the lock of an existing file, so that of many processes the first does the work and the others see it.
 
-    A file system without locks lets all of them work, each in a file of its own.
+    On a file system without locks all of them work, each in a separate file.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -21,6 +22,13 @@ def one_at_a_time(path: str) -> Iterator[None]:
         yield
 
 
-def partial_name(path: str) -> str:
-    """A name beside a file that no other process has, on any host."""
-    return f"{path}.{uuid.uuid4().hex[:16]}.partial"
+@contextlib.contextmanager
+def written_whole(path: str) -> Iterator[str]:
+    """A name to write to that no other process has, on any host; at the end of the block the file is renamed."""
+    partial = f"{path}.{uuid.uuid4().hex[:16]}.partial"
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)

@@ -1,4 +1,4 @@
-"""The index beside a WebDataset shard (`train-000.tar.index.npz`): where each sample's image lies, and its label.
+"""The index next to a WebDataset shard (`train-000.tar.index.npz`): where each sample's image lies, and its label.
 
 Read from the tar once, so that any sample is one positioned read from then on. A shard is a tar whose files are grouped
 by their name up to the first dot: `cat/1.jpg` and `cat/1.cls` are one sample (github.com/webdataset/webdataset).
@@ -22,18 +22,22 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from ds_vit.data.sources.made_once import one_at_a_time, partial_name
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS
+from ds_vit.data.sources.made_once import one_at_a_time, written_whole
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED
 from ds_vit.fault_tolerance.errors import UserError
 
 SUFFIX = ".index.npz"
 DOT = "%2E"
 """A dot in the name of a file that `ds-vit shards` packed; a bare one would end the sample's key there."""
+DOT_OF_SUFFIX = "%2e"
+"""The last dot of a file that shares its stem with another one: `1.jpg` is packed as `1%2ejpg.jpg`."""
 
 _FORMAT = 1
 _JSON_LABELS = ("label", "cls")
-_BLOCK = tarfile.BLOCKSIZE
+_LABEL_SUFFIXES = (".cls", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
+_OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # names that its writers reserve
+_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
 
 
 class ShardIndex(NamedTuple):
@@ -55,64 +59,70 @@ class ShardIndex(NamedTuple):
     state: tuple[int, int]
 
 
+class _File(NamedTuple):
+    """A file in a tar: its name there, and its bytes."""
+
+    name: str
+    offset: int
+    size: int
+
+
 def open_indexes(shards: Sequence[str]) -> list[ShardIndex]:
     """The indexes of shards; one that is missing, or made of another state of its shard, is made anew.
 
-    Where nothing can be written beside a shard, its index serves this process alone.
+    Where nothing can be written next to a shard, its index serves this process only.
 
     Raises:
         UserError: a shard is no whole uncompressed tar, or a sample has no label.
     """
-    found = [load_index(shard) for shard in shards]
-    missing = [shard for shard, index in zip(shards, found, strict=True) if index is None]
-    made = iter(_make_all(missing))
-    return [index if index is not None else next(made) for index in found]
+    found = {shard: load_index(shard) for shard in shards}
+    missing = [shard for shard, index in found.items() if index is None]
+    if len(missing) < 2:
+        made = list(map(make_index, missing))
+    else:
+        processes = min(len(missing), os.cpu_count() or 1, _MOST_PROCESSES)
+        try:
+            with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+                made = list(pool.map(make_index, missing))
+        except BrokenProcessPool:
+            lost = f"a process that indexed {missing[0]} and others was killed; the machine may lack memory"
+            raise UserError(f"{lost}. Finished indexes are kept: start again to continue") from None
+    complete = found | dict(zip(missing, made, strict=True))
+    return [index for shard in shards if (index := complete[shard]) is not None]
 
 
 def state_of(file: BinaryIO) -> tuple[int, int]:
-    """What a shard's index holds it to: its size in bytes, and when it was last changed, in nanoseconds."""
+    """What an index must agree with: a shard's size in bytes, and when it was last changed, in nanoseconds."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
 def make_index(shard: str) -> ShardIndex:
-    """Read a shard's index from the tar, and write it beside it where that is possible."""
+    """Read a shard's index from the tar, and write it next to it if that is possible."""
     with one_at_a_time(shard):
         index = load_index(shard)  # another rank's, meanwhile
         if index is None:
             index = read_index(shard)
-            with contextlib.suppress(OSError):  # a folder to read from alone
+            with contextlib.suppress(OSError):  # a read-only folder
                 save_index(shard, index)
         return index
 
 
-def read_index(shard: str) -> ShardIndex:
-    """Read a shard's index from the tar."""
-    with open(shard, "rb") as file:
-        return _scan(file, shard)
-
-
 def save_index(shard: str, index: ShardIndex) -> None:
-    """Write an index beside its shard, whole or not at all; any number of processes may do so at once."""
-    partial = partial_name(shard + SUFFIX)
-    try:
-        with open(partial, "wb") as file:
-            np.savez(
-                file,
-                state=np.array([_FORMAT, *index.state], dtype=np.int64),
-                paths=index.paths,
-                places=np.stack([index.offsets, index.sizes]),
-                labels=index.labels,
-                left_out=np.array(json.dumps(index.left_out)),
-            )
-        os.replace(partial, shard + SUFFIX)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
+    """Write an index next to its shard, whole or not at all; any number of processes may do so at once."""
+    with written_whole(shard + SUFFIX) as partial, open(partial, "wb") as file:
+        np.savez(
+            file,
+            state=np.array([_FORMAT, *index.state], dtype=np.int64),
+            paths=index.paths,
+            places=np.stack([index.offsets, index.sizes]),
+            labels=index.labels,
+            left_out=np.array(json.dumps(index.left_out)),
+        )
 
 
 def load_index(shard: str) -> ShardIndex | None:
-    """The index beside a shard; None where there is none that fits it."""
+    """The index next to a shard; None if there is none that fits it."""
     with open(shard, "rb") as file:
         state = state_of(file)
     try:
@@ -120,128 +130,99 @@ def load_index(shard: str) -> ShardIndex | None:
             if arrays["state"].tolist() != [_FORMAT, *state]:
                 return None
             offsets, sizes = arrays["places"]
-            return ShardIndex(
-                arrays["paths"], offsets, sizes, arrays["labels"], json.loads(str(arrays["left_out"])), state
-            )
+            left_out = json.loads(str(arrays["left_out"]))
+            return ShardIndex(arrays["paths"], offsets, sizes, arrays["labels"], left_out, state)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
-def _make_all(shards: Sequence[str]) -> list[ShardIndex]:
-    if len(shards) < 2:
-        return [make_index(shard) for shard in shards]
-    processes = min(len(shards), os.cpu_count() or 1, _MOST_PROCESSES)
-    try:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-            return list(pool.map(make_index, shards))
-    except BrokenProcessPool:
-        raise UserError(
-            f"a process that indexed {shards[0]} and its like was killed; had the machine no memory left? What is "
-            "indexed stays: start again to go on"
-        ) from None
-
-
-class _Sample:
-    """The files of one key, as far as they have been seen."""
-
-    def __init__(self) -> None:
-        self.image: tuple[str, int, int] | None = None  # path, offset, size
-        self.label: int | str | None = None
-        self.files: list[str] = []
-
-
-_OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # what its writers keep for themselves
-_KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
-
-
-def _scan(file: BinaryIO, shard: str) -> ShardIndex:
-    state = state_of(file)
-    samples: dict[str, _Sample] = {}
+def read_index(shard: str) -> ShardIndex:
+    """Read a shard's index from the tar."""
+    with open(shard, "rb") as file:
+        state = state_of(file)
+        samples = _files_of_samples(file, shard)
+        kept = [key for key, files in samples.items() if _image_suffix(files) is not None]
+        if not kept:
+            raise UserError(f"{shard} holds no images ({SUPPORTED})")
+        labels = [_label(samples[key], file, shard) for key in kept]
+    bare = [key for key, label in zip(kept, labels, strict=True) if label in (None, "")]
+    if bare:
+        counted = f"{len(bare)} of {len(kept)} samples have no label, the first is {bare[0]}"
+        raise UserError(f'{shard}: {counted}; give each a .cls file, or a .json file with "label"')
+    if all(isinstance(label, int) for label in labels):
+        label_array = np.array(labels, dtype=np.int64)
+    else:
+        label_array = np.array([str(label).encode() for label in labels], dtype=np.bytes_)
     left_out: Counter[str] = Counter()
+    for files in samples.values():
+        image = _image_suffix(files)
+        left_out.update(suffix for suffix in files if image is None or suffix not in (image, *_LABEL_SUFFIXES))
+    images = [samples[key][_image_suffix(samples[key]) or ""] for key in kept]
+    return ShardIndex(
+        np.array([os.fsencode(_unpacked_name(image.name)) for image in images], dtype=np.bytes_),
+        np.array([image.offset for image in images], dtype=np.int64),
+        np.array([image.size for image in images], dtype=np.int64),
+        label_array,
+        dict(left_out),
+        state,
+    )
+
+
+def _files_of_samples(file: BinaryIO, shard: str) -> dict[str, dict[str, _File]]:
+    """Key → suffix → file of all samples of a shard, in their order."""
+    samples: dict[str, dict[str, _File]] = {}
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
+                vars(tar)["members"] = []  # of a million, tarfile would keep each
                 path = posixpath.normpath(info.name)
                 if info.islnk():
-                    raise UserError(
-                        f"{shard} holds {info.name} as a hard link, which has no bytes of its own; make the shard "
-                        "again with tar --hard-dereference"
-                    )
+                    link = f"{info.name} as a hard link, which has no bytes"
+                    raise UserError(f"{shard} holds {link}; make the shard again with tar --hard-dereference")
                 if not info.isreg() or _OF_WEBDATASET.search(path):
                     continue
                 named = _KEY.fullmatch(path)
-                if named is None:
-                    left_out[""] += 1
-                else:
-                    _add(samples.setdefault(named[1], _Sample()), named[1], named[2].lower(), info, tar, shard)
-                vars(tar)["members"] = []  # of a million, tarfile would keep each
-            ends_at = tar.offset
+                key, suffix = (named[1], named[2].lower()) if named else (path, "")
+                files = samples.setdefault(key, {})
+                if suffix in files:
+                    raise UserError(f"{shard} holds {key}{suffix} twice; a sample's files must differ by their suffix")
+                files[suffix] = _File(info.name, info.offset_data, info.size)
+            end = tar.offset
     except (tarfile.TarError, EOFError) as error:
-        raise UserError(
-            f"{shard} cannot be read as an uncompressed tar ({error}); it may be cut short: copy or make it again"
-        ) from error
-    file.seek(ends_at)
-    if file.read(_BLOCK) != bytes(_BLOCK):
-        raise UserError(
-            f"{shard} is cut short: after {len(samples)} samples, at byte {ends_at}, a tar's end is missing; copy or "
-            "make it again"
-        )
-    return _as_index(samples, left_out, shard, state)
+        reason = f"cannot be read as an uncompressed tar ({error}); it may be cut short"
+        raise UserError(f"{shard} {reason}: copy or make it again") from error
+    if os.pread(file.fileno(), tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
+        where = f"after {len(samples)} samples, at byte {end}, a tar's end is missing"
+        raise UserError(f"{shard} is cut short: {where}; copy or make it again")
+    return samples
 
 
-def _add(sample: _Sample, key: str, suffix: str, info: tarfile.TarInfo, tar: tarfile.TarFile, shard: str) -> None:
-    if suffix in sample.files:
-        raise UserError(f"{shard} holds {key}{suffix} twice; a sample's files must differ by their suffix")
-    sample.files.append(suffix)
-    if suffix in IMAGE_EXTENSIONS and sample.image is None:
-        sample.image = info.name.replace(DOT, "."), info.offset_data, info.size
-    elif suffix == ".cls":
-        sample.label = _number(_content(tar, info).decode(errors="replace").strip())
-    elif suffix == ".json" and sample.label is None:
-        sample.label = _json_label(_content(tar, info), f"{shard}:{info.name}")
+def _image_suffix(files: dict[str, _File]) -> str | None:
+    return next((suffix for suffix in files if suffix in IMAGE_EXTENSIONS), None)
 
 
-def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(info)
-    assert file is not None, f"{info.name} is no file"  # only files come here
-    return file.read()
+def _unpacked_name(name: str) -> str:
+    """The name that an image had before `ds-vit shards` packed it."""
+    if DOT_OF_SUFFIX in name:
+        name = posixpath.splitext(name)[0].replace(DOT_OF_SUFFIX, ".")
+    return name.replace(DOT, ".")
 
 
-def _number(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
-
-
-def _json_label(data: bytes, name: str) -> int | str | None:
+def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | str | None:
+    """A sample's class number or name, from its .cls file, else from its .json file."""
+    label_file = next((files[suffix] for suffix in _LABEL_SUFFIXES if suffix in files), None)
+    if label_file is None:
+        return None
+    data = os.pread(shard.fileno(), label_file.size, label_file.offset)
+    if ".cls" in files:
+        text = data.decode(errors="replace").strip()
+        return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
+    name = f"{shard_name}:{label_file.name}"
     try:
         fields = json.loads(data)
     except ValueError as error:
         raise UserError(f"{name} is no JSON ({error})") from None
     found = [fields[key] for key in _JSON_LABELS if key in fields] if isinstance(fields, dict) else []
-    if not found:
-        return None
-    if isinstance(found[0], bool) or not isinstance(found[0], (int, str)):
+    if found and (isinstance(found[0], bool) or not isinstance(found[0], (int, str))):
         raise UserError(f"{name}: the label {found[0]!r} is neither a class number nor a class name")
-    return found[0]
-
-
-def _as_index(samples: dict[str, _Sample], left_out: Counter[str], shard: str, state: tuple[int, int]) -> ShardIndex:
-    for sample in samples.values():
-        of_image = None if sample.image is None else posixpath.splitext(sample.image[0])[1].lower()
-        left_out.update(s for s in sample.files if of_image is None or s not in (of_image, ".cls", ".json"))
-    kept = [(key, sample.label, sample.image) for key, sample in samples.items() if sample.image is not None]
-    if not kept:
-        raise UserError(f"{shard} holds no images (read are {' '.join(sorted(IMAGE_EXTENSIONS))})")
-    bare = [key for key, label, _ in kept if label in (None, "")]
-    if bare:
-        raise UserError(
-            f"{shard}: {len(bare)} of {len(kept)} samples have no label, the first is {bare[0]}; give each a .cls file "
-            'with its class, or a .json file with "label"'
-        )
-    labels = [label for _, label, _ in kept]
-    if all(isinstance(label, int) for label in labels):
-        array = np.array(labels, dtype=np.int64)
-    else:
-        array = np.array([str(label).encode() for label in labels], dtype=np.bytes_)
-    places = np.array([image[1:] for *_, image in kept], dtype=np.int64)
-    paths = np.array([os.fsencode(image[0]) for *_, image in kept], dtype=np.bytes_)
-    return ShardIndex(paths, places[:, 0], places[:, 1], array, dict(left_out), state)
+    return found[0] if found else None

@@ -1,4 +1,4 @@
-"""What a source of images is.
+"""What a source of images is, and what all kinds of sources share.
 
 A source is a finite list of (image, target) pairs with named classes. It is opened once, in the main process, and read
 in any number of worker processes.
@@ -7,22 +7,33 @@ in any number of worker processes.
 from __future__ import annotations
 
 import hashlib
+import os
+import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
 from PIL import Image
+from timm.utils.misc import natural_key
 
-from ds_vit.data.decode import Jpeg, open_image
+from ds_vit.data.decode import ImageDecodeError, Jpeg, open_image
+from ds_vit.fault_tolerance.errors import UserError
 
-# timm lists .png, .jpg and .jpeg alone, so that a folder of WebP files looks empty to it; Pillow reads all of these.
-IMAGE_EXTENSIONS = frozenset(
-    (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
-)
+# timm lists .png, .jpg and .jpeg only, so that a folder of WebP files looks empty to it; Pillow reads all of these.
+_SUFFIXES = ("png", "jpg", "jpeg", "jpe", "webp", "bmp", "ppm", "pgm", "tif", "tiff", "gif")
+IMAGE_EXTENSIONS = frozenset(f".{suffix}" for suffix in _SUFFIXES)
+SUPPORTED = f"supported are {' '.join(sorted(IMAGE_EXTENSIONS))}"
+LABELS_FILE = "labels.csv"
 
+# timm.data.dataset_factory's own synonyms.
+TRAIN_NAMES = ("train", "training")
+VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
 
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
+_THREADS = 8  # Pillow decodes outside the interpreter's lock, and folders are often on a network
 
 
 class Source(ABC):
@@ -32,7 +43,7 @@ class Source(ABC):
         class_names: the classes, in the order of their numbers.
         multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
         left_out: how many files were found that are not images we read, by suffix ("" for none).
-        mixture: of a source of several with weights, the images and the rows of an epoch of each (`SampleOrder`).
+        mixture: (images, rows of an epoch) of each part of a weighted mixture (`SampleOrder`).
     """
 
     class_names: tuple[str, ...]
@@ -52,21 +63,21 @@ class Source(ABC):
         The same for the same images in a folder that was moved, or in a tar of it. A million names take 0.1 s.
         """
         digest = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
-        for array in self.told_apart_by():
+        for array in self.identity():
             digest.update(f";{array.dtype.str}{array.shape}".encode())
             for first in range(0, len(array), _ROWS_AT_ONCE):
                 digest.update(np.ascontiguousarray(array[first : first + _ROWS_AT_ONCE]).view(np.uint8).data)
         return digest.hexdigest()
 
-    def told_apart_by(self) -> tuple[np.ndarray, ...]:
-        """What tells these samples from those of another data set, in their order: here their targets."""
+    def identity(self) -> tuple[np.ndarray, ...]:
+        """What `fingerprint` hashes, in the order of the samples; by default their targets."""
         return (np.array([self.target(index) for index in range(len(self))]),)
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def encoded(self, index: int) -> bytes | None:
-        """The bytes of an image's file; None in a source that has pixels alone, which then has `image` of its own.
+        """The bytes of an image's file; None in a source of pixels, which overrides `image`.
 
         Raises:
             OSError: its file cannot be read.
@@ -81,7 +92,7 @@ class Source(ABC):
             OSError: its file cannot be read.
         """
         data = self.encoded(index)
-        assert data is not None, f"{type(self).__name__} has neither bytes nor an image() of its own"
+        assert data is not None, f"{type(self).__name__} has neither encoded() nor image()"
         image = open_image(data, self.describe(index))
         return image.image() if isinstance(image, Jpeg) else image
 
@@ -92,6 +103,31 @@ class Source(ABC):
     @abstractmethod
     def describe(self, index: int) -> str:
         """Where the image comes from (a file's name), for messages."""
+
+
+class ArraySource(Source):
+    """A source that holds names and class numbers in NumPy arrays.
+
+    A list of a million strings would be copied into every worker, page by page, by its reference counts.
+    """
+
+    _targets: np.ndarray  # int64 [N]
+    _paths: np.ndarray | None = None  # bytes [N], with forward slashes
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def target(self, index: int) -> int | np.ndarray:
+        return int(self._targets[index])
+
+    def path(self, index: int) -> str:
+        """Where the image is within the data set, with forward slashes."""
+        assert self._paths is not None, f"{type(self).__name__} has no paths"
+        return os.fsdecode(self._paths[index])
+
+    def identity(self) -> tuple[np.ndarray, ...]:
+        names = () if self._paths is None else (below_common_folder(self._paths),)
+        return *names, self._targets
 
 
 def below_common_folder(paths: np.ndarray) -> np.ndarray:
@@ -109,3 +145,126 @@ def below_common_folder(paths: np.ndarray) -> np.ndarray:
         same &= (letters[first : first + _ROWS_AT_ONCE] == letters[0]).all(axis=0)
     common = len(same) if same.all() else int(same.argmin())
     return letters[:, paths[0][:common].rfind(b"/") + 1 :]
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+def is_image(path: str) -> bool:
+    """Whether a file's suffix is that of an image that we read."""
+    return posixpath.splitext(path)[1].lower() in IMAGE_EXTENSIONS
+
+
+def in_natural_order(names: Iterable[str]) -> list[str]:
+    """Sorted as timm sorts, with ties broken by the plain name: the result never depends on the file system."""
+    return sorted(names, key=lambda name: (natural_key(name), name))
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names, for messages."""
+    return (", ".join(names[:most]) or "nothing") + (", ..." if len(names) > most else "")
+
+
+def suffix_counts(paths: Iterable[str]) -> Counter[str]:
+    """How many files have each suffix."""
+    return Counter(posixpath.splitext(path)[1].lower() for path in paths)
+
+
+def described_counts(counts: Counter[str]) -> str:
+    """`suffix_counts`, for messages."""
+    return ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in counts.most_common(5)) or "none"
+
+
+def list_images(labels: Mapping[str, str], where: str) -> tuple[list[str], dict[str, int]]:
+    """Pick the images that lie in a class folder.
+
+    Args:
+        labels: path → class folder of all files of a split ("" outside of class folders).
+        where: the split, for messages.
+
+    Returns:
+        Their paths in timm's order, and how many other files there are by suffix.
+
+    Raises:
+        UserError: there are none.
+    """
+    kept = in_natural_order(path for path, label in labels.items() if label and is_image(path))
+    if not kept:
+        in_no_class = sum(map(is_image, labels))
+        if in_no_class:
+            way_out = f"put each into a folder named as its class, or add {LABELS_FILE} for multi-label data"
+            raise UserError(f"{where} holds {in_no_class} images but no class folders; {way_out}")
+        files = described_counts(suffix_counts(labels))
+        raise UserError(f"{where} holds no images in class folders (files found: {files}; {SUPPORTED})")
+    return kept, dict(suffix_counts(labels) - suffix_counts(kept))
+
+
+def number_classes(labels: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Class names in natural order, and the number of each label among them, int64 [len(labels)]."""
+    names = in_natural_order(set(labels))
+    numbers = {name: number for number, name in enumerate(names)}
+    return tuple(names), np.array([numbers[label] for label in labels], dtype=np.int64)
+
+
+def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes: Sequence[str]) -> None:
+    """Raise UserError if a label is not one of the classes.
+
+    Args:
+        source: describes a sample.
+        labels: as they stand in the files, [N].
+        valid: bool [N].
+        classes: their names.
+    """
+    if valid.all():
+        return
+    first = int(valid.argmin())
+    label = labels[first].decode() if isinstance(labels[first], bytes) else int(labels[first])
+    raise UserError(
+        f"{source.describe(first)} has the label {label!r}; the {len(classes)} classes are {shortened(classes)}, with "
+        f"the numbers 0 to {len(classes) - 1}; {int((~valid).sum())} of {len(labels)} samples have such a label"
+    )
+
+
+def unreadable_classes(source: Source) -> dict[str, str]:
+    """The classes none of whose images can be decoded, each with its first file and what is wrong with that.
+
+    Args:
+        source: with one class an image. Of a class whose first image is sound, no other one is decoded.
+    """
+    targets = np.array([source.target(number) for number in range(len(source))])
+    order = np.argsort(targets, kind="stable")
+    classes, starts = np.unique(targets[order], return_index=True)
+
+    def first_error(members: np.ndarray) -> str:
+        first = ""
+        for number in members:
+            try:
+                source.image(int(number))
+                return ""
+            except ImageDecodeError as error:
+                first = first or f"{source.describe(int(number))}: {error.reason}"
+        return first
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        errors = pool.map(first_error, np.split(order, starts[1:]))
+        return {source.class_names[number]: error for number, error in zip(classes, errors, strict=True) if error}
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+class NoSuchSplit(UserError):
+    """A folder of data without a split of that name."""
+
+
+def synonyms_of(split: str) -> list[str]:
+    """The names that a split may have in place of each other, its own first."""
+    synonyms = next((names for names in (TRAIN_NAMES, VAL_NAMES) if split in names), ())
+    return [split, *(name for name in synonyms if name != split)]
+
+
+def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuchSplit:
+    """The error about a folder without a split, `wanted` says in which forms."""
+    found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
+    return NoSuchSplit(f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {shortened(found, 8)}{hint}")

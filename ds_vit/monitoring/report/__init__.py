@@ -1,6 +1,6 @@
-"""`report.html`: what a run's folder holds, as a page to look at; one file that fetches nothing.
+"""`report.html`: a run's folder as one offline page.
 
-A new panel is a function in `panels.py` (or a file of its own) that gives `Html`, and a line in `page.py`.
+`record.py` reads the folder, `panels.py` and `comparison.py` make panels, `page.py` and `page.html` draw them.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_vit.config.run_folder import written_whole
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.report.page import render
 from ds_vit.monitoring.report.record import Record, read_records
+from ds_vit.run_folder import written_whole
 
 
 def write_report(records: Sequence[Record], path: Path) -> None:
-    """Write the page of one run, or of several beside each other, whole or not at all.
+    """Write the page of one run, or of several side by side, atomically.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: curves over steps. The page's script shows the values under the pointer."""
+"""Line charts and heat maps as plain data: page.html draws them as SVG, page.js shows the values under the pointer."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from ds_vit.monitoring.report.html import Html, join, tag
+Panel = dict[str, Any]
+"""A card of the page: "kind" selects its macro in page.html, "title" is its caption, the rest belongs to the kind."""
 
-WIDTH, HEIGHT = 400, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 384, 10, 194
-MOST_POINTS = 400
+LEFT, RIGHT, TOP, BOTTOM = 50, 384, 10, 194  # the plot within a picture of 400 x 220
+MAX_POINTS = 400
 NUM_COLOURS = 8
-THIN, _WIDEST = 1.6, 7.0
-_LARGEST_DOTS, _ROOM_OF_A_VALUE = 25, 14
+THIN, WIDEST = 1.6, 7.0  # line widths
+MAX_DOTS = 25
+_VALUE_HEIGHT = 14
+
+# Viridis, which grows evenly in lightness for every kind of colour vision (van der Walt and Smith, matplotlib, CC0).
+_VIRIDIS = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
+FEW_COLUMNS = 12  # fit into the narrowest card with their names
+MAX_NUMBERED, MAX_NAMED = 24, 40  # rows and columns that show numbers, names
+_MAX_HORIZONTAL = 3  # letters of a column's name
+_BRIGHT = 130  # of 255: a cell that needs dark text
 
 
 @dataclass(frozen=True)
@@ -29,10 +38,10 @@ class Series:
 
     Attributes:
         name: in the legend and under the pointer.
-        points: (step, value), steps growing; values finite.
-        colour: its number among the page's colours.
-        dashed: it has its colour in common with another one.
-        width: of the line; a curve that another may cover is wider than that one.
+        points: (step, value), steps growing; values that are not finite are left out.
+        colour: index of the page's colours.
+        dashed: another curve has the same colour.
+        width: of the line; a curve that another may hide is wider than that one, and pale.
     """
 
     name: str
@@ -42,36 +51,29 @@ class Series:
     width: float = THIN
 
     @property
-    def look(self) -> str:
-        """Its classes in the page's CSS."""
-        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}{' band' * self.is_band}"
+    def band(self) -> str:
+        """The CSS class of a wide curve."""
+        return " band" if self.width > THIN else ""
 
     @property
-    def is_band(self) -> bool:
-        """Whether it lies broad and pale below others."""
-        return self.width > THIN
+    def look(self) -> str:
+        """The CSS classes of the curve."""
+        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}{self.band}"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step.
-
-    Attributes:
-        step: where.
-        text: what.
-        kind: "resume", "rollback", "skip" or "stop".
-    """
+    """An event at a step; `kind` is "resume", "rollback", "skip" or "stop"."""
 
     step: int
     text: str
     kind: str
 
 
-def widths(number: int) -> list[float]:
-    """Of so many curves that may cover each other, in the order in which they are drawn: the last is the thinnest."""
-    if number < 2:
-        return [THIN] * number
-    return [THIN + min(3.0, (_WIDEST - THIN) / (number - 1)) * (number - 1 - at) for at in range(number)]
+def line_widths(number: int) -> list[float]:
+    """Widths of curves that may hide each other, in drawing order: the last is the thinnest."""
+    step = min(3.0, (WIDEST - THIN) / max(1, number - 1))
+    return [THIN + step * (number - 1 - at) for at in range(number)]
 
 
 def line_chart(
@@ -83,166 +85,182 @@ def line_chart(
     note: str = "",
     span: tuple[float, float] | None = None,
     bounds: tuple[float, float] = (-math.inf, math.inf),
-    aside: Collection[float] = (),
+    outliers: Collection[float] = (),
     named: bool = False,
-) -> Html:
-    """Curves over steps; empty where none has a point.
+) -> Panel | None:
+    """Curves over steps; None if no curve has a point.
 
     Args:
         title: with the unit.
         series: in the order of the legend.
         marks: vertical lines.
-        log: a logarithmic axis, whose values must be above 0.
+        log: a logarithmic axis; values must be above 0.
         note: a line below the title.
-        span: the steps from left to right; None for those of the curves.
-        bounds: beyond which the quantity cannot lie, and so the axis does not go.
-        aside: steps whose values set the scale only where there are no others; what lies beyond is drawn at its edge.
+        span: first and last step of the axis (default: those of the curves).
+        bounds: limits of the quantity; the axis does not exceed them.
+        outliers: steps whose values do not set the scale if there are others; they are drawn at the edge.
         named: a legend for a single curve too.
     """
-    series = [replace(one, points=thinned(one.points)) for one in series if one.points]
+    series = [replace(one, points=points) for one in series if (points := thin_out(one.points))]
     if not series:
-        return Html("")
-    steps = [step for one in series for step, _ in one.points]
-    every = [(step, value) for one in series for step, value in one.points]
-    values = [value for step, value in every if step not in aside] or [value for _, value in every]
-    x = _Axis(*_apart(*(span or (min(steps), max(steps)))), _LEFT + 4, _RIGHT)
-    low, high = (math.log10(min(values)), math.log10(max(values))) if log else (min(values), max(values))
-    y = _Axis(*_apart(low, high, bounds), _BOTTOM - 6, _TOP + 4)
-
-    def place(value: float) -> float:
-        inside = min(max(math.log10(value) if log else value, y.low), y.high)
-        return y.place(inside)
-
-    pieces = [*_grid(x, y, log=log)]
-    for mark in marks:
-        at = f"{x.place(min(max(mark.step, x.low), x.high)):.1f}"
-        line = tag("line", x1=at, x2=at, y1=_TOP, y2=_BOTTOM, class_=f"mark {mark.kind}")
-        pieces.append(tag("g", tag("title", mark.text), line))
-    for one in series:
-        pieces += _curve(one, [(x.place(step), place(value)) for step, value in one.points])
-    pieces += _lone_values(series, x, place)
+        return None
+    points = [point for one in series for point in one.points]
+    values = [value for step, value in points if step not in outliers] or [value for _, value in points]
+    steps = [step for step, _ in points]
+    x = _Axis(*_widen(*(span or (min(steps), max(steps)))), LEFT + 4, RIGHT)
+    scale = math.log10 if log else float
+    y = _Axis(*_widen(scale(min(values)), scale(max(values)), bounds), BOTTOM - 6, TOP + 4)
+    drawn = [[(x.place(step), y.place(scale(value))) for step, value in one.points] for one in series]
     data = {
         "x": [x.low, x.high, x.start, x.end],
-        "top": _TOP,
-        "bottom": _BOTTOM,
         "marks": [[mark.step, mark.text] for mark in marks],
-        "series": [[one.name, one.colour % NUM_COLOURS, [[s, short(v)] for s, v in one.points]] for one in series],
+        "series": [[one.name, one.colour % NUM_COLOURS, [[s, _short(v)] for s, v in one.points]] for one in series],
     }
-    pieces.append(tag("line", class_="cursor", y1=_TOP, y2=_BOTTOM, x1=-9, x2=-9))
-    picture = tag(
-        "svg",
-        *pieces,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        class_="chart",
-        role="img",
-        aria_label=f"{title}, over steps",
-        data_chart=json.dumps(data, separators=(",", ":")),
-    )
-    return card(title, picture, note, legend(series) if named or len(series) > 1 else Html(""))
+    return {
+        "kind": "chart",
+        "title": title,
+        "note": note,
+        "legend": series if named or len(series) > 1 else [],
+        "curves": [_curve(one, spots) for one, spots in zip(series, drawn, strict=True)],
+        "values": _single_values(series, drawn),
+        "marks": [(x.place(mark.step), mark) for mark in marks],
+        "rows": [
+            (y.place(at), number(10**at if log else at))
+            for at in (log_ticks(y.low, y.high) if log else ticks(y.low, y.high, 5))
+        ],
+        "columns": [(x.place(at), number(at)) for at in ticks(x.low, x.high, 6)],
+        "data": json.dumps(data, separators=(",", ":")),
+    }
 
 
-def _curve(one: Series, spots: Sequence[tuple[float, float]]) -> list[Html]:
-    """A line through places, and dots where there are few of them."""
-    pieces = []
-    if len(spots) > 1:
-        path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots)
-        style = f"stroke-width:{one.width:g}" if one.is_band else None
-        pieces.append(tag("path", d=path, class_=f"curve {one.look}", style=style))
-    if len(spots) <= _LARGEST_DOTS:
-        radius = f"{(2 if len(spots) > 1 else 3.5) + 0.5 * (one.width - THIN):.3g}"
-        look = f"dot c{one.colour % NUM_COLOURS}{' band' * one.is_band}"
-        pieces += [tag("circle", cx=f"{a:.1f}", cy=f"{d:.1f}", r=radius, class_=look) for a, d in spots]
-    return pieces
+def _curve(one: Series, spots: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """A line through `spots`, and dots if there are few of them."""
+    return {
+        "path": "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots) if len(spots) > 1 else "",
+        "style": f"stroke-width:{one.width:g}" if one.band else "",
+        "look": one.look,
+        "dots": spots if len(spots) <= MAX_DOTS else (),
+        "dot_look": f"c{one.colour % NUM_COLOURS}{one.band}",
+        "radius": f"{(2 if len(spots) > 1 else 3.5) + 0.5 * (one.width - THIN):.3g}",
+    }
 
 
-def _lone_values(series: Sequence[Series], x: _Axis, place: Callable[[float], float]) -> list[Html]:
-    """The value beside the point of each curve that has one alone: no line leads to it, and the axis says little."""
-    pieces: list[Html] = []
-    taken: list[float] = []
-    for one in series:
-        if len(one.points) > 1:
+def _single_values(
+    series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]]
+) -> list[tuple[float, float, str, str]]:
+    """(x, y, text, CSS class) for each curve with a single point, unless another value is already there."""
+    found: list[tuple[float, float, str, str]] = []
+    for one, spots in zip(series, drawn, strict=True):
+        across, down = spots[0]
+        if len(spots) > 1 or any(abs(down - other) < _VALUE_HEIGHT for _, other, *_ in found):
             continue
-        (step, value), *_ = one.points
-        across, down = x.place(step), place(value)
-        if any(abs(down - other) < _ROOM_OF_A_VALUE for other in taken):
-            continue
-        taken.append(down)
-        right = across > (x.start + x.end) / 2
-        at = across - 10 if right else across + 10
-        look = f"value {'before' if right else 'behind'}"
-        pieces.append(tag("text", f"{value:.5g}", x=f"{at:.1f}", y=f"{down:.1f}", class_=look))
-    return pieces
+        right = across > (LEFT + RIGHT) / 2
+        found.append(
+            (across + (-10 if right else 10), down, f"{one.points[0][1]:.5g}", "before" if right else "behind")
+        )
+    return found
 
 
-def legend(series: Sequence[Series]) -> Html:
-    """The names of curves beside their colours."""
-    heights = (f"height:{2 * one.width:g}px" if one.is_band else None for one in series)
-    items = (
-        tag("span", tag("i", class_=f"swatch {one.look}", style=height), one.name, class_="key")
-        for one, height in zip(series, heights, strict=True)
-    )
-    return tag("div", *items, class_="legend")
+def heat_map(
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[object],
+    values: np.ndarray,
+    *,
+    column_kind: str,
+    note: str = "",
+    log: bool = False,
+    numbers: bool = False,
+) -> Panel | None:
+    """A colour per value: layers over steps, or classes over classes; None if no value is finite.
+
+    Args:
+        title: with the unit.
+        rows: names from top to bottom.
+        columns: names from left to right.
+        values: [rows, columns]; a value that is not finite (on a logarithmic scale, not above 0) stays blank.
+        column_kind: what the columns are, such as "step".
+        note: a line below the title.
+        log: colours follow the logarithm.
+        numbers: show column names and the values in the cells, as far as there is room.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.log10(values) if log else np.asarray(values, dtype=float)
+    known = np.isfinite(scaled)
+    if not known.any():
+        return None
+    low, high = scaled[known].min(), scaled[known].max()
+    colours = viridis(np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0))
+    names = [str(column) for column in columns]
+    shown = [
+        [_short(float(value)) if ok else None for value, ok in zip(*pair, strict=True)]
+        for pair in zip(values, known, strict=True)
+    ]
+    data = {"rows": list(rows), "columns": names, "of": column_kind, "values": shown}
+    cells: list[tuple[str, bool]] = []
+    if numbers and max(values.shape) <= MAX_NUMBERED:
+        bright = colours @ np.array([0.299, 0.587, 0.114]) > _BRIGHT
+        cells = [
+            (f"{value:.0f}" if ok and value else "", bool(dark))
+            for value, ok, dark in zip(values.ravel(), known.ravel(), bright.ravel(), strict=True)
+        ]
+    return {
+        "kind": "heat",
+        "title": title,
+        "note": note,
+        "wide": numbers and len(names) > FEW_COLUMNS,
+        "scale": [number(10**end if log else end) for end in (low, high)],
+        "labels": list(rows) if len(rows) <= MAX_NAMED else [rows[0], rows[-1]],
+        "num_rows": min(len(rows), MAX_NAMED),
+        "names": names,
+        "column_kind": column_kind,
+        "every": numbers and len(names) <= MAX_NAMED,
+        "upright": any(len(name) > _MAX_HORIZONTAL for name in names),
+        "crowd": "few" if len(names) <= FEW_COLUMNS else "some" if len(names) <= MAX_NAMED else "many",
+        "image": image_uri(Image.fromarray(np.dstack((colours, 255 * known)).astype(np.uint8), "RGBA")),
+        "cells": cells,
+        "data": json.dumps(data, separators=(",", ":")),
+    }
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS`: of each stretch of steps its lowest and its highest, so that no spike is lost."""
-    points = [(step, value) for step, value in points if math.isfinite(value)]
-    if len(points) <= MOST_POINTS:
-        return points
-    kept = {0, len(points) - 1}
-    edges = np.linspace(0, len(points), MOST_POINTS // 2).astype(int)
-    for first, end in itertools.pairwise(edges):
-        stretch = range(first, end)
-        kept |= {min(stretch, key=lambda at: points[at][1]), max(stretch, key=lambda at: points[at][1])}
-    return [points[at] for at in sorted(kept)]
+def viridis(shares: np.ndarray) -> np.ndarray:
+    """Numbers from 0 to 1, of any shape, as colours: uint8 [..., 3]."""
+    stops = np.linspace(0.0, 1.0, len(_VIRIDIS))
+    channels = [np.interp(shares, stops, channel) for channel in _VIRIDIS.T]
+    return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
-def png_uri(image: Image.Image, kind: str = "png", **options: object) -> str:
-    """An image as a data: address, so that a page that shows it needs nothing else."""
+def image_uri(image: Image.Image, kind: str = "png", **options: object) -> str:
+    """An image as a data: address, so that the page needs no other file."""
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **options)
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
+def thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS` finite points: the lowest and the highest of each interval of steps, so no spike is lost."""
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    if len(points) <= MAX_POINTS:
+        return points
+    kept = {0, len(points) - 1}
+    for first, end in itertools.pairwise(np.linspace(0, len(points), MAX_POINTS // 2).astype(int)):
+        interval = range(first, end)
+        kept |= {min(interval, key=lambda at: points[at][1]), max(interval, key=lambda at: points[at][1])}
+    return [points[at] for at in sorted(kept)]
+
+
 def number(value: float) -> str:
     """A number as an axis shows it: 0.25, 12k, 3e-5."""
-    if value == 0:
-        return "0"
     size = abs(value)
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if size >= unit:
-            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
-    if size < 1e-2:
+            return f"{value / unit:.4g}{name}"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if 0 < size < 1e-2:
         digits, _, power = f"{value:.1e}".partition("e")
         return f"{digits.removesuffix('.0')}e{int(power)}"
     return f"{value:.4g}"
-
-
-def card(title: str, picture: Html, note: str, key: Html, *, wide: bool = False) -> Html:
-    """A picture below its title, a note and what its colours mean; `wide`: over all columns of the page."""
-    said = tag("p", note, class_="note") if note else Html("")
-    return tag("figure", tag("figcaption", title), said, key, picture, class_=f"card{' wide' * wide}")
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Values from `low` to `high` on places from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def place(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-
-def _apart(low: float, high: float, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
-    """Two ends of an axis that are not one, and that lie within what can be."""
-    if high > low:
-        return low, high
-    room = abs(low) * 0.1 or 1.0
-    return max(low - room, min(low, bounds[0])), min(high + room, max(high, bounds[1]))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
@@ -263,22 +281,28 @@ def log_ticks(low: float, high: float) -> list[float]:
     return found if len(found) > 1 else ticks(low, high, 3)
 
 
-def _grid(x: _Axis, y: _Axis, *, log: bool) -> list[Html]:
-    pieces = []
-    for value in log_ticks(y.low, y.high) if log else ticks(y.low, y.high, 5):
-        at = f"{y.place(value):.1f}"
-        shown = number(10**value if log else value)
-        pieces += [
-            tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
-            tag("text", shown, x=_LEFT - 6, y=at, class_="left"),
-        ]
-    for value in ticks(x.low, x.high, 6):
-        at = f"{x.place(value):.1f}"
-        pieces.append(tag("text", number(value), x=at, y=_BOTTOM + 16, class_="below"))
-    pieces.append(tag("line", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM, class_="axis"))
-    return [join(pieces)]
+@dataclass(frozen=True)
+class _Axis:
+    """Values from `low` to `high` on places from `start` to `end`; a value beyond is placed at the end."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> float:
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
 
 
-def short(value: float) -> float:
-    """A value as the page's script shows it: six digits."""
+def _widen(low: float, high: float, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
+    """Two different ends of an axis, within the bounds."""
+    if high > low:
+        return low, high
+    room = abs(low) * 0.1 or 1.0
+    return max(low - room, min(low, bounds[0])), min(high + room, max(high, bounds[1]))
+
+
+def _short(value: float) -> float:
+    """A value with the six digits that page.js shows."""
     return float(f"{value:.6g}")

@@ -1,93 +1,91 @@
-"""Several runs side by side: which settings differ, what came of each, and how far their losses lie apart."""
+"""Several runs side by side: settings that differ, results, and the deviation of their losses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_vit.config.deepspeed_set import KEY_OF_FLAG
-from ds_vit.monitoring.report.charts import Series, line_chart
-from ds_vit.monitoring.report.html import Html
-from ds_vit.monitoring.report.launches import Launch, launches, layouts_in_words
-from ds_vit.monitoring.report.panels import in_words
-from ds_vit.monitoring.report.record import Record
+from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.monitoring.report.charts import Panel, Series, line_chart
+from ds_vit.monitoring.report.panels import metric_label
+from ds_vit.monitoring.report.record import Launch, Record
 
 _OF_THE_PLACE = ("flag output", "flag resume", "flag deepspeed_config")
 _UNITS = {
     "JSON train_batch_size": "images",
-    "JSON train_micro_batch_size_per_gpu": "images a rank",
-    "JSON gradient_accumulation_steps": "micro-batches a step",
+    "JSON train_micro_batch_size_per_gpu": "images per rank",
+    "JSON gradient_accumulation_steps": "micro-batches per step",
     "flag checkpoint_interval": "steps, or with a unit",
     "flag eval_interval": "epochs",
     "flag img_size": "pixels",
     "flag log_interval": "steps",
     "flag max_steps": "optimizer steps",
-    "flag validation_batch_size": "images a rank",
-    "flag workers": "a rank",
+    "flag validation_batch_size": "images per rank",
+    "flag workers": "per rank",
 }
-_LEAST = 1e-9  # a deviation of 0 has no place on a logarithmic axis
+_MIN_DEVIATION = 1e-9  # 0 has no place on a logarithmic axis
 
 
 def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What is not the same in all runs: (name and unit, its value in each run), "-" where a run has none."""
+    """Settings that are not the same in all runs: (name and unit, value in each run), "-" if a run has none."""
     known = [dict(_settings(record)) for record in records]
-    names = list(dict.fromkeys(name for each in known for name in each))
-    lines = [(name, *(each.get(name, "-") for each in known)) for name in names if name not in _OF_THE_PLACE]
-    units = {name: f" ({_UNITS[name]})" for name in names if name in _UNITS}
-    return [(name + units.get(name, ""), *map(_cut, values)) for name, *values in lines if len(set(values)) > 1]
+    lines = []
+    for name in dict.fromkeys(name for each in known for name in each):
+        values = [each.get(name, "-") for each in known]
+        if name not in _OF_THE_PLACE and len(set(values)) > 1:
+            unit = f" ({_UNITS[name]})" if name in _UNITS else ""
+            lines.append((name + unit, *(value if len(value) <= 200 else f"{value[:199]}…" for value in values)))
+    return lines
 
 
 def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """What came of each run: (name and unit, its value in each run); where it had several launches, of these too."""
-    summaries = [_summed_up(record) for record in records]
-    names = list(dict.fromkeys(key for each in summaries for key in each))
-    figures = [name for name in names if name.startswith(("best_", "last_"))]
-    lines = []
-    for name in figures:
-        label = ", ".join(filter(None, in_words(name)))
-        lines.append((label, *(_shown(each.get(name), 5) for each in summaries)))
-    loss = [record.points("train", "loss") for record in records]
-    lines.append(("last training loss", *(_shown(points[-1][1] if points else None) for points in loss)))
-    apart = deviations(records)
-    if any(apart):
-        largest = (_shown(max((value for _, value in points), default=None), 3) for points in apart)
-        lines.append((f"loss, furthest from that of {records[0].name} (relative)", "-", *largest))
-    for label, name, digits in (
-        ("images a second", "images_per_second", 4),
-        ("end", "exit", 6),
-        ("steps", "steps", 6),
-        ("wall time, s", "wall_seconds", 4),
-    ):
-        lines.append((label, *(_shown(each.get(name), digits) for each in summaries)))
+    """The results: (name and unit, value in each run); if a run had several launches, a line for each of them."""
+    summaries = [_summary(record) for record in records]
+    metrics = [key for key in dict.fromkeys(key for each in summaries for key in each) if key[:5] in ("best_", "last_")]
+
+    def line(label: str, key: str, digits: int) -> tuple[str, ...]:
+        return (label, *(_format(each.get(key), digits) for each in summaries))
+
+    lines = [line(", ".join(filter(None, metric_label(key))), key, 5) for key in metrics]
+    losses = [record.points("train", "loss") for record in records]
+    lines.append(("last training loss", *(_format(points[-1][1] if points else None) for points in losses)))
+    if any(apart := deviations(records)):
+        largest = (_format(max((value for _, value in points), default=None), 3) for points in apart)
+        lines.append((f"loss, largest deviation from {records[0].name} (relative)", "-", *largest))
+    lines += [
+        line("images per second", "images_per_second", 4),
+        line("end", "exit", 6),
+        line("steps", "steps", 6),
+        line("wall time, s", "wall_seconds", 4),
+    ]
     return [*lines, *_launches(records)]
 
 
-def _summed_up(record: Record) -> Mapping[str, Any]:
-    """summary.json; of a run that has come to no end what its last row tells."""
+def _summary(record: Record) -> Mapping[str, Any]:
+    """summary.json; of a run that has not ended, its last row."""
     last = (record.rows.get("train") or [{}])[-1]
-    so_far = {"steps": last.get("step"), "wall_seconds": last.get("wall_seconds"), "exit": "no end yet"}
+    so_far = {"steps": last.get("step"), "wall_seconds": last.get("wall_seconds"), "exit": "not ended"}
     return {**so_far, **record.summary}
 
 
 def _launches(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    """How often each run was started, and what each launch did; nothing where none went on."""
-    found = [launches(record) for record in records]
+    """The launches of each run; nothing if no run was resumed."""
+    found = [record.launches for record in records]
     most = max(map(len, found))
     if most < 2:
         return
     yield ("launches (wall time is of all)", *(str(len(each) or "-") for each in found))
     for at in range(most):
-        told = (each[at] if at < len(each) else None for each in found)
-        yield (f"launch {at + 1}", *("-" if one is None else _what_it_did(one) for one in told))
+        yield (f"launch {at + 1}", *(_describe(each[at]) if at < len(each) else "-" for each in found))
 
 
-def _what_it_did(launch: Launch) -> str:
+def _describe(launch: Launch) -> str:
     seconds = "" if launch.seconds is None else f" in {launch.seconds:,.0f} s"
     return f"steps {launch.steps}{seconds}: {launch.place}"
 
 
 def deviations(records: Sequence[Record]) -> list[list[tuple[int, float]]]:
-    """Of each run but the first: (step, |its loss - the first's| / |the first's|) where both wrote one down."""
+    """Of each run but the first: (step, |its loss - the first's| / |the first's|) where both have a row."""
     first, *others = (dict(record.points("train", "loss")) for record in records)
     return [
         [(step, abs(loss - first[step]) / abs(first[step])) for step, loss in other.items() if first.get(step)]
@@ -95,51 +93,46 @@ def deviations(records: Sequence[Record]) -> list[list[tuple[int, float]]]:
     ]
 
 
-def deviation_chart(records: Sequence[Record]) -> Html:
+def deviation_chart(records: Sequence[Record]) -> Panel | None:
     """The deviations over the steps."""
-    apart = deviations(records)
     series = [
-        Series(record.name, [(step, max(value, _LEAST)) for step, value in points], at)
-        for at, (record, points) in enumerate(zip(records[1:], apart, strict=True), 1)
+        Series(record.name, [(step, max(value, _MIN_DEVIATION)) for step, value in points], at)
+        for at, (record, points) in enumerate(zip(records[1:], deviations(records), strict=True), 1)
     ]
-    note = f"relative; {_LEAST:g} stands for every bit the same"
-    return line_chart(f"How far the loss lies from that of {records[0].name}", series, log=True, note=note, named=True)
+    note = f"relative; {_MIN_DEVIATION:g} means equal in every bit"
+    return line_chart(f"Deviation of the loss from {records[0].name}", series, log=True, note=note, named=True)
 
 
 def _settings(record: Record) -> Iterator[tuple[str, str]]:
-    """Everything that decides a run, by names that say where it stands."""
-    told = dict(_flat(record.deepspeed))
-    layout = layouts_in_words(record)
-    # What stands in the JSON and in the layout is what counts: the flags that it came from would only repeat it.
-    repeated = {flag for flag, key in KEY_OF_FLAG.items() if key in told} | ({"pp", "tp"} if layout else set())
-    yield from ((f"flag {name}", _shown(value)) for name, value in record.config.items() if name not in repeated)
-    yield from ((f"JSON {name}", value) for name, value in told.items())
-    if layout:
-        yield "layout", layout
-    if not layout or "zero_optimization.stage" not in told:
-        beside = {"pp", "dp", "tp"} if layout else set()
-        yield from ((f"layout {name}", _shown(v)) for name, v in record.layout.items() if name not in beside)
-    start = record.starts[-1] if record.starts else {}
-    yield from ((f"version of {name}", _shown(value)) for name, value in (start.get("versions") or {}).items())
-    yield "device", _shown(start.get("device"))
-    yield "classes", _shown(list(record.classes))
+    """Everything that defines a run, by names that say where it is set."""
+    deepspeed = dict(_flatten(record.deepspeed))
+    layouts = record.layouts
+    # The JSON and the layout count; flags that set them would repeat them.
+    repeated = {flag for flag, key in KEY_OF_FLAG.items() if key in deepspeed} | ({"pp", "tp"} if layouts else set())
+    yield from ((f"flag {name}", _format(value)) for name, value in record.config.items() if name not in repeated)
+    yield from ((f"JSON {name}", value) for name, value in deepspeed.items())
+    if layouts:
+        yield "layout", layouts
+    else:
+        yield from ((f"layout {name}", _format(value)) for name, value in record.layout.items())
+    yield from (
+        (f"version of {name}", _format(value)) for name, value in (record.last_start.get("versions") or {}).items()
+    )
+    yield "device", _format(record.last_start.get("device"))
+    yield "classes", _format(list(record.classes))
 
 
-def _flat(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     for name, item in value.items():
         if isinstance(item, Mapping):
-            yield from _flat(item, f"{above}{name}.")
+            yield from _flatten(item, f"{above}{name}.")
         else:
-            yield above + name, _shown(item)
+            yield above + name, _format(item)
 
 
-def _shown(value: Any, digits: int = 6) -> str:
+def _format(value: Any, digits: int = 6) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -1,4 +1,4 @@
-"""The page itself: one file that needs no other, of one run or of several beside each other."""
+"""The page: one file that needs no other, of one run or of several side by side."""
 
 from __future__ import annotations
 
@@ -7,236 +7,228 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 
-from ds_vit.monitoring.report.charts import png_uri
-from ds_vit.monitoring.report.classes import class_panels
+from ds_vit.monitoring.report.charts import BOTTOM, LEFT, RIGHT, TOP, Panel, image_uri
 from ds_vit.monitoring.report.comparison import deviation_chart, differences, outcomes
-from ds_vit.monitoring.report.html import Html, join, tag
-from ds_vit.monitoring.report.launches import launches
-from ds_vit.monitoring.report.layout_picture import layout_picture
-from ds_vit.monitoring.report.panels import curves, gradients, in_words
+from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, table
 from ds_vit.monitoring.report.record import Record
-from ds_vit.monitoring.report.tables import table
 from ds_vit.parallel.layout import Layout
 
-_HERE = Path(__file__).parent
-_WIDEST = 1200  # pixels of a picture
+_MAX_WIDTH = 1200  # pixels of a picture
+MAX_REPLICAS, MAX_CELLS = 8, 64
+_PICTURES = (
+    ("reconstruction", "Images, their visible patches, the prediction, and both together"),
+    ("ema-reconstruction", "The same with the moving average of the weights"),
+    (
+        "token-norms",
+        "Validation images and the norms of their patch tokens after the last block, dark: smallest, bright: largest",
+    ),
+    (
+        "attention",
+        "Validation images and the attention to their patches in the last step before the classifier, mean of all "
+        "heads, bright: largest",
+    ),
+)
 
 
 def render(records: Sequence[Record]) -> str:
-    """The page of some runs."""
-    parts = _one(records[0]) if len(records) == 1 else _several(records)
-    title = records[0].name if len(records) == 1 else ", ".join(record.name for record in records)
-    return join(
-        [
-            Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'),
-            Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            # Nothing may be fetched, whatever stands in the page.
-            Html('<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '),
-            Html("style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"),
-            Html('<link rel="icon" href="data:,">'),
-            tag("title", f"{title} - ds_vit"),
-            Html(f"<style>\n{(_HERE / 'page.css').read_text()}</style></head>\n<body>"),
-            tag("main", *parts, tag("footer", f"ds_vit, {time.strftime('%Y-%m-%d %H:%M')}")),
-            Html(f'<div id="tip"></div><script>\n{(_HERE / "page.js").read_text()}</script></body></html>\n'),
-        ]
-    )
+    """The page of some runs. Every text is escaped by jinja2, so no class or file name can become markup."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {"LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
+    content = _one(records[0]) if len(records) == 1 else _several(records)
+    made = time.strftime("%Y-%m-%d %H:%M")
+    return environment.get_template("page.html").render(title=", ".join(r.name for r in records), made=made, **content)
 
 
-def _one(record: Record) -> list[Html]:
-    layout = record.layout
-    zero = layout.pop("zero_stage", None)
-    start = record.starts[-1] if record.starts else {}
-    picture = layout_picture(Layout(**layout), zero, start.get("hosts") or ()) if layout else Html("")
-    return [
-        _head(record),
-        *_section("Over the steps", curves([record])),
-        *_section("Gradients", gradients(record)),
-        *_section("Classes", class_panels(record)),
-        *_section("Images", _pictures(record)),
-        *_section("Layout", [card for card in (_launches(record), picture, _predicted(record)) if card]),
-        tag("h2", "Run it again"),
-        tag("pre", record.command),
-        _settings(record),
+def _one(record: Record) -> dict[str, Any]:
+    data = record.config.get("data_dir") or record.config.get("dataset")
+    model = record.config.get("model") or record.summary.get("model")
+    sections = [
+        ("Over the steps", curves([record])),
+        ("Gradients", gradients(record)),
+        ("Classes", class_panels(record)),
+        ("Images", _pictures(record)),
+        ("Layout", [card for card in (_launches(record), _layout(record), _predicted(record)) if card]),
     ]
+    return {
+        "heading": record.name,
+        "end": str(record.summary.get("exit", "not ended")),
+        "about": " · ".join(filter(None, (model, data and f"on {data}", str(record.folder.path)))),
+        "tiles": _key_figures(record),
+        "sections": [(title, cards) for title, cards in sections if cards],
+        "command": record.command,
+        "settings": _settings(record),
+    }
 
 
-def _launches(record: Record) -> Html:
-    """A line a launch, of a run that went on."""
-    found = launches(record)
+def _several(records: Sequence[Record]) -> dict[str, Any]:
+    names = [record.name for record in records]
+    same = [("nothing except the folder", *("" for _ in records))]
+    loss, *others = curves(records)
+    return {
+        "heading": f"{len(records)} runs",
+        "end": "",
+        "about": ", ".join(str(record.folder.path) for record in records),
+        "tiles": [],
+        "sections": [
+            ("Results", [table("Metrics", ("", *names), outcomes(records), wide=True)]),
+            (
+                "Differences",
+                [table("Settings, data, versions, layout", ("", *names), differences(records) or same, wide=True)],
+            ),
+            ("Over the steps", [chart for chart in (loss, deviation_chart(records), *others) if chart]),
+        ],
+        "command": "",
+        "settings": [],
+    }
+
+
+def _launches(record: Record) -> Panel | None:
+    """A line per launch of a resumed run."""
+    found = record.launches
     if len(found) < 2:
-        return Html("")
+        return None
     lines = [
-        (str(at), one.steps, one.layout, str(one.ranks or "-"), one.device, _duration_or_dash(one.seconds))
+        (str(at), one.steps, one.layout, str(one.ranks or "-"), one.device, _duration(one.seconds))
         for at, one in enumerate(found, 1)
     ]
-    title = f"The run went on: {len(found)} launches; the picture below is of the last"
+    title = f"Resumed run: {len(found)} launches; the picture below shows the last"
     return table(title, ("launch", "steps", "layout", "ranks", "device", "wall time"), lines, wide=True)
 
 
-def _predicted(record: Record) -> Html:
-    """What the planner said of memory and time, beside what was measured."""
-    lines = []
-    memory, times = record.summary.get("memory") or {}, record.summary.get("step_seconds") or {}
-    for name, of, key, factor, unit in (
-        ("memory of the fullest rank", memory, "_bytes", 1e-9, "GB"),
-        ("an optimizer step", times, "", 1.0, "s"),
-    ):
-        predicted, measured = of.get(f"predicted{key}"), of.get(f"measured{key}")
-        if predicted and measured:
-            lines.append((name, *(f"{factor * value:.3g} {unit}" for value in (predicted, measured))))
-    if not lines:
-        return Html("")
-    on_cpu = record.starts and record.starts[-1].get("device") == "cpu"
-    title = "Predicted and measured" + (", on a CPU with all that the process takes" if on_cpu else "")
-    return table(title, ("", "predicted", "measured"), lines, wide=True)
+def _layout(record: Record) -> Panel | None:
+    """Replicas side by side, in each a row per pipeline stage and a cell per rank; the first few of many."""
+    degrees = record.layout
+    stage = degrees.pop("zero_stage", None)
+    if not degrees:
+        return None
+    layout, hosts = Layout(**degrees), record.last_start.get("hosts") or ()
+    shown = max(1, min(layout.dp, MAX_REPLICAS, MAX_CELLS // (layout.pp * layout.tp)))
+    colours = {host: f"c{at % 8}" for at, host in enumerate(dict.fromkeys(hosts))}
 
+    def cell(rank: int) -> tuple[int, str, str]:
+        host = hosts[rank] if rank < len(hosts) else ""
+        return rank, host, colours.get(host, "")
 
-def _several(records: Sequence[Record]) -> list[Html]:
-    names = [record.name for record in records]
-    lines = differences(records)
-    nothing = [("nothing but the place", *("" for _ in records))]
-    loss, *others = curves(records)
-    charts = [loss, deviation_chart(records), *others]
-    return [
-        tag("h1", f"{len(records)} runs"),
-        tag("p", ", ".join(str(record.folder.path) for record in records), class_="sub"),
-        tag("h2", "What came of them"),
-        table("Figures", ("", *names), outcomes(records), wide=True),
-        tag("h2", "What differs"),
-        table("Settings, data, versions, layout", ("", *names), lines or nothing, wide=True),
-        *_section("Over the steps", [chart for chart in charts if chart]),
+    replicas = [
+        [[cell((replica * layout.pp + row) * layout.tp + tp) for tp in range(layout.tp)] for row in range(layout.pp)]
+        for replica in range(shown)
     ]
+    parts = [f"the blocks are split into {layout.pp} pipeline stages"] * (layout.pp > 1)
+    parts += [f"each layer is sharded over {layout.tp} ranks"] * (layout.tp > 1)
+    sharded = ["", "the optimizer state", "the optimizer state and the gradients"]
+    sharded += ["the optimizer state, the gradients and the weights"]
+    if layout.dp > 1:
+        parts += [f"{layout.dp} replicas share each batch"]
+        parts += [f"ZeRO shards {sharded[stage]} over them"] if stage else []
+    zero = "" if stage is None else f", ZeRO-{stage}"
+    return {
+        "kind": "layout",
+        "title": f"{layout}{zero}: {layout.world_size} rank{'s' * (layout.world_size > 1)}",
+        "note": f"{'; '.join(parts) or 'everything on one rank'}. The loss curve is the same in every layout.",
+        "wide": True,
+        "replicas": replicas,
+        "more": layout.dp - shown,
+    }
 
 
-def _section(title: str, cards: Sequence[Html]) -> list[Html]:
-    return [tag("h2", title), tag("div", *cards, class_="grid")] if cards else []
-
-
-def _head(record: Record) -> Html:
-    summary = record.summary
-    end = str(summary.get("exit", "no end yet"))
-    badge = tag("span", end, class_=f"badge {'completed' if end == 'completed' else 'other'}")
-    about = [str(record.config.get("model") or summary.get("model") or "")]
-    data = record.config.get("data_dir") or record.config.get("dataset")
-    about += [f"on {data}"] if data else []
-    about += [str(record.folder.path)]
-    tiles = [tag("div", tag("b", value), tag("span", label), class_="tile") for label, value in _key_figures(record)]
-    return tag(
-        "header",
-        tag("h1", record.name, badge),
-        tag("p", " · ".join(part for part in about if part), class_="sub"),
-        tag("div", *tiles, class_="tiles"),
+def _predicted(record: Record) -> Panel | None:
+    """Memory and time by the planner, and measured."""
+    memory, times = record.summary.get("memory") or {}, record.summary.get("step_seconds") or {}
+    rows = (
+        ("memory of the fullest rank", memory.get("predicted_bytes"), memory.get("measured_bytes"), 1e-9, "GB"),
+        ("an optimizer step", times.get("predicted"), times.get("measured"), 1.0, "s"),
     )
+    lines = [
+        (name, *(f"{factor * value:.3g} {unit}" for value in (predicted, measured)))
+        for name, predicted, measured, factor, unit in rows
+        if predicted and measured
+    ]
+    title = "Predicted and measured" + ", on a CPU with everything that the process uses" * record.on_cpu
+    return table(title, ("", "predicted", "measured"), lines, wide=True) if lines else None
 
 
 def _key_figures(record: Record) -> list[tuple[str, str]]:
+    """(label, value) of the tiles at the top."""
     summary, rows = record.summary, record.rows.get("train", ())
+    last = rows[-1] if rows else {}
     found = []
     for key, value in summary.items():
         if key.startswith("best_") and value is not None:
-            label, unit = in_words(key)
+            label, unit = metric_label(key)
             found.append((label, f"{value:.4g}{' %' * (unit == '%')}"))
     if not any("top" in label for label, _ in found):
-        found += [
-            (f"last {name}", f"{points[-1][1]:.5g}")
-            for name in record.figures()
-            if (points := record.points("eval", name))
-        ]
-    if rows and rows[-1].get("loss") is not None:
-        found.append(("last training loss", f"{rows[-1]['loss']:.4f}"))
-    steps = summary.get("steps") or (rows[-1]["step"] if rows else 0)
-    found.append(("steps", f"{steps:,}"))
-    if summary.get("images_per_second"):
-        found.append(("images a second", f"{summary['images_per_second']:,.0f}"))
-    seconds = summary.get("wall_seconds") or (rows[-1].get("wall_seconds") if rows else None)
-    if seconds:
-        number = len(record.starts)
-        found.append((f"wall time of {number} launches" if number > 1 else "wall time", _duration(seconds)))
-    if summary.get("num_parameters"):
-        found.append(("parameters", f"{summary['num_parameters'] / 1e6:.4g} M"))
-    if summary.get("precision"):
-        found.append(("precision", str(summary["precision"])))
+        evaluated = {name: record.points("eval", name) for name in record.metrics()}
+        found += [(f"last {name}", f"{points[-1][1]:.5g}") for name, points in evaluated.items() if points]
+    wall = f"wall time of {len(record.starts)} launches" if len(record.starts) > 1 else "wall time"
+    for label, value, show in (
+        ("last training loss", last.get("loss"), "{:.4f}".format),
+        ("steps", summary.get("steps") or last.get("step", 0), "{:,}".format),
+        ("images per second", summary.get("images_per_second") or None, "{:,.0f}".format),
+        (wall, summary.get("wall_seconds") or last.get("wall_seconds"), _duration),
+        ("parameters", summary.get("num_parameters"), lambda number: f"{number / 1e6:.4g} M"),
+        ("precision", summary.get("precision"), str),
+    ):
+        if value is not None:
+            found.append((label, show(value)))
     return found
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _duration_or_dash(seconds: float | None) -> str:
-    return "-" if seconds is None else _duration(seconds)
-
-
-def _pictures(record: Record) -> list[Html]:
-    """The pictures that lie in the folder: training images as the model saw them, surest mistakes, what MAE painted."""
+def _pictures(record: Record) -> list[Panel]:
+    """The pictures in the folder: training images, most confident mistakes, reconstructions, norms and attention."""
     folder, cards = record.folder, []
     for sheet, title in (
         (folder.augmented, "Training images of the first step, as the model sees them"),
-        (folder.mistakes, "The surest mistakes of the last evaluation"),
+        (folder.mistakes, "The most confident mistakes of the last evaluation"),
     ):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            told = json.loads(sheet.with_suffix(".json").read_text())
+            tiles = json.loads(sheet.with_suffix(".json").read_text())
             with Image.open(sheet) as image:
-                tiles = _tiles(image, told["tile"], told["captions"])
-            cards.append(
-                tag("figure", tag("figcaption", title), tag("div", *tiles, class_="tilesheet"), class_="card wide")
-            )
-    for name, title in (
-        ("reconstruction", "Images, what is left of them, what is painted, and both together"),
-        ("ema-reconstruction", "The same with the moving average of the weights"),
-        (
-            "token-norms",
-            "Validation images, and how long the last block leaves the tokens of their patches: dark is the shortest "
-            "of an image, bright the longest",
-        ),
-        (
-            "attention",
-            "Validation images, and the attention that their patches get in the last step before the classifier, "
-            "mean of all heads: bright is the most of an image",
-        ),
-    ):
+                images = _split(image, tiles["tile"], tiles["captions"])
+            cards.append({"kind": "tiles", "title": title, "tiles": images, "wide": True})
+    for name, title in _PICTURES:
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
-            uri = _as_jpeg(image)
-            shown = Html(f'<img class="picture" alt="" src="{uri}">')
-            cards.append(tag("figure", tag("figcaption", title), shown, class_="card wide"))
-    cut = record.layout.get("pp", 1) > 1 or record.config.get("sequence_parallel")
-    if cut and record.classes and cards:
-        said = "Norms and attention are drawn where one rank sees all tokens: without --pp, --sequence-parallel."
-        cards.append(tag("p", said, class_="note"))
+            shown = image.convert("RGB")
+            shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))
+            uri = image_uri(shown, "jpeg", quality=88)
+            cards.append({"kind": "picture", "title": title, "uri": uri, "wide": True})
+    if record.classes and cards and (record.layout.get("pp", 1) > 1 or record.config.get("sequence_parallel")):
+        cards.append(
+            {
+                "kind": "remark",
+                "text": "No norms and attention with --pp or --sequence-parallel: no rank has all tokens.",
+            }
+        )
     return cards
 
 
-def _tiles(sheet: Image.Image, side: int, captions: Sequence[str]) -> list[Html]:
-    """A contact sheet cut into its images, each over its words."""
-    across = sheet.width // side
-    tiles = []
+def _split(sheet: Image.Image, side: int, captions: Sequence[str]) -> list[tuple[str, str]]:
+    """(image as a data: address, caption) of each image of a contact sheet."""
+    across, found = sheet.width // side, []
     for at, caption in enumerate(captions):
         left, top = at % across * side, at // across * side
         image = sheet.crop((left, top, left + side, top + side)).convert("RGB")
-        tiles.append(tag("div", Html(f'<img alt="" src="{png_uri(image, "jpeg", quality=88)}">'), caption))
-    return tiles
+        found.append((image_uri(image, "jpeg", quality=88), caption))
+    return found
 
 
-def _as_jpeg(image: Image.Image) -> str:
-    image = image.convert("RGB")
-    image.thumbnail((_WIDEST, 2 * _WIDEST))
-    return png_uri(image, "jpeg", quality=88)
-
-
-def _settings(record: Record) -> Html:
+def _settings(record: Record) -> list[Panel]:
     lines = [(str(name), str(value)) for name, value in record.config.items()]
-    start = record.starts[-1] if record.starts else {}
-    versions = [(name, str(value)) for name, value in (start.get("versions") or {}).items()]
+    versions = [(name, str(value)) for name, value in (record.last_start.get("versions") or {}).items()]
     cards = [table("config.yaml", ("flag", "value"), lines)] if lines else []
     if record.deepspeed:
-        text = tag("pre", json.dumps(record.deepspeed, indent=2))
-        cards.append(
-            tag("figure", tag("figcaption", "deepspeed.json"), tag("div", text, class_="scroll"), class_="card")
-        )
-    cards += [table("Versions", ("package", "version"), versions)] if versions else []
-    return tag("details", tag("summary", "All settings"), tag("div", *cards, class_="grid")) if cards else Html("")
+        cards.append({"kind": "text", "title": "deepspeed.json", "text": json.dumps(record.deepspeed, indent=2)})
+    return [*cards, *([table("Versions", ("package", "version"), versions)] if versions else [])]

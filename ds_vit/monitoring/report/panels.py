@@ -1,4 +1,7 @@
-"""The panels of a page: curves of one run or several, and of one run what else its folder holds."""
+"""The panels of a page as plain data: curves of one run or several, and the tables and heat maps of one run.
+
+Add a panel here and list it in `page.py`; page.html has one macro for each kind of panel.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,41 @@ from typing import Any
 
 import numpy as np
 
-from ds_vit.monitoring.report.charts import Series, line_chart, widths
-from ds_vit.monitoring.report.heat_map import heat_map
-from ds_vit.monitoring.report.html import Html
-from ds_vit.monitoring.report.launches import first_rows
+from ds_vit.monitoring.report.charts import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.monitoring.report.record import Record
 
 _SHARES = {"top1": "top-1", "top5": "top-5", "knn_top1": "k-NN top-1", "linear_top1": "linear probe top-1"}
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
+MAX_CLASSES_IN_MATRIX, MAX_PAIRS, MAX_MISTAKES, MAX_CLASSES = 200, 10, 20, 1000
+_LONG_NAME = 24  # letters of a file name that need the page's whole width
+_LONG_CELL = 20  # letters of a cell that needs a wider column
 
 
-def in_words(name: str) -> tuple[str, str]:
-    """A figure of summary.json and its unit: `best_top1_ema` is ("best top-1 of the average", "%")."""
-    which, _, figure = name.partition("_")
-    average = " of the average" if figure.endswith("_ema") else ""
-    figure = figure.removesuffix("_ema")
-    unit = "%" if figure in _SHARES else ""
-    return f"{which} {_SHARES.get(figure, figure.replace('_', ' '))}{average}", unit
+def metric_label(name: str) -> tuple[str, str]:
+    """A metric of summary.json and its unit: `best_top1_ema` is ("best top-1 of the average", "%")."""
+    which, _, metric = name.partition("_")
+    average = " of the average" if metric.endswith("_ema") else ""
+    metric = metric.removesuffix("_ema")
+    return f"{which} {_SHARES.get(metric, metric.replace('_', ' '))}{average}", "%" if metric in _SHARES else ""
 
 
-def curves(records: Sequence[Record]) -> list[Html]:
-    """What was measured over the steps, a chart a quantity, a colour a run (or, of one run, a figure)."""
+def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, wide: bool = False) -> Panel:
+    """A table; columns of numbers are aligned to the right."""
+
+    def look(at: int) -> str:
+        if lines and all(line[at][:1].isdigit() or line[at] == "-" for line in lines):
+            return "n"
+        return "long" if any(len(line[at]) > _LONG_CELL for line in lines) else ""
+
+    looks = [look(at) for at in range(len(header))]
+    return {"kind": "table", "title": title, "header": header, "lines": lines, "looks": looks, "wide": wide}
+
+
+def curves(records: Sequence[Record]) -> list[Panel]:
+    """The metrics over the steps: a chart per quantity, a colour per run (of one run, per metric)."""
     marks = records[0].marks if len(records) == 1 else ()
     span = (0, max((row["step"] for record in records for rows in record.rows.values() for row in rows), default=1))
-
-    thickness = widths(len(records))
+    widths = line_widths(len(records))
 
     def chart(
         title: str,
@@ -40,125 +53,210 @@ def curves(records: Sequence[Record]) -> list[Html]:
         log: bool = False,
         note: str = "",
         bounds: tuple[float, float] = ANY,
-        aside: Collection[int] = (),
-    ) -> Html:
-        """Parts: (kind, key, what it is called, factor)."""
+        outliers: Collection[int] = (),
+    ) -> Panel | None:
+        """Parts: (kind of row, key, label, factor)."""
         series = []
         for part, (kind, key, label, factor) in enumerate(parts):
             for at, record in enumerate(records):
-                points = record.points(kind, key, factor)
+                points = record.rates if key == "lr" else record.points(kind, key, factor)
                 if log:
                     points = [(step, value) for step, value in points if value > 0]
                 name = label if len(records) == 1 else f"{record.name}{f': {label}' if len(parts) > 1 else ''}"
                 if points:
                     colour, dashed = (at, part > 0) if len(records) > 1 else (len(series), False)
-                    series.append(Series(name, points, colour, dashed, thickness[at]))
-        named = len(records) > 1
-        return line_chart(
-            title, series, marks=marks, log=log, note=note, span=span, bounds=bounds, aside=aside, named=named
-        )
+                    series.append(Series(name, points, colour, dashed, widths[at]))
+        settings: dict[str, Any] = {"marks": marks, "span": span, "named": len(records) > 1}
+        return line_chart(title, series, log=log, note=note, bounds=bounds, outliers=outliers, **settings)
 
-    def varies(key: str) -> bool:
-        return len({value for record in records for _, value in record.points("train", key)}) > 1
+    def all_values(key: str) -> list[float]:
+        return [value for record in records for _, value in record.points("train", key)]
 
-    figures = list(dict.fromkeys(name for record in records for name in record.figures()))
-    figures += [name for record in records for name in record.figures("eval_ema") if name not in figures]
     losses = [("train", "loss", "of the step", 1.0)]
     if len(records) == 1:
         losses.append(("train", "epoch_loss", "mean over the epoch", 1.0))
     charts = [chart("Training loss", *losses)]
-    for name in figures:
+    for name in dict.fromkeys(name for kind in ("eval", "eval_ema") for each in records for name in each.metrics(kind)):
         label = _SHARES.get(name)
-        title = f"{label} on the validation split, %" if label else f"{name} on the validation split"
-        parts = [("eval", name, "the weights", 1.0)]
+        parts = [("eval", name, "weights", 1.0)]
         if any(record.points("eval_ema", name) for record in records):
-            parts.append(("eval_ema", name, "their moving average", 1.0))
+            parts.append(("eval_ema", name, "moving average of the weights", 1.0))
+        title = f"{label or name} on the validation split{', %' * bool(label)}"
         charts.append(chart(title, *parts, bounds=PERCENT if label else ANY))
-    norms = [value for record in records for _, value in record.points("train", "grad_norm")]
+    norms = all_values("grad_norm")
     wide = bool(norms) and min(norms) > 0 and max(norms) > 30 * min(norms)
     charts += [
         chart("Learning rate", ("train", "lr", "base rate", 1.0)),
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
-        chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True) if varies("loss_scale") else Html(""),
-        chart("Images a second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
+        *(
+            [chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True)]
+            if len(set(all_values("loss_scale"))) > 1
+            else []
+        ),
+        chart("Images per second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
         _waiting(records, chart),
-        chart("TFLOP/s an accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
+        chart("TFLOP/s per accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0), bounds=PERCENT),
         chart(
             "Memory of the fullest rank, GB",
-            ("train", "memory_bytes", "at most since the row before", 1e-9),
-            note=_of_memory(records),
+            ("train", "memory_bytes", "maximum since the row before", 1e-9),
+            note="growth of the process, on a CPU" if any(record.on_cpu for record in records) else "",
         ),
         chart(
             "Checkpoints, seconds",
-            ("checkpoint", "pause_seconds", "training waited", 1.0),
-            ("checkpoint", "write_seconds", "written beside it", 1.0),
+            ("checkpoint", "pause_seconds", "training paused", 1.0),
+            ("checkpoint", "write_seconds", "written in the background", 1.0),
         ),
     ]
     return [one for one in charts if one]
 
 
-def _waiting(records: Sequence[Record], chart: Callable[..., Html]) -> Html:
-    """The share of the time that the loader took, on the scale of what it takes once it has started."""
-    started, others = [], []
-    for record in records:
-        first = first_rows(record)
-        for step, share in record.points("train", "data_wait_fraction", 100.0):
-            (started if step in first else others).append((share, step))
-    usual = max(others, default=(math.inf, 0))[0]
-    beyond = [(share, step) for share, step in started if share > usual]
+def _waiting(records: Sequence[Record], chart: Callable[..., Panel | None]) -> Panel | None:
+    """The share of time spent waiting for the loader, on a scale without its start."""
+    shares = [
+        (share, step, step in record.first_steps)
+        for record in records
+        for step, share in record.points("train", "data_wait_fraction", 100.0)
+    ]
+    usual = max((share for share, _, first in shares if not first), default=math.inf)
+    outliers = {step: share for share, step, first in shares if first and share > usual}
     note = ""
-    if beyond:
-        share, step = max(beyond)
-        note = f"without the start of the loader ({share:.0f} % at step {step}), which does not set the scale"
-    aside = {step for _, step in beyond}
+    if outliers:
+        step = max(outliers, key=lambda step: outliers[step])
+        note = f"the scale ignores the start of the loader ({outliers[step]:.0f} % at step {step})"
     part = ("train", "data_wait_fraction", "share", 100.0)
-    return chart("Time spent waiting for data, %", part, bounds=PERCENT, aside=aside, note=note)
+    return chart("Time spent waiting for data, %", part, bounds=PERCENT, outliers=outliers, note=note)
 
 
-def _of_memory(records: Sequence[Record]) -> str:
-    """What a CPU counts in place of a device's memory."""
-    on_cpu = any(record.starts and record.starts[-1].get("device") == "cpu" for record in records)
-    return "by how much the process has grown: on a CPU torch counts nothing" if on_cpu else ""
-
-
-def gradients(record: Record) -> list[Html]:
-    """Of each layer over the steps, what --grad-stats-interval wrote down."""
+def gradients(record: Record) -> list[Panel]:
+    """Per layer over the steps: the rows of --grad-stats-interval."""
     rows = list(record.rows.get("gradients", ()))
     if not rows:
         return []
     rows = [rows[at] for at in np.linspace(0, len(rows) - 1, min(len(rows), 200)).round().astype(int)]
     layers = list(dict.fromkeys(layer for row in rows for layer in row["layers"]))
-    steps = [row["step"] for row in rows]
-
-    def over_layers(title: str, key: str, note: str, factor: float = 1.0, *, log: bool) -> Html:
-        return over_steps(title, layers, lambda row, layer: row["layers"].get(layer, {}).get(key), note, factor, log)
+    tensors = list(dict.fromkeys(name for row in rows for name in row.get("trust_ratios", {})))
 
     def over_steps(
         title: str,
+        note: str,
         names: Sequence[str],
         value: Callable[[Mapping[str, Any], str], float | None],
-        note: str,
-        factor: float,
+        *,
         log: bool,
-    ) -> Html:
-        found = [[value(row, name) for row in rows] for name in names]
-        values = np.array(found, dtype=float) * factor  # None becomes nan
-        return heat_map(title, names, steps, values, of_columns="step", note=note, log=log)
+    ) -> Panel | None:
+        values = np.array([[value(row, name) for row in rows] for name in names], dtype=float)  # None becomes nan
+        steps = [row["step"] for row in rows]
+        return heat_map(title, names, steps, values, column_kind="step", note=note, log=log) if names else None
+
+    def of_layer(key: str, factor: float = 1.0) -> Callable[[Mapping[str, Any], str], float | None]:
+        def value(row: Mapping[str, Any], layer: str) -> float | None:
+            found = row["layers"].get(layer, {}).get(key)
+            return None if found is None else factor * found
+
+        return value
 
     found = [
-        over_layers("Gradient norm by layer", "norm", "a layer that fades or flares up stands out", log=True),
-        over_layers(
-            "Update over weight by layer", "update_to_weight", "about 1e-3 is usual; 0: nothing moves", log=True
+        over_steps(
+            "Gradient norm by layer", "layers that vanish or explode stand out", layers, of_layer("norm"), log=True
         ),
-        over_layers(
-            "Gradients too small for fp16, %", "below_2^-24", "below 2^-24, where fp16 has only 0", 100.0, log=False
+        over_steps(
+            "Update over weight by layer", "about 1e-3 is usual", layers, of_layer("update_to_weight"), log=True
+        ),
+        over_steps(
+            "Gradients too small for fp16, %",
+            "below 2^-24, the smallest fp16 number",
+            layers,
+            of_layer("below_2^-24", 100.0),
+            log=False,
+        ),
+        over_steps(
+            "Trust ratios by tensor",
+            "factors of LAMB or LARS on the update",
+            tensors,
+            lambda row, name: row.get("trust_ratios", {}).get(name),
+            log=True,
         ),
     ]
-    tensors = list(dict.fromkeys(name for row in rows for name in row.get("trust_ratios", {})))
-    if tensors:
-        title, note = "Trust ratios by tensor", "by what LAMB or LARS multiplies an update"
-        found.append(
-            over_steps(title, tensors, lambda row, name: row.get("trust_ratios", {}).get(name), note, 1.0, True)
-        )
     return [one for one in found if one]
+
+
+class Confusion:
+    """Counts of (class, predicted class) from predictions.csv; C classes.
+
+    Only pairs that occur are stored: the matrix of 21,843 classes would take gigabytes.
+
+    Attributes:
+        pairs: int64 [P, 2], class and predicted class, each pair once.
+        counts: int64 [P], images.
+        num_classes: C.
+        wrong: bool [P], whether a pair is a mistake.
+    """
+
+    def __init__(self, record: Record) -> None:
+        rows = [(int(row["class_number"]), int(row["predicted_number"])) for row in record.predictions]
+        found = np.array(rows, dtype=np.int64).reshape(-1, 2)
+        self.pairs, self.counts = np.unique(found, axis=0, return_counts=True)
+        self.num_classes = max(len(record.classes), int(self.pairs.max(initial=-1)) + 1)
+        self.wrong = self.pairs[:, 0] != self.pairs[:, 1]
+
+    def images(self, side: int) -> np.ndarray:
+        """Images of each class (side 0) or predicted as each class (side 1), int64 [C]."""
+        return np.bincount(self.pairs[:, side], self.counts, minlength=self.num_classes).astype(np.int64)
+
+    def scores(self) -> np.ndarray:
+        """Precision, recall and F1 of each class in percent, float64 [C, 3]; nan if undefined."""
+        right = np.bincount(self.pairs[~self.wrong, 0], self.counts[~self.wrong], minlength=self.num_classes)
+        shown, predicted = self.images(0), self.images(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return 100 * np.stack((right / predicted, right / shown, 2 * right / (shown + predicted)), axis=1)
+
+    def matrix(self) -> np.ndarray:
+        """int64 [C, C], rows by class, columns by prediction."""
+        matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
+        matrix[tuple(self.pairs.T)] = self.counts
+        return matrix
+
+
+def class_panels(record: Record) -> list[Panel]:
+    """Confusion matrix, confused pairs, scores of each class, most confident mistakes; none without predictions."""
+    if not record.predictions:
+        return []
+    found = Confusion(record)
+    names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), found.num_classes))]
+    shown, predicted = found.images(0), found.images(1)
+    panels: list[Panel | None] = []
+    if len(names) <= MAX_CLASSES_IN_MATRIX:
+        shares = 100 * found.matrix() / np.maximum(shown[:, None], 1)
+        note = "rows: the class of an image; columns: its prediction"
+        title = "Confusion matrix, % of each class"
+        panels.append(heat_map(title, names, names, shares, column_kind="prediction", note=note, numbers=True))
+    pairs, counts = found.pairs[found.wrong], found.counts[found.wrong]
+    order = np.argsort(-counts, kind="stable")[:MAX_PAIRS]
+    confused = [
+        (names[a], names[b], str(count), f"{count / shown[a]:.1%}")
+        for (a, b), count in zip(pairs[order], counts[order], strict=True)
+    ]
+    if confused:
+        panels.append(table("Most often confused", ("class", "predicted", "images", "of the class"), confused))
+    scores = found.scores()
+    order = np.argsort(np.nan_to_num(scores[:, 2], nan=-1), kind="stable")
+    lines = [
+        (names[at], str(shown[at]), *("-" if np.isnan(v) else f"{v:.1f} %" for v in scores[at]))
+        for at in order
+        if shown[at] or predicted[at]
+    ]
+    title = "Classes, the hardest first"
+    if len(lines) > MAX_CLASSES:
+        title = f"The {MAX_CLASSES:,} hardest of {len(lines):,} classes"
+    panels.append(table(title, ("class", "images", "precision", "recall", "F1"), lines[:MAX_CLASSES]))
+    wrong = [row for row in record.predictions if row["class_number"] != row["predicted_number"]]
+    if wrong:
+        lines = [
+            (row["image"], row["class"], row["predicted"], f"{100 * float(row['probability']):.1f} %")
+            for row in wrong[:MAX_MISTAKES]
+        ]
+        title = f"The {len(lines)} most confident of {len(wrong):,} mistakes in {len(record.predictions):,} images"
+        wide = max(len(cell) for line in lines for cell in line) > _LONG_NAME
+        panels.append(table(title, ("image", "class", "predicted", "probability"), lines, wide=wide))
+    return [panel for panel in panels if panel]

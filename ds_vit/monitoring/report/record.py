@@ -1,9 +1,10 @@
-"""A run as its folder tells it, whatever of it is there: a run that was killed has a report too."""
+"""A run as its folder describes it, as far as it came: a run that was killed has a report too."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +14,44 @@ from typing import Any
 
 import yaml
 
-from ds_vit.config.run_folder import RunFolder
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.monitoring.report.charts import Mark
+from ds_vit.monitoring.report.charts import MAX_POINTS, Mark
+from ds_vit.optim.schedules import Schedule
+from ds_vit.run_folder import RunFolder
 
 Row = Mapping[str, Any]
+_NO_METRIC = {"kind", "step", "epoch", "wall_seconds", "images", "skipped_images"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The work of one launch, all its ranks together.
+
+    Attributes:
+        done_before: optimizer steps before it.
+        done: optimizer steps at its end; steps that a later launch repeated do not count.
+        layout: degrees, ZeRO stage and precision; empty if starts.jsonl lacks them.
+        ranks: their number; 0 if unknown.
+        device: name of the accelerator, or "cpu".
+        seconds: wall time of these steps; None if metrics.jsonl lacks it.
+    """
+
+    done_before: int
+    done: int
+    layout: str
+    ranks: int
+    device: str
+    seconds: float | None
+
+    @property
+    def steps(self) -> str:
+        """The steps of this launch that remained."""
+        return f"{self.done_before + 1:,} to {self.done:,}" if self.done > self.done_before else "none that stayed"
+
+    @property
+    def place(self) -> str:
+        """Layout, ranks and device."""
+        return ", ".join(filter(None, (self.layout, _num_ranks(self.ranks), self.device)))
 
 
 @dataclass(frozen=True)
@@ -26,14 +60,14 @@ class Record:
 
     Attributes:
         folder: of the run.
-        name: what to call it, unlike those of the others of a page.
+        name: unique among the runs of a page.
         config: config.yaml.
         deepspeed: deepspeed.json.
-        summary: summary.json; empty for a run that came to no end.
-        rows: kind → the rows of metrics.jsonl, in the order of their steps; of a repeated step the later one.
-        starts: starts.jsonl, a row a process that worked on the run.
-        classes: the names of the classes.
-        predictions: predictions.csv, a row a validation image, surest first.
+        summary: summary.json; empty if the run has not ended.
+        rows: kind → rows of metrics.jsonl by step; of a repeated step the later one.
+        starts: starts.jsonl, one row per launch.
+        classes: class names.
+        predictions: predictions.csv, one row per validation image, the most confident first.
     """
 
     folder: RunFolder
@@ -48,11 +82,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path, name: str | None = None) -> Record:
-        """Read a run's folder.
-
-        Args:
-            path: of the folder.
-            name: as above; None for the folder's own.
+        """Read a run's folder; `name` defaults to the folder's.
 
         Raises:
             UserError: there is no run in it.
@@ -64,7 +94,6 @@ class Record:
         config: Any = {}
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             config = yaml.safe_load(folder.config.read_text())
-        classes = _json(folder.classes, [])
         return cls(
             folder=folder,
             name=name or path.resolve().name,
@@ -73,94 +102,164 @@ class Record:
             summary=_json(folder.summary, {}),
             rows={kind: [rows[step] for step in sorted(rows)] for kind, rows in by_kind.items()},
             starts=_json_lines(folder.starts),
-            classes=[str(each) for each in classes],
+            classes=[str(each) for each in _json(folder.classes, [])],
             predictions=_predictions(folder.predictions),
         )
 
     def points(self, kind: str, key: str, factor: float = 1.0) -> list[tuple[int, float]]:
-        """(step, value) of a figure, where there is one."""
+        """(step, value) of a metric, where there is one."""
         rows = self.rows.get(kind, ())
         return [(row["step"], factor * row[key]) for row in rows if isinstance(row.get(key), (int, float))]
 
-    def figures(self, kind: str = "eval") -> list[str]:
-        """The names of what its evaluations measured."""
-        found = {key: None for row in self.rows.get(kind, ()) for key in row}
-        beside = {"kind", "step", "epoch", "wall_seconds", "images", "skipped_images"}
-        return [name for name in found if name not in beside]
+    def metrics(self, kind: str = "eval") -> list[str]:
+        """The names of the metrics of its evaluations."""
+        return [
+            name
+            for name in dict.fromkeys(key for row in self.rows.get(kind, ()) for key in row)
+            if name not in _NO_METRIC
+        ]
+
+    @property
+    def last_start(self) -> Row:
+        """The row of its last launch; empty if there is none."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its last launch ran on a CPU."""
+        return self.last_start.get("device") == "cpu"
 
     @property
     def layout(self) -> dict[str, int]:
-        """Degrees pp, dp, tp and zero_stage at its last start; empty where neither file tells."""
-        return dict(self.summary.get("layout") or (self.starts[-1].get("layout") if self.starts else None) or {})
+        """Degrees pp, dp, tp and zero_stage of its last launch; empty if unknown."""
+        return dict(self.summary.get("layout") or self.last_start.get("layout") or {})
 
     @property
-    def world_size(self) -> int:
-        """The ranks of its last start, 1 where that is not known."""
-        layout = self.layout
-        return layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
+    def layouts(self) -> str:
+        """The layouts of its launches, one after the other; empty if unknown."""
+        found = (f"{one.layout} ({_num_ranks(one.ranks)})" for one in self.launches if one.layout)
+        return ", then ".join(layout for layout, _ in itertools.groupby(found))
 
     @property
     def marks(self) -> list[Mark]:
-        """What happened on the way: resumes, rollbacks, steps that were not applied, an end that was no end."""
-        marks = [
-            Mark(start["step"], f"step {start['step']}: went on in another process{_ranks(start)}", "resume")
-            for start in self.starts
-            if start.get("step")
-        ]
+        """Resumes, rollbacks, skipped steps and an interruption."""
+        marks = []
+        for start in self.starts:
+            if start.get("step"):
+                degrees = _degrees(start.get("layout") or {})
+                text = f"step {start['step']}: resumed in another process{f' ({degrees})' if degrees else ''}"
+                marks.append(Mark(start["step"], text, "resume"))
         for row in self.rows.get("rollback", ()):
             text = f"step {row['step']}: rolled back to step {row.get('to_step')} ({row.get('reason')})"
             marks.append(Mark(row["step"], text, "rollback"))
-        skips = self.rows.get("skip", ())
-        marks += [Mark(row["step"], f"step {row['step']} was skipped ({row.get('reason')})", "skip") for row in skips]
+        for row in self.rows.get("skip", ()):
+            marks.append(Mark(row["step"], f"step {row['step']} was skipped ({row.get('reason')})", "skip"))
         if self.summary.get("exit") == "interrupted":
             marks.append(Mark(self.summary["steps"], f"step {self.summary['steps']}: interrupted", "stop"))
         return sorted(marks, key=lambda mark: mark.step)
 
     @property
+    def launches(self) -> list[Launch]:
+        """In order; empty if the folder has no starts.jsonl."""
+        before = [start.get("step") or 0 for start in self.starts]
+        rows = self.rows.get("train", ())
+        done = self.summary.get("steps") or (rows[-1]["step"] if rows else 0)
+        times = [self._seconds_at(step) for step in before]
+        total = self.summary.get("wall_seconds") or self._seconds_at(done)
+        found = []
+        for at, start in enumerate(self.starts):
+            # A launch that resumed from an earlier step repeated the steps after it.
+            end = min([done, *before[at + 1 :]])
+            until = total if at == len(self.starts) - 1 else times[before.index(end)] if end in before else None
+            began = times[at]
+            seconds = until - began if until is not None and began is not None and end > before[at] else None
+            layout = dict(start.get("layout") or {})
+            stage = f"ZeRO-{layout['zero_stage']}" if "zero_stage" in layout else ""
+            described = ", ".join(filter(None, (_degrees(layout), stage, str(start.get("precision") or ""))))
+            ranks = _product(layout) if layout else 0
+            device = str(start.get("device") or "")
+            found.append(Launch(before[at], max(end, before[at]), described, ranks, device, seconds))
+        return found
+
+    @property
+    def rates(self) -> list[tuple[int, float]]:
+        """(step, learning rate) by the schedule of each launch; as logged if the JSON's scheduler sets it."""
+        points: dict[int, float] = {}
+        for launch, start in zip(self.launches, self.starts, strict=True):
+            try:
+                schedule = Schedule(**start["schedule"])
+            except (KeyError, TypeError, UserError):
+                return self.points("train", "lr")
+            steps = range(launch.done_before, launch.done)
+            corners = {schedule.warmup_steps, launch.done - 1}
+            shown = {*steps[:: max(1, len(steps) // MAX_POINTS)], *(step for step in corners if step in steps)}
+            points |= {step + 1: schedule.lr(step) for step in sorted(shown)}
+        return list(points.items()) or self.points("train", "lr")
+
+    @property
+    def first_steps(self) -> list[int]:
+        """The step of the first training row of each launch, in which its loader starts."""
+        steps = [row["step"] for row in self.rows.get("train", ())]
+        before = [start.get("step") or 0 for start in self.starts] or [0]
+        firsts = (next((step for step in steps if step > done), None) for done in before)
+        return sorted({step for step in firsts if step is not None})
+
+    @property
     def command(self) -> str:
-        """What a person types to run it again, quoted for a shell."""
+        """The command that repeats the run, quoted for a shell."""
         words = ["--recipe", str(self.folder.config), "--output", f"{self.folder.path}-again"]
-        if self.world_size == 1:
+        num_ranks = _product(self.layout)
+        if num_ranks == 1:
             return shlex.join(["ds-vit", "train", *words])
-        on_cpu = self.starts and self.starts[-1].get("device") == "cpu"
-        hosts = len(set(self.starts[-1].get("hosts") or ())) if self.starts else 1
-        if hosts > 1:
+        launcher = ["deepspeed", "--num_accelerators" if self.on_cpu else "--num_gpus", str(num_ranks)]
+        if len(set(self.last_start.get("hosts") or ())) > 1:
             launcher = ["deepspeed", "--hostfile", "hostfile"]
-        else:
-            launcher = ["deepspeed", "--num_accelerators" if on_cpu else "--num_gpus", str(self.world_size)]
-        return ("DS_ACCELERATOR=cpu " if on_cpu else "") + shlex.join([*launcher, "launch/train.py", *words])
+        return "DS_ACCELERATOR=cpu " * self.on_cpu + shlex.join([*launcher, "launch/train.py", *words])
+
+    def _seconds_at(self, step: int) -> float | None:
+        """Wall time of the run after so many steps, from the last row up to there."""
+        if step == 0:
+            return 0.0
+        rows = [row for kind in ("train", "checkpoint") for row in self.rows.get(kind, ()) if row["step"] <= step]
+        return max((row["wall_seconds"] for row in rows if "wall_seconds" in row), default=None)
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
-    """Runs, each under a name of its own: its folder's, with as many of the folders above as tell it apart.
+    """Runs under unique names: each folder's, with as many parent folders as needed.
 
     Raises:
-        UserError: one of them is no run, or stands twice.
+        UserError: one of them is no run, or is given twice.
     """
     resolved = [path.resolve() for path in paths]
-    for at, path in enumerate(resolved):
-        if path in resolved[:at]:
-            raise UserError(f"{paths[at]} stands twice")
+    if repeated := next((path for at, path in enumerate(resolved) if path in resolved[:at]), None):
+        raise UserError(f"{repeated} is given twice")
     depth = 1
     while len({path.parts[-depth:] for path in resolved}) < len(resolved):
         depth += 1
     return [Record.read(path, "/".join(path.resolve().parts[-depth:])) for path in paths]
 
 
-def _ranks(start: Row) -> str:
-    layout = start.get("layout") or {}
-    return f" (pp {layout.get('pp')} x dp {layout.get('dp')} x tp {layout.get('tp')})" if layout else ""
+def _product(layout: Mapping[str, int]) -> int:
+    return layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
 
 
-def _json(path: Path, instead: Any) -> Any:
+def _degrees(layout: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {layout[name]}" for name in ("pp", "dp", "tp") if name in layout)
+
+
+def _num_ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}" if number else ""
+
+
+def _json(path: Path, default: Any) -> Any:
     with contextlib.suppress(OSError, ValueError):
         value = json.loads(path.read_text())
-        return value if isinstance(value, type(instead)) else instead
-    return instead
+        return value if isinstance(value, type(default)) else default
+    return default
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, but for one that a killed process left half-written; none where there is no file."""
+    """The rows of a file, except one that a killed process left incomplete; none if there is no file."""
     rows = []
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
@@ -170,18 +269,18 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows_by_kind(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
-    """Kind → step → its last row. What was measured on steps that a resume or a rollback took back is left out."""
+    """Kind → step → its last row, without the rows of steps that a resume or a rollback repeated."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         step, kind = row.get("step"), str(row.get("kind"))
         if not isinstance(step, int):
             continue
-        taken_back = step if kind == "train" else row.get("to_step", step) + 1 if kind == "rollback" else None
-        if taken_back is not None:
+        if kind in ("train", "rollback"):
+            repeated = step if kind == "train" else row.get("to_step", step) + 1
             for measured in ("train", "eval", "eval_ema", "gradients"):
                 by_step = found.get(measured, {})
-                # A step's gradients are written down before its loss.
-                first = taken_back + 1 if (kind, measured) == ("train", "gradients") else taken_back
+                # The gradients of a step are written before its loss.
+                first = repeated + 1 if (kind, measured) == ("train", "gradients") else repeated
                 while by_step and next(reversed(by_step)) >= first:
                     by_step.popitem()
         found.setdefault(kind, {})[step] = row
@@ -190,5 +289,5 @@ def _rows_by_kind(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 def _predictions(path: Path) -> list[dict[str, str]]:
     with contextlib.suppress(OSError), path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
-        return list(csv.DictReader(file))
+        return sorted(csv.DictReader(file), key=lambda row: -float(row["probability"]))
     return []

@@ -1,7 +1,7 @@
 """Forwards for the timm classes that take their features' width for their input's, and so cannot run on a share.
 
 Each subclass computes what its timm class computes, with this rank's heads and hidden features, and overrides forward
-alone: a cut module is given the subclass by assignment to `__class__`. Attention always goes through
+only: `convert` makes a module one in place. Attention always goes through
 `scaled_dot_product_attention`, whose scale is timm's; attention dropout is refused before (`ds_vit.models.zoo`).
 
 Shapes: B samples, S tokens (all of them: inside the region), D width, H heads of this rank, K head width, L latents.

@@ -1,4 +1,4 @@
-"""The classifier cut over its classes: a loss that moves four numbers a sample, and the logits put together.
+"""The classifier sharded over classes: a loss that moves four numbers a sample, and the gathered logits.
 
 Rank r of t holds the classes from r * ceil(C / t) on; the last ranks hold fewer than ceil(C / t), or none, and pad.
 The softmax cross-entropy never holds a row of all logits: each rank reduces its own classes to their largest logit,

@@ -1,4 +1,4 @@
-"""Cut a model over a tensor-parallel group: refuse what cannot be cut, then slice and rewire layer by layer."""
+"""Shard a model over a tensor-parallel group: reject unsupported modules, then slice and rewire layer by layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import KeyedDropout
+from ds_vit.models.keyed_drop import KeyedDropout, convert
 from ds_vit.models.layers import (
     BlockLayer,
-    DecoderBlockLayer,
     EmbedLayer,
     EvaEmbed,
     EvaHead,
@@ -67,8 +66,12 @@ def _refused_kind(model: TimmViT) -> str | None:
 
 def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
     """What a degree must divide: (name, number), for each module to cut."""
-    parts = [("", part) for part in (*model.blocks, model.attn_pool) if part is not None]
-    parts += [("decoder ", block) for block in block_stacks(model).get(DecoderBlockLayer.stack, ())]
+    parts = [
+        (stack.removesuffix("blocks").replace("_", " "), block)
+        for stack, blocks in block_stacks(model).items()
+        for block in blocks
+    ]
+    parts += [("", model.attn_pool)] if model.attn_pool is not None else []
     for prefix, part in parts:
         for module, plan in _planned(part):
             yield from ((prefix + name, number) for name, number in plan.counts(module).items())
@@ -197,8 +200,7 @@ def _cut_columns(linear: nn.Linear, sections: tuple[int, ...], tp: TensorParalle
 def _cut_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leaves: bool) -> None:
     _shard(linear, "weight", 1, sections, region.tp)
     linear.in_features = linear.weight.shape[1]
-    linear.__class__ = RowLinear if leaves else SummandLinear
-    linear.region = region
+    convert(linear, RowLinear if leaves else SummandLinear, region=region)
 
 
 def _cut_norm(norm: nn.Module, tp: TensorParallel) -> None:
@@ -230,8 +232,7 @@ def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Par
             ShareDropout.of(dropout, -1, tp)
     for name in plan.divided:
         setattr(module, name, _divide(getattr(module, name), tp.size))
-    module.__class__ = plan.cut_class
-    module.region = region
+    convert(module, plan.cut_class, region=region)
     return [
         parameter
         for _, member in _members(module, plan.partial)
@@ -250,8 +251,7 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
             if type(module) is KeyedDropout:
                 ShareDropout.of(module, 1, tp)
     else:
-        layer.__class__ = _OUTSIDE_BLOCKS[type(layer)]
-        layer.tp = tp
+        convert(layer, _OUTSIDE_BLOCKS[type(layer)], tp=tp)
 
 
 def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
@@ -280,8 +280,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
             _shard(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             _cut_columns(layer.head, (layer.head.out_features,), tp)
-            layer.head.__class__ = ColumnLinear
-            layer.head.region = region
+            convert(layer.head, ColumnLinear, region=region)
         if tp.sequence_parallel:
             _share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vit.models.keyed_drop import convert
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group, sum_over_group
 
 
@@ -70,7 +71,7 @@ class _ShardedNorm(torch.autograd.Function):
 class ShardedNorm(nn.Module):
     """What a timm norm over sharded features becomes: its weight and bias are this rank's [d].
 
-    A norm is turned into one in place, by its class, so that names stay; `of` does it.
+    `of` converts a norm in place, so that names stay.
     """
 
     centred: bool
@@ -79,9 +80,7 @@ class ShardedNorm(nn.Module):
     @classmethod
     def of(cls, norm: nn.Module, centred: bool, tp: TensorParallel) -> None:
         """Turn a layer norm (`centred`) or an RMS norm with sliced weights into a sharded one, in place."""
-        norm.__class__ = cls
-        norm.centred, norm.tp = centred, tp
-        norm.normalized_shape = (norm.normalized_shape[0] // tp.size,)
+        convert(norm, cls, centred=centred, tp=tp, normalized_shape=(norm.normalized_shape[0] // tp.size,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., d] -> the same, in x's type; computed in float32 at least."""

@@ -57,7 +57,7 @@ Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class CutPlan:
-    """How a module of one timm class is cut. All names are of its own members; one that is absent is passed over.
+    """How a module of one timm class is cut. All names are of the module's members; one that is absent is passed over.
 
     Attributes:
         cut_class: the subclass that the module becomes.
@@ -176,7 +176,7 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         columns={"w0": 1, "w1": 1},
         rows={"w2": 1},
         dropouts=("drop1",),
-        partial=("act", "norm"),  # over whole features, but inside: it feeds this rank's columns alone
+        partial=("act", "norm"),  # over whole features, but inside: it feeds this rank's columns only
     ),
     ParallelScalingBlock: CutPlan(
         CutParallelScalingBlock,

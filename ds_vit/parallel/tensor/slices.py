@@ -14,7 +14,7 @@ class TensorSlice:
 
     A tensor is cut along one dimension. Several matrices may lie packed there (q, k and v; gate and value): each is
     a section, cut by itself into `size` equal contiguous shares, of which this rank has number `rank`. A fused qkv
-    weight [3 * heads * head_dim, D] is so cut by heads. Where a section does not divide (the class axis alone), shares
+    weight [3 * heads * head_dim, D] is so cut by heads. Where a section does not divide (the class axis only), shares
     have the size of the largest, and what lies past the end is zero.
 
     Attributes:
@@ -56,7 +56,7 @@ class TensorSlice:
         return 1 if self.dim is None else self.size
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the whole tensor, in memory of its own.
+        """This rank's slice of the whole tensor, in separate memory.
 
         Raises:
             ValueError: the tensor has another shape.

@@ -1,9 +1,9 @@
-"""`ds-vit doctor`: what would keep a run from starting or slow it down, found beforehand, with the remedy.
+"""`ds-vit doctor`: find what would keep a run from starting or slow it down, with the remedy, before the run.
 
-facts.py      what one host says about itself: plain data, gathered on that host
-checks.py     pure functions over all hosts' facts → findings
-remote.py     asks every host at once, over ssh as DeepSpeed's launcher goes, or here
-measure.py    the ranks of the small collectives: latency and bandwidth by message size
-network.py    starts them on all hosts; pure functions over what they measured → findings
+facts.py      what one host reports: plain data, gathered on that host
+checks.py     pure functions: all hosts' facts and the network's figures → findings
+remote.py     programs on every host at once, over ssh as DeepSpeed's launcher does it, or here
+network.py    the ranks that time messages between hosts, and how they are started
+images.py     `--images`: decode a whole data set
 command.py    the command: table or JSON, exit code
 """

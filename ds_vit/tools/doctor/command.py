@@ -2,6 +2,7 @@
 
 ds-vit doctor                                         this machine
 ds-vit doctor --hostfile hostfile --output runs/x     every host of a run, over ssh
+ds-vit doctor --images data                           decode every image of a data set
 srun ds-vit doctor                                    as ranks of a launcher (mpirun, torchrun, deepspeed too)
 """
 
@@ -23,23 +24,21 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.tools.doctor.checks import examine
-from ds_vit.tools.doctor.facts import Ask, Facts, gather, mark, marks
-from ds_vit.tools.doctor.findings import Finding, Run
-from ds_vit.tools.doctor.interfaces import link_of
-from ds_vit.tools.doctor.network import Figures, gbits, judge, run_collectives, slowest
+from ds_vit.tools.doctor.checks import Finding, Run, check_network, errors_first, examine, gbits, link_of, slowest
+from ds_vit.tools.doctor.facts import Ask, Facts, gather, marks, remove_mark
+from ds_vit.tools.doctor.network import Figures, measure, start_ranks
 from ds_vit.tools.doctor.remote import Answer, Way, ask_all
 
 EXIT_FINDINGS = 1
-"""Exit code when there is a finding of the grade "error"; 0 without, 2 for input that cannot be."""
+"""Exit code when there is a finding of the grade "error"; 0 without, 2 for invalid input."""
 
-# Of what a launcher sends to every host, that which this command's programs need: no tokens in a list of processes.
+# The variables that this command's programs need of those a launcher sets on every host: no tokens in a process list.
 _SENT = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "DS_ACCELERATOR", "OMP_", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_")
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was found out."""
+    """The answers, the figures and the findings."""
 
     answers: Sequence[Answer]
     figures: Figures | None
@@ -54,8 +53,9 @@ class Diagnosis:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `ds-vit doctor`."""
-    parser.add_argument("--hostfile", metavar="FILE|slurm|pbs|lsf", help="ask these hosts (default: this machine)")
+    parser.add_argument("--hostfile", metavar="FILE|slurm|pbs", help="ask these hosts (default: this machine)")
     parser.add_argument("--data-dir", default="", metavar="DIR", help="the run's data: there, and the same everywhere")
+    parser.add_argument("--images", metavar="DIR", help="decode all images below DIR and list damaged ones; no more")
     parser.add_argument("--output", default="", metavar="DIR", help="the run's folder: one for all hosts, with room")
     parser.add_argument("--master_port", "--master-port", type=int, default=29500, help="rank 0's port [%(default)s]")
     parser.add_argument("--master_addr", "--master-addr", help="where rank 0 is reached (default: the first host)")
@@ -75,6 +75,11 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
     Raises:
         UserError: a hostfile or an environment file that cannot be read, a port that is none.
     """
+    if arguments.images:
+        from ds_vit.monitoring.metrics import make_console
+        from ds_vit.tools.doctor.images import check_images
+
+        return check_images(arguments.images, make_console())
     if not 0 < arguments.master_port < 65536:
         raise UserError(f"--master_port {arguments.master_port}: a port is between 1 and 65535")
     if arguments.timeout <= 0:
@@ -104,9 +109,9 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
         address = arguments.master_addr or ("127.0.0.1" if local else reachable[0].host.name.split("@")[-1])
         taken = any(finding.check == "port" for finding in findings)
         port = arguments.master_port + (1 if taken and arguments.master_port < 65535 else 0)
-        figures = run_collectives(reachable, way, address, port, arguments.timeout)
-        findings = _sorted([*findings, *judge(figures, reachable, run)])
-    return _tell(Diagnosis(answers, figures, findings, run), as_json=arguments.json)
+        figures = start_ranks(reachable, way, address, port, arguments.timeout)
+        findings = errors_first([*findings, *check_network(figures, reachable, run)])
+    return _show(Diagnosis(answers, figures, findings, run), as_json=arguments.json)
 
 
 def _own_name() -> str:
@@ -121,10 +126,6 @@ def _ask(arguments: Namespace, names: Iterable[str] = ()) -> Ask:
     return Ask(tuple(names), arguments.master_port, arguments.data_dir, arguments.output, token)
 
 
-def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
 # ---- as ranks of a launcher ----------------------------------------------------------------------------------------
 
 
@@ -135,7 +136,6 @@ def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
     import torch.distributed as dist
 
     from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
-    from ds_vit.tools.doctor.measure import measure
 
     quiet_deepspeed(False)
     device = device_of(process.local_rank)
@@ -154,8 +154,8 @@ def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
         clock = time.time()
         seen = marks(ask)
         dist.all_gather_object(own, (facts, clock, seen))
-        if process.local_rank == 0 and (path := mark(ask)) is not None:
-            path.unlink(missing_ok=True)
+        if process.local_rank == 0:
+            remove_mark(ask)
         measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
     except RuntimeError as error:
         if process.local_rank == 0:
@@ -172,17 +172,17 @@ def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
     figures = Figures(tuple(hosts), measured=measured) if measured else None
     findings = examine(answers, run)
     if figures is not None:
-        findings = _sorted([*findings, *judge(figures, answers, run)])
+        findings = errors_first([*findings, *check_network(figures, answers, run)])
     diagnosis = Diagnosis(answers, figures, findings, run)
     if process.rank == 0:
-        _tell(diagnosis, as_json=arguments.json)
+        _show(diagnosis, as_json=arguments.json)
     dist.barrier()
     if made:
         dist.destroy_process_group()
     return diagnosis.exit_code
 
 
-# ---- words ---------------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------------
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
+def _show(diagnosis: Diagnosis, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(to_json(diagnosis), default=list))
         return diagnosis.exit_code
@@ -206,19 +206,23 @@ def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
 
     console = make_console()
 
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         shown = Table(*columns, title=title, title_justify="left", title_style="bold")
         for row in rows:
             shown.add_row(*row)
         console.print(shown, markup=False)
 
-    table("hosts", ("host", "slots", "accelerators", "torch", "driver", "way to the others"), _host_rows(diagnosis))
+    table("hosts", ("host", "slots", "accelerators", "torch", "driver", "link to the others"), _host_rows(diagnosis))
     if diagnosis.figures is not None and diagnosis.figures.measured:
-        figures, measured = diagnosis.figures, diagnosis.figures.measured
-        title = f"network: {measured['world_size']} ranks, {measured['backend']}"
-        table(title, ("collective", "message", "time", "bus bandwidth"), _network_rows(figures))
-        if slowest(figures):
-            console.print(f"slowest pair: {slowest(figures)}", markup=False, highlight=False)
+        measured = diagnosis.figures.measured
+        reduced, ranks = measured["all_reduce"], f"{measured['world_size']} ranks, {measured['backend']}"
+        text = f"{reduced['seconds'] * 1e3:.2f} ms, bus bandwidth {gbits(reduced['bus_bytes_per_second'])}"
+        say(f"network: all-reduce of {reduced['bytes'] / 2**20:.0f} MiB over {ranks}: {text}")
+        if slowest(diagnosis.figures):
+            say(f"slowest pair: {slowest(diagnosis.figures)}")
     if diagnosis.findings:
         rows = [(f.severity, f.check, ", ".join(f.hosts), f.what, f.remedy) for f in diagnosis.findings]
         table("findings", ("grade", "check", "host", "what is wrong", "what to do"), rows)
@@ -227,7 +231,7 @@ def _tell(diagnosis: Diagnosis, *, as_json: bool) -> int:
     counts = (len(diagnosis.answers), "host"), (errors, "error"), (warnings, "warning")
     hosts, *found = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts)
     last = f"{hosts}: {', '.join(found)}"
-    console.print(last if diagnosis.findings else f"{last}: healthy", markup=False, highlight=False)
+    say(last if diagnosis.findings else f"{last}: healthy")
     return diagnosis.exit_code
 
 
@@ -244,19 +248,3 @@ def _host_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
         torch = facts.packages.get("torch", "?")
         rows.append((answer.host.name, str(answer.host.slots), have, torch, facts.driver or "none", link))
     return rows
-
-
-def _network_rows(figures: Figures) -> list[tuple[str, ...]]:
-    assert figures.measured is not None
-    return [
-        (row["name"], _size(row["bytes"]), _time(row["seconds"]), gbits(row["bus_bytes_per_second"]))
-        for row in figures.measured["collectives"]
-    ]
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

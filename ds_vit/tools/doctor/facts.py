@@ -1,6 +1,8 @@
-"""What one host says about itself: a plain data class, gathered on that host within seconds, without importing torch.
+"""What one host reports: a plain data class, gathered on that host within seconds, without importing torch.
 
-Torch is imported only where there are GPUs, to see whether it sees them.
+Torch is imported only where there are GPUs, to check whether it can use them. The doctor starts this file on every
+host: python -m ds_vit.tools.doctor.facts, with an `Ask` as a line of JSON on stdin. It answers with the facts, and each
+further line with the time here and the marks in the output folder. It ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -14,15 +16,24 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 
+import psutil
+from pydantic import TypeAdapter
+
 import ds_vit
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.gpus import listed_gpus
 from ds_vit.launching.host_identity import PACKAGES, code_checksum, identity, version
+from ds_vit.launching.ports import free_port
+
+WORD = "DS-VIT-DOCTOR "
+"""How a line of an answer begins: a login script cannot have printed it."""
 
 _SAMPLES = 8  # files of the data whose content is compared
 _SAMPLE_BYTES = 65536
@@ -34,7 +45,7 @@ class Ask:
 
     Attributes:
         names: to be resolved: the host's own, and rank 0's.
-        port: where rank 0 will listen; asked of the first host alone, else 0.
+        port: where rank 0 will listen; asked of the first host only, else 0.
         data_dir, output: paths of the run; "" for none.
         token: names this inquiry, for the marks in `output`.
     """
@@ -48,10 +59,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; `kind` is loopback, virtual, ethernet or infiniband, `gbits` 0 where it is not known."""
+    """A network interface; `gbits` is 0 where the rate is not known, as of a virtual one."""
 
     name: str
-    kind: str = "ethernet"
     up: bool = True
     addresses: tuple[str, ...] = ()
     gbits: float = 0.0
@@ -60,7 +70,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an RDMA adapter, as /sys/class/infiniband tells; `link` is InfiniBand or Ethernet (RoCE)."""
+    """A port of an RDMA adapter, from /sys/class/infiniband; `link` is InfiniBand or Ethernet (RoCE)."""
 
     device: str
     port: int = 1
@@ -77,12 +87,11 @@ class Facts:
         identity: the same for two names of one machine, different for two machines.
         code: checksum of the package; `data` of names and a few files of the data, "" without `data_dir`.
         resolves: of the names asked for, each → addresses that it has here.
-        torch_accelerators: how many torch sees; None where it was not asked.
+        torch_accelerators: how many torch can use; None where it was not asked.
     """
 
     host: str
     identity: str = ""
-    executable: str = ""
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     cuda: str = ""
@@ -108,38 +117,29 @@ class Facts:
 
     def pack(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self))
+        return TypeAdapter(Facts).dump_json(self).decode()
 
     @classmethod
     def unpack(cls, text: str) -> Facts:
-        """The counterpart of `pack`; what a newer host says besides is left out."""
-        values = {f.name: json.loads(text)[f.name] for f in fields(cls) if f.name in json.loads(text)}
-        for name, kind in (("interfaces", Interface), ("ports", Port)):
-            values[name] = tuple(kind(**item) for item in values.get(name, ()))
-        values["interfaces"] = tuple(
-            Interface(**{**asdict(item), "addresses": tuple(item.addresses)}) for item in values["interfaces"]
-        )
-        values["accelerators"] = tuple(values.get("accelerators", ()))
-        values["resolves"] = {name: tuple(found) for name, found in values.get("resolves", {}).items()}
-        return cls(**values)
+        """The counterpart of `pack`; fields of a newer version are ignored."""
+        return TypeAdapter(cls).validate_json(text)
 
 
 def gather(ask: Ask) -> Facts:
     """The facts of the host that this runs on. What cannot be found out stays at its default; nothing raises."""
-    drivers = _text("/proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module\D*([\d.]+)", drivers)
-    accelerators = _accelerators()
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _text("/proc/driver/nvidia/version"))
+    accelerators = listed_gpus()
     data, data_problem = _data(ask.data_dir)
     output_problem, output_free = _output(ask)
+    modules = _text("/proc/modules")
     return Facts(
         host=socket.gethostname(),
         identity=identity(),
-        executable=sys.executable,
         python=platform.python_version(),
         packages={name: version(name) for name in PACKAGES},
         cuda=_torch_cuda(),
-        nccl=_nccl(),
-        driver=found.group(1) if found else "",
+        nccl=next((v for n in (13, 12, 11) if (v := version(f"nvidia-nccl-cu{n}")) != "missing"), ""),
+        driver=driver.group(1) if driver else "",
         accelerators=accelerators,
         torch_accelerators=_torch_accelerators() if accelerators else None,
         cores=len(os.sched_getaffinity(0)),
@@ -151,10 +151,10 @@ def gather(ask: Ask) -> Facts:
         output_free_bytes=output_free,
         interfaces=tuple(_interfaces()),
         ports=tuple(_ports()),
-        gpudirect=_gpudirect() if accelerators else None,
+        gpudirect="nvidia_peermem" in modules or "nv_peer_mem" in modules if accelerators else None,
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
-        shm_bytes=_shm(),
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         resolves={name: _resolve(name) for name in ask.names},
         port_problem=_port_problem(ask.port),
     )
@@ -168,8 +168,16 @@ def mark(ask: Ask) -> Path | None:
 
 def marks(ask: Ask) -> int:
     """How many hosts have left their mark in the output folder, as this host sees it."""
-    folder = _existing(ask.output) if ask.output else None
-    return len(list(folder.glob(f".{ask.token}-*"))) if folder is not None else 0
+    own = mark(ask)
+    return len(list(own.parent.glob(f".{ask.token}-*"))) if own is not None else 0
+
+
+def remove_mark(ask: Ask) -> None:
+    """Remove this host's mark."""
+    own = mark(ask)
+    if own is not None:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
 def _text(path: str | Path) -> str:
@@ -185,23 +193,6 @@ def _torch_cuda() -> str:
     text = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
     found = re.search(r"^cuda.*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found.group(1) if found else ""
-
-
-def _nccl() -> str:
-    for suffix in ("cu13", "cu12", "cu11"):
-        if (found := version(f"nvidia-nccl-{suffix}")) != "missing":
-            return found
-    return ""
-
-
-def _accelerators() -> tuple[str, ...]:
-    """The names of the GPUs of this host, as the driver lists them."""
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-        return tuple(re.findall(r"^GPU \d+: (.*?) \(UUID", done.stdout, re.MULTILINE))
-    return ()
 
 
 def _torch_accelerators() -> int | None:
@@ -220,34 +211,22 @@ def _data(data_dir: str) -> tuple[str, str]:
     if not root.is_dir():
         return "", f"--data-dir {data_dir} is not there"
     digest = hashlib.blake2b(digest_size=8)
+    samples: list[Path] = []
     try:
-        names = sorted(entry.name for entry in os.scandir(root))
-        samples = []
-        for name in names:
-            digest.update(f"{name}\0".encode())
-            folder = root / name
-            inside = sorted(os.listdir(folder)) if folder.is_dir() else []
-            digest.update("\0".join(inside).encode())
-            samples += _some_files(folder, inside)
-        if not names:
+        entries = sorted(root.iterdir())
+        if not entries:
             return "", f"--data-dir {data_dir} is empty"
+        for entry in entries:
+            inside = sorted(entry.iterdir()) if entry.is_dir() else []
+            digest.update("\0".join([entry.name, *(path.name for path in inside), ""]).encode())
+            deeper = sorted(inside[0].iterdir()) if inside and inside[0].is_dir() else inside
+            samples += [path for path in (deeper[:2] or [entry]) if path.is_file()]
         for path in samples[:_SAMPLES]:
             with path.open("rb") as file:
                 digest.update(str(path.stat().st_size).encode() + file.read(_SAMPLE_BYTES))
     except OSError as error:
         return "", f"--data-dir {data_dir} cannot be read: {error.strerror}: {error.filename}"
     return digest.hexdigest(), ""
-
-
-def _some_files(folder: Path, inside: Sequence[str]) -> list[Path]:
-    """The first file or two under a folder of files, or of class folders."""
-    if folder.is_file():
-        return [folder]
-    for name in inside[:1]:
-        first = folder / name
-        if first.is_dir():
-            return [first / n for n in sorted(os.listdir(first))[:2] if (first / n).is_file()]
-    return [folder / n for n in inside[:2] if (folder / n).is_file()]
 
 
 def _existing(path: str) -> Path | None:
@@ -259,7 +238,7 @@ def _existing(path: str) -> Path | None:
 
 
 def _output(ask: Ask) -> tuple[str, int | None]:
-    """(problem, free bytes) where the run is to be written; leaves this host's mark there."""
+    """(problem, free bytes) of the folder that the run is to be written to; leaves this host's mark there."""
     if not ask.output:
         return "", None
     path = mark(ask)
@@ -278,12 +257,6 @@ def _limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _shm() -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage("/dev/shm").total
-    return None
-
-
 def _resolve(name: str) -> tuple[str, ...]:
     try:
         return tuple(sorted({str(info[4][0]) for info in socket.getaddrinfo(name.split("@")[-1], None)}))
@@ -292,57 +265,46 @@ def _resolve(name: str) -> tuple[str, ...]:
 
 
 def _port_problem(port: int) -> str:
-    if not port:
-        return ""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return f"port {port}: {error.strerror}"
+    try:
+        free_port(port)
+    except UserError as error:
+        return str(error)
     return ""
 
 
 def _interfaces() -> Iterator[Interface]:
-    """The network interfaces with an address, or that the user names; by `ip`-free means."""
-    addresses = _addresses()
-    for folder in sorted(Path("/sys/class/net").glob("*")):
-        kind = {"772": "loopback", "32": "infiniband"}.get(_text(folder / "type"), "ethernet")
-        if kind == "ethernet" and not (folder / "device").exists():
-            kind = "virtual"
-        speed, mtu = _text(folder / "speed"), _text(folder / "mtu")
-        gbits = int(speed) / 1000 if speed.isdecimal() else 0.0
-        up = _text(folder / "operstate") in ("up", "unknown") and bool(int(_text(folder / "flags") or "0", 16) & 1)
-        found = tuple(addresses.get(folder.name, ()))
-        yield Interface(folder.name, kind, up, found, gbits, int(mtu) if mtu.isdecimal() else 0)
-
-
-def _addresses() -> dict[str, list[str]]:
-    """Interface → its addresses."""
-    with contextlib.suppress(ImportError):
-        import psutil  # DeepSpeed brings it
-
-        found = psutil.net_if_addrs()
-        wanted = (socket.AF_INET, socket.AF_INET6)
-        return {name: [a.address for a in items if a.family in wanted] for name, items in found.items()}
-    return {}
+    addresses = psutil.net_if_addrs()
+    for name, stats in sorted(psutil.net_if_stats().items()):
+        own = tuple(a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6))
+        # A virtual interface reports a rate that means nothing.
+        is_hardware = Path("/sys/class/net", name, "device").exists()
+        yield Interface(name, stats.isup, own, stats.speed / 1000 if is_hardware else 0.0, stats.mtu)
 
 
 def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
     """The ports of the RDMA adapters."""
-    for device in sorted(root.glob("*")):
-        for folder in sorted((device / "ports").glob("*")):
-            rate = re.match(r"[\d.]+", _text(folder / "rate"))
-            yield Port(
-                device=device.name,
-                port=int(folder.name),
-                state=_text(folder / "state").split(":")[-1].strip(),  # "4: ACTIVE"
-                gbits=float(rate.group()) if rate else 0.0,  # "400 Gb/sec (4X NDR)"
-                link=_text(folder / "link_layer"),
-            )
+    for folder in sorted(root.glob("*/ports/*")):
+        rate = re.match(r"[\d.]+", _text(folder / "rate"))
+        yield Port(
+            device=folder.parts[-3],
+            port=int(folder.name),
+            state=_text(folder / "state").split(":")[-1].strip(),  # "4: ACTIVE"
+            gbits=float(rate.group()) if rate else 0.0,  # "400 Gb/sec (4X NDR)"
+            link=_text(folder / "link_layer"),
+        )
 
 
-def _gpudirect() -> bool:
-    """Whether the kernel lets an adapter read a GPU's memory."""
-    modules = _text("/proc/modules")
-    return "nvidia_peermem" in modules or "nv_peer_mem" in modules
+def main() -> int:
+    """Answer until the input ends; the mark is removed whatever happens."""
+    ask = TypeAdapter(Ask).validate_json(sys.stdin.readline())
+    try:
+        print(WORD + gather(ask).pack(), flush=True)
+        for _ in sys.stdin:
+            print(WORD + json.dumps({"seconds": time.time(), "marks": marks(ask)}), flush=True)
+    finally:
+        remove_mark(ask)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,34 +1,39 @@
-"""Small real collectives over all hosts, and what their figures say about the network."""
+"""Time real messages between all hosts; the doctor starts a few ranks on each: python -m ds_vit.tools.doctor.network.
+
+A time is the best of several, as machines are noisy. Bus bandwidth follows nccl-tests (PERFORMANCE.md): bytes that
+cross a rank's link a second.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import datetime
+import itertools
 import json
-import statistics
-import subprocess
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ds_vit.tools.doctor.findings import Finding, Run
-from ds_vit.tools.doctor.interfaces import link_of
-from ds_vit.tools.doctor.probe import WORD
-from ds_vit.tools.doctor.remote import Answer, Way
+from ds_vit.tools.doctor.facts import WORD
+from ds_vit.tools.doctor.remote import Answer, Program, Way
 
-MAX_LATENCY_SECONDS = 0.005
-"""Between two hosts of one cluster: TCP takes 20 to 200 microseconds, InfiniBand 2 to 10."""
-
-_SLOW_SHARE = 0.5  # of the median pair's bandwidth
-_LINK_SHARE = 0.25  # of the link's rate: gloo and one TCP connection reach that, NCCL much more
-_LOST_SHARE = 0.004  # of TCP's segments; without any loss busy hosts send one in a thousand again
-_FEW_SEGMENTS = 4  # sent again prove nothing
+_LARGE = {"cpu": 2**23, "cuda": 2**28}  # bytes
+_SMALL_MESSAGES, _SMALL_SECONDS = 1000, 4.0
 _MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
+
+MAX_PAIRS = 64
+"""Pairs of hosts that are timed; of more than these only the neighbours."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the ranks measured; see `measure.measure`. `problem` where they could not."""
+    """What the ranks measured; see `measure`. `problem` where they could not, on the hosts `culprits`."""
 
     hosts: tuple[str, ...]
     measured: Mapping[str, Any] | None = None
@@ -36,7 +41,7 @@ class Figures:
     culprits: tuple[str, ...] = ()
 
 
-def run_collectives(answers: Sequence[Answer], way: Way, address: str, port: int, seconds: float) -> Figures:
+def start_ranks(answers: Sequence[Answer], way: Way, address: str, port: int, seconds: float) -> Figures:
     """Start ranks on every host, and wait for their figures.
 
     Args:
@@ -46,33 +51,32 @@ def run_collectives(answers: Sequence[Answer], way: Way, address: str, port: int
         seconds: all of it takes no longer.
     """
     hosts = tuple(answer.host.name for answer in answers)
-    counts = [_ranks_on(answer) for answer in answers]
-    world, leaders = sum(counts), [sum(counts[:i]) for i in range(len(counts))]
-    if world == 1:
+    counts = []
+    for answer in answers:
+        assert answer.facts is not None
+        counts.append(min(answer.host.slots, len(answer.facts.accelerators) or _MAX_RANKS_ON_CPU))
+    leaders = [sum(counts[:i]) for i in range(len(counts))]
+    if sum(counts) == 1:
         return Figures(hosts)
+    shared = {"world-size": sum(counts), "port": port, "address": address, "seconds": seconds / 2}
+    shared["leaders"] = ",".join(map(str, leaders))
     deadline = time.monotonic() + seconds
-    ranks: list[_Rank] = []
+    ranks: list[Program] = []
     try:
         for answer, count, leader in zip(answers, counts, leaders, strict=True):
             for local_rank in range(count):
-                words: dict[str, object] = {
-                    "--rank": leader + local_rank,
-                    "--world-size": world,
-                    "--local-rank": local_rank,
-                }
-                words |= {"--port": port, "--address": address, "--leaders": ",".join(map(str, leaders))}
-                words |= {"--seconds": seconds / 2}
-                arguments = [str(word) for pair in words.items() for word in pair]
-                command = way.command(answer.host.name, "ds_vit.tools.doctor.measure", arguments=arguments)
-                ranks.append(_Rank(answer.host.name, command, way))
+                words = {**shared, "rank": leader + local_rank, "local-rank": local_rank}
+                arguments = [f"--{name}={value}" for name, value in words.items()]
+                command = way.command(answer.host.name, "ds_vit.tools.doctor.network", arguments)
+                ranks.append(Program(answer.host, command, way.cwd))
         while time.monotonic() < deadline:
-            if ranks[0].figures is not None:
-                return Figures(hosts, measured=ranks[0].figures)
+            text = ranks[0].receive(time.monotonic() + 0.2)
+            if text is not None:
+                return Figures(hosts, measured=json.loads(text))
             failed = [rank for rank in ranks if rank.process.poll() not in (None, 0)]
             if failed:
-                time.sleep(1.0)  # what the first says last
-                return Figures(hosts, problem=failed[0].last_line(), culprits=(failed[0].host,))
-            time.sleep(0.1)
+                time.sleep(1.0)  # for the end of its output
+                return Figures(hosts, problem=_error_of(failed[0]), culprits=(failed[0].host.name,))
         problem = f"the ranks did not meet and finish within {seconds:.0f} s"
         return Figures(hosts, problem=problem, culprits=hosts)
     finally:
@@ -80,95 +84,163 @@ def run_collectives(answers: Sequence[Answer], way: Way, address: str, port: int
             rank.end()
 
 
-def judge(figures: Figures, answers: Sequence[Answer], run: Run) -> Iterator[Finding]:
-    """What the figures say: no meeting, lost packets, slow pairs, less than the link should give."""
-    remedy = "the interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
-    if figures.problem:
-        yield Finding("collectives", "error", figures.culprits, f"ranks cannot talk: {figures.problem}", remedy)
-    if figures.measured is None:
-        return
-    for host, tcp in zip(figures.hosts, figures.measured["tcp"], strict=False):  # none where it was not measured
-        if tcp["again"] > max(_FEW_SEGMENTS, _LOST_SHARE * tcp["sent"]):
-            share = 100 * tcp["again"] / tcp["sent"]
-            what = f"{share:.1f} % of its TCP segments were lost on the way and sent again ({tcp['again']})"
-            remedy = "ip -s link show DEV and ethtool -S DEV there: cable, duplex, switch port; tc qdisc show"
-            yield Finding("loss", "error", (host,), what, remedy)
-    pairs = figures.measured["pairs"]
-    if not pairs:
-        return
-    usual = statistics.median(pair["bytes_per_second"] for pair in pairs)
-    by_name = {answer.host.name: answer for answer in answers}
-    for pair in pairs:
-        names = (figures.hosts[pair["a"]], figures.hosts[pair["b"]])
-        latency, rate = pair["latency_seconds"], pair["bytes_per_second"]
-        link = min(link_of(by_name[name], run)[1] for name in names)
-        if latency > MAX_LATENCY_SECONDS:
-            what = f"a small message takes {latency * 1e3:.1f} ms one way (a cluster's network: well below 1 ms)"
-            remedy = f"ping {names[1]} from {names[0]}: cable, switch, a route through another building, tc qdisc"
-            yield Finding("latency", "error", names, what, remedy)
-        elif len(pairs) > 2 and rate < _SLOW_SHARE * usual:
-            what = f"{gbits(rate)} between them, {gbits(usual)} between the others"
-            yield Finding("bandwidth", "error", names, what, "ethtool or ibstat on both: a port at a lower rate")
-        elif link and rate * 8e-9 < _LINK_SHARE * link:
-            what = f"{gbits(rate)} between them over a link of {link:g} Gbit/s"
-            yield Finding("bandwidth", "warning", names, what, "iperf3 between them: errors, another interface taken")
+def _error_of(rank: Program) -> str:
+    """The last line of a rank's output that looks like an error."""
+    lines = list(rank.output) or [f"exit code {rank.process.poll()}"]
+    errors = [line for line in lines if "rror" in line and not line.startswith(("[W", "File"))]
+    return (errors or lines)[-1][:300]
 
 
-def slowest(figures: Figures) -> str:
-    """The slowest pair of hosts, in words; "" for fewer than two hosts."""
-    pairs = figures.measured["pairs"] if figures.measured else []
-    if not pairs:
-        return ""
-    worst = min(pairs, key=lambda pair: pair["bytes_per_second"])
-    a, b = figures.hosts[worst["a"]], figures.hosts[worst["b"]]
-    return f"{a} - {b}: {worst['latency_seconds'] * 1e6:.0f} us, {gbits(worst['bytes_per_second'])}"
+# ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def gbits(bytes_per_second: float) -> str:
-    """Bytes a second in a network's unit."""
-    return f"{bytes_per_second * 8e-9:.2f} Gbit/s"
+def main() -> int:
+    """Meet, measure, print."""
+    import torch
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("rank", "world-size", "local-rank", "port"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--leaders", required=True, help="the first rank of each host, with commas")
+    parser.add_argument("--seconds", type=float, required=True)
+    arguments = parser.parse_args()
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    device = torch.device("cuda", arguments.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://{arguments.address}:{arguments.port}",
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        timeout=datetime.timedelta(seconds=arguments.seconds),
+    )
+    result = measure(arguments.rank, device, [int(word) for word in arguments.leaders.split(",")])
+    if arguments.rank == 0:
+        print(WORD + json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
 
 
-def _ranks_on(answer: Answer) -> int:
-    assert answer.facts is not None
-    have = len(answer.facts.accelerators)
-    return min(answer.host.slots, have) if have else min(answer.host.slots, _MAX_RANKS_ON_CPU)
+def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
+    """Time messages (a collective).
+
+    Returns:
+        {"backend", "world_size", "all_reduce": {"bytes", "seconds", "bus_bytes_per_second"},
+        "pairs": [{"a", "b", "latency_seconds", "bytes_per_second"}], "tcp": [{"sent", "again"}]}: pairs by index into
+        `leaders`; TCP's segments of each leader's host, and how many of them it had to send again.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (8, _LARGE[device.type]))
+
+    def one_way(message: torch.Tensor, a: int, b: int, times: int) -> float:
+        def there_and_back() -> None:
+            for is_sender in (rank == a, rank != a):
+                if is_sender:
+                    dist.send(message, b if rank == a else a)
+                else:
+                    dist.recv(message, b if rank == a else a)
+
+        return fastest(there_and_back, device, times) / 2
+
+    own_pairs = []
+    for a, b in host_pairs(len(leaders)):
+        dist.barrier()
+        if rank in (leaders[a], leaders[b]):
+            latency, seconds = (one_way(m, leaders[a], leaders[b], n) for m, n in ((small, 20), (large, 4)))
+            if rank == leaders[a]:
+                figures = {"latency_seconds": latency, "bytes_per_second": large.numel() / seconds}
+                own_pairs.append({"a": a, "b": b, **figures})
+    dist.barrier()
+    times = torch.tensor([fastest(lambda m=m: dist.all_reduce(m), device, 5) for m in (small, large)], device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    small_seconds, seconds = times.tolist()
+    losses = _count_losses(small, small_seconds) if len(leaders) > 1 else None
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, (own_pairs, losses))
+    bus = bus_factor(world) * large.numel() / seconds
+    return {
+        "backend": dist.get_backend(),
+        "world_size": world,
+        "all_reduce": {"bytes": large.numel(), "seconds": seconds, "bus_bytes_per_second": bus},
+        "pairs": [pair for pairs, _ in gathered for pair in pairs],
+        "tcp": [gathered[leader][1] for leader in leaders if gathered[leader][1] is not None],
+    }
 
 
-class _Rank:
-    """A rank's process, here or behind an ssh."""
+def _count_losses(message: Any, seconds: float) -> dict[str, int] | None:
+    """Count what is lost of many small messages with pauses between them: a large one loses some to its own rush.
 
-    def __init__(self, host: str, command: Sequence[str], way: Way) -> None:
-        self.host = host
-        self.figures: Mapping[str, Any] | None = None
-        self._said: list[str] = []
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=way.cwd
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    Args:
+        message: a small one.
+        seconds: what it takes, the same on every rank; None is returned where that leaves room for too few.
+    """
+    import torch.distributed as dist
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if WORD in line:
-                self.figures = json.loads(line.split(WORD, 1)[1])
-            elif line.strip():
-                self._said = [*self._said[-99:], line.strip()]
+    count = min(_SMALL_MESSAGES, int(_SMALL_SECONDS / seconds))
+    if count < _SMALL_MESSAGES // 5:
+        return None
+    dist.barrier()
+    before = tcp_segments()
+    for _ in range(count):
+        dist.all_reduce(message)
+        time.sleep(0.001)
+    after = tcp_segments()
+    return {name: after[name] - before[name] for name in after}
 
-    def last_line(self) -> str:
-        """The error that it ended with: the last line that looks like one."""
-        errors = [line for line in self._said if "rror" in line and not line.startswith(("[W", "File"))]
-        return (errors or self._said or [f"exit code {self.process.poll()}"])[-1][:300]
 
-    def end(self) -> None:
-        """Close its stdin, upon which it goes (on the other side of an ssh too); kill what does not."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join(5)
+def tcp_segments(path: Path = Path("/proc/net/snmp")) -> dict[str, int]:
+    """{"sent", "again"}: segments of TCP that this host has sent, and sent again as they were lost; 0 where unknown."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        names, values = (line.split()[1:] for line in path.read_text().splitlines() if line.startswith("Tcp:"))
+        table = dict(zip(names, map(int, values), strict=True))
+        return {"sent": table["OutSegs"], "again": table["RetransSegs"]}
+    return {"sent": 0, "again": 0}
+
+
+def host_pairs(num_hosts: int) -> list[tuple[int, int]]:
+    """Which hosts are timed against each other: all pairs, or in a larger cluster each and the next."""
+    pairs = list(itertools.combinations(range(num_hosts), 2))
+    if len(pairs) <= MAX_PAIRS:
+        return pairs
+    return [(i, (i + 1) % num_hosts) for i in range(num_hosts)]
+
+
+def bus_factor(world_size: int) -> float:
+    """Bytes over a rank's link for each byte of an all-reduce, as in nccl-tests."""
+    return 2 * (world_size - 1) / world_size
+
+
+def fastest(function: Callable[[], Any], device: Any, times: int) -> float:
+    """The shortest of several runs after a warm-up, in seconds."""
+    import torch
+
+    best = float("inf")
+    for turn in range(times + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if turn:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _end_with_input() -> None:
+    """The doctor holds the stdin of the ranks it starts: when that closes, the figures are no longer wanted."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

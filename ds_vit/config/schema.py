@@ -1,0 +1,438 @@
+"""The schema of settings: `RunConfig` has one typed, frozen field a flag, with metadata (`flag.py`).
+
+Flags that timm has keep timm's spelling, meaning and default. The command line, recipes and every list of flag names
+are generated from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+from ds_vit.config.augmentation import AugmentConfig, MixConfig
+from ds_vit.config.flag import (
+    ABOVE_0_TO_1,
+    EPOCHS,
+    EPOCHS_FROM_1,
+    EVALUATION,
+    FREE,
+    FROM_0_BELOW_1,
+    IMAGES,
+    PIXELS,
+    PROBABILITY,
+    RATE,
+    RECORDED,
+    SECONDS,
+    SHARE,
+    START,
+    STEPS,
+    STEPS_FROM_1,
+    WEIGHTS,
+    Range,
+    Rule,
+    Scope,
+    flag,
+    spelling_of,
+)
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""torch.compile's."""
+_DEGREE = Range(1, 4096)
+_BLOCKS = Range(1, 1000)
+_RECOMPUTED = Rule(
+    "must be full, selective or a number of blocks, at least 1 and at most 1,000",
+    lambda word: word in ("full", "selective") or (word.isdecimal() and len(word) < 5 and _BLOCKS.holds(int(word))),
+)
+_WORKERS = Range(0, 1024, word="auto")
+_SEVERAL_SIZES = Rule("must be two sizes or more, each once", lambda x: len({*x}) == len(x) > 1)
+_CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
+
+
+OF_THE_PROGRAM = "python"
+"""The `dataset` of a run whose images come from a program (`ds_vit.api.train`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The layout, the output and the course of a run."""
+
+    deepspeed_config: str = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
+    set: Sequence[str] = flag(
+        (),
+        "values of the DeepSpeed JSON, over the file's: zero_optimization.stage=2",
+        FREE | EVALUATION,
+        nargs="+",
+        metavar="K=V",
+    )
+    pp: int = flag(1, "pipeline stages", FREE | EVALUATION, span=_DEGREE)
+    tp: int = flag(1, "tensor-parallel ranks", FREE | EVALUATION, span=_DEGREE)
+    tp_across_hosts: bool = flag(False, "let tensor-parallel groups span two hosts", EVALUATION)
+    sequence_parallel: bool = flag(False, "shard the tokens between the layers that --tp shards", FREE | EVALUATION)
+    class_parallel: str = flag(
+        "auto", "shard the classifier over classes under --tp", FREE | EVALUATION, choices=("auto", "on", "off")
+    )
+    check_replicas: int = flag(0, "steps between bitwise comparisons of replicas", FREE, span=STEPS)
+    pp_partition: str = flag(
+        "", "first layer of each stage and the number of layers: 0,7,14; auto: the fastest", FREE | EVALUATION
+    )
+
+    output: str = flag("", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, metavar="DIR")
+    seed: int = flag(42, "seed of everything random", EVALUATION, span=Range(-(2**63), 2**63 - 1))
+    resume: str = flag("none", "checkpoint to resume from: none, auto or a path", START)
+    allow_batch_change: bool = flag(False, "resume with another global batch", START)
+    allow_schedule_change: bool = flag(False, "resume with another learning-rate schedule", START)
+    checkpoint_interval: str = flag(
+        "epoch",
+        "steps (500) or time (30m) between checkpoints, or epoch: at the end of each (0: only when interrupted)",
+        FREE,
+        neutral=("0",),
+    )
+    keep_checkpoints: int = flag(2, "checkpoints to keep in addition to the best one (0: all)", FREE, span=STEPS)
+    stop_before_seconds: float | None = flag(
+        None, "save and stop this long before --time-limit or the Slurm job's end", START, span=SECONDS
+    )
+    time_limit: str = flag("", "save and stop after this time: 90m, 24h", START)
+    log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder", FREE)
+    log_images: int = flag(
+        16, "images of the first step, as the model sees them, in augmented.png (0: none)", FREE, span=Range(0, 4096)
+    )
+    profile_steps: str = flag(
+        "", "profile the steps A to B - 1 into profile/ in the output folder", FREE, metavar="A:B"
+    )
+    log_interval: int | None = flag(
+        None,
+        "optimizer steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)",
+        FREE,
+        span=STEPS_FROM_1,
+    )
+    eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,), span=EPOCHS)
+    validation_batch_size: int | None = flag(
+        None, "images a rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
+    )
+    eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
+    eval_knn: int = flag(
+        0,
+        "also evaluate the features by N nearest neighbours in the training split (20 without a number)",
+        EVALUATION,
+        span=Range(0, 10**6),
+        const=20,
+    )
+    eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", EVALUATION)
+    stall_seconds: float | None = flag(
+        None, "end a run without progress for this long (300 with several ranks; 0: never)", EVALUATION, span=SECONDS
+    )
+    dry_run: bool = flag(
+        False, "resolve, check and show the run with its memory and files, without starting it", START | EVALUATION
+    )
+    verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The task, the model and its initial weights."""
+
+    task: str = flag("classification", "training task", WEIGHTS)
+    mask_ratio: float = flag(0.75, "--task mae: share of the patches that are masked", RECORDED, span=SHARE, task="mae")
+    decoder_dim: int = flag(512, "--task mae: width of the decoder", RECORDED, span=Range(1, 2**16), task="mae")
+    decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
+    decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
+    norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
+    model: str = flag("vit_base_patch16_224", "timm name of a VisionTransformer or Eva model", WEIGHTS)
+    model_kwargs: Mapping[str, Any] = flag(
+        {}, "arguments of the model's constructor", WEIGHTS, nargs="*", metavar="K=V"
+    )
+    num_classes: int | None = flag(None, "classes of the head (default: the data's)", WEIGHTS, span=Range(1, 10**7))
+    img_size: int | None = flag(None, "image side in pixels (default: the model's)", WEIGHTS, span=PIXELS)
+    img_size_schedule: str = flag(
+        "",
+        "progressive resizing: sides, and the share of the run at which each starts; the last is the model's",
+        metavar="128:0,160:0.4,224:0.8",
+    )
+    train_img_sizes: Sequence[int] = flag(
+        (),
+        "sides from which each step draws one; the largest is the model's",
+        nargs="+",
+        span=PIXELS,
+        rule=_SEVERAL_SIZES,
+        metavar="SIZE",
+    )
+    drop: float = flag(0.0, "dropout before the head", span=FROM_0_BELOW_1)
+    drop_path: float = flag(0.0, "stochastic depth rate of the last block", span=FROM_0_BELOW_1)
+    drop_path_compute: str = flag(
+        "auto",
+        "compute a branch for all samples, or only for those that drop-path keeps (auto: the faster)",
+        FREE,
+        choices=("auto", "all", "kept"),
+    )
+    pretrained: bool = flag(
+        False, "start from timm's weights of this name (Hugging Face cache or Hub)", FREE | EVALUATION
+    )
+    initial_checkpoint: str = flag(
+        "", "weights to start from: .safetensors or .pth in timm's names", FREE | EVALUATION, metavar="FILE"
+    )
+    resample_patch_embed: bool = flag(
+        False, "resample the patch kernels of weights with another patch size", FREE | EVALUATION
+    )
+    grad_checkpointing: str = flag(
+        "",
+        "recompute activations in the backward pass: full (each block; the default word), selective (all except "
+        "matrix products and attention), or N blocks together",
+        FREE,
+        rule=_RECOMPUTED,
+        const="full",
+        metavar="full|selective|N",
+    )
+    compile: bool = flag(
+        False, "run the blocks through torch.compile; the first step takes a minute or more", FREE | EVALUATION
+    )
+    compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
+    freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", nargs="+")
+    linear_probe: bool = flag(False, "train only the classifier head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The images and how they are read."""
+
+    dataset: str = flag(
+        "", "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER, …; empty: image folders or tars in --data-dir", RECORDED
+    )
+    data_dir: str | Sequence[str] = flag(
+        "",
+        "folder that holds train/ and val/ or validation/ (or .tar files); several are mixed",
+        FREE | RECORDED,
+        nargs="+",
+        metavar="DIR",
+    )
+    data_weights: Sequence[float] = flag(
+        (),
+        "share of an epoch for each --data-dir (default: each image once)",
+        nargs="+",
+        span=Range(0, 10**9, above=True),
+    )
+    train_split: str = flag("train", "name of the training split", RECORDED)
+    val_split: str = flag("validation", "name of the evaluation split; '': no evaluation", RECORDED, neutral=("",))
+    val_fraction: float | None = flag(
+        None, "share of the training split to hold out for evaluation, instead of --val-split", RECORDED, span=SHARE
+    )
+    dataset_download: bool = flag(False, "let torchvision download the dataset", FREE | EVALUATION)
+    workers: int | str = flag(
+        4,
+        "loader processes a rank (0: load in the training process; auto: by the cores of its host)",
+        FREE | RECORDED,
+        short=("-j",),
+        span=_WORKERS,
+        metavar="auto|N",
+    )
+    allow_empty_classes: bool = flag(False, "allow class folders without a readable image", FREE | RECORDED)
+    on_bad_image: str = flag(
+        "skip",
+        "an image that cannot be decoded: replace it by another, or end the run",
+        RECORDED,
+        choices=("error", "skip"),
+    )
+    max_bad_images: float = flag(
+        0.01, "save and stop if a larger share of an epoch's images cannot be decoded", FREE, span=PROBABILITY
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """The input of the model and of evaluation."""
+
+    mean: Sequence[float] | None = flag(
+        None, "pixel mean, 0 to 1 (default: the model's)", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS
+    )
+    std: Sequence[float] | None = flag(
+        None, "pixel deviation (default: the model's)", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS
+    )
+    interpolation: str = flag("", "resize filter of evaluation (default: the model's)", WEIGHTS)
+    crop_pct: float | None = flag(
+        None, "centre-crop share of evaluation (default: the model's)", WEIGHTS, span=ABOVE_0_TO_1
+    )
+    crop_mode: str = flag("", "evaluation crop", WEIGHTS, choices=("center", "squash", "border"))
+    aug_repeats: int = flag(
+        0, "repeated augmentation: copies of a sample in an epoch", neutral=(1,), span=Range(0, 1000)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The loss of a classifier."""
+
+    bce_loss: bool = flag(False, "binary cross-entropy instead of softmax", WEIGHTS)
+    bce_sum: bool = flag(False, "sum the binary cross-entropy over classes")
+    bce_target_thresh: float | None = flag(None, "binarise soft targets above this", span=FROM_0_BELOW_1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The optimizer, the batch and bad steps."""
+
+    lr: float | None = flag(None, "base learning rate (default: the JSON's)", span=RATE, key="optimizer.params.lr")
+    weight_decay: float | None = flag(
+        None, "weight decay (default: the JSON's)", span=RATE, key="optimizer.params.weight_decay"
+    )
+    clip_grad: float | None = flag(
+        None, "largest norm of the gradient (default: the JSON's)", span=Range(0, 10**9), key="gradient_clipping"
+    )
+    layer_decay: float | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,), span=ABOVE_0_TO_1)
+    lr_scale_by_batch: str = flag(
+        "none", "scale the learning rate with global batch / --lr-base-size", choices=("none", "linear", "sqrt")
+    )
+    lr_base_size: int = flag(256, "global batch of the unscaled learning rate", span=IMAGES)
+    model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too")
+    model_ema_decay: float = flag(0.9998, "decay of the average", span=FROM_0_BELOW_1)
+    model_ema_warmup: bool = flag(False, "let the decay of the average grow from 0")
+    norm_dtype: str = flag("float32", "type of the norms in a 16-bit model", EVALUATION, choices=("float32", "model"))
+    tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", EVALUATION)
+    on_nonfinite: str = flag("stop", "a step whose gradient is not finite", choices=("stop", "skip"))
+    spike_factor: float | None = flag(
+        None,
+        "reject a step whose loss or gradient norm exceeds this many times its recent mean",
+        span=Range(1, 10**9, above=True),
+    )
+    rollback: int = flag(
+        0,
+        "instead of stopping at a bad step: return to the last scheduled checkpoint and skip the samples since then, "
+        "at most this many times",
+        span=STEPS,
+    )
+    grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", span=STEPS)
+    batch_size: int | None = flag(
+        None,
+        'micro-batch a rank where the JSON says "auto" (128)',
+        EVALUATION,
+        span=IMAGES,
+        short=("-b",),
+        key="train_micro_batch_size_per_gpu",
+    )
+    grad_accum_steps: int | None = flag(
+        None, 'accumulation where the JSON says "auto" (1)', span=IMAGES, key="gradient_accumulation_steps"
+    )
+    auto_batch: bool = flag(
+        False,
+        "use the largest micro-batch that fits and keep the global batch by accumulation; measured on a GPU, "
+        "estimated on a CPU and with --dry-run",
+        FREE,
+    )
+    memory: str = flag(
+        "", "--auto-batch: memory of a rank, such as 8GiB (default: what is free)", FREE, metavar="BYTES"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """The length of the run and the learning rate."""
+
+    epochs: int | None = flag(None, "length of training and of the schedule (300)", span=EPOCHS_FROM_1)
+    max_steps: int | None = flag(None, "stop after this many optimizer steps", FREE, span=STEPS_FROM_1)
+    sched: str = flag(
+        "cosine", "learning-rate schedule", neutral=("constant",), choices=("cosine", "linear", "constant", "wsd")
+    )
+    warmup_steps: int | None = flag(None, "warm-up in optimizer steps", neutral=(0,), span=STEPS)
+    warmup_epochs: float | None = flag(None, "warm-up in epochs (5)", neutral=(0.0,), span=EPOCHS)
+    warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", neutral=(0.0,), span=RATE)
+    min_lr: float = flag(0.0, "learning rate that the schedule ends at", span=RATE)
+    wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", span=ABOVE_0_TO_1)
+
+
+SECTIONS: Mapping[str, tuple[type, ...]] = {
+    "run": (RunSettings,),
+    "model": (ModelSettings,),
+    "data": (DataSettings,),
+    "augmentation": (ImageSettings, AugmentConfig, MixConfig),
+    "loss": (LossSettings,),
+    "optimizer": (OptimizerSettings,),
+    "schedule": (ScheduleSettings,),
+}
+"""The groups of --help and of config.yaml, in their order. A field's metadata may name another group than its class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(
+    ScheduleSettings,
+    OptimizerSettings,
+    LossSettings,
+    MixConfig,
+    AugmentConfig,
+    ImageSettings,
+    DataSettings,
+    ModelSettings,
+    RunSettings,
+):
+    """Every flag of `launch/train.py`, by its name in a recipe; defaults are timm's where timm has the flag."""
+
+    @property
+    def augment(self) -> AugmentConfig:
+        """The settings of augmentation, checked."""
+        return AugmentConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)})
+
+    @property
+    def mix(self) -> MixConfig:
+        """The settings of mixing, checked."""
+        return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
+
+    def __post_init__(self) -> None:
+        """Do not check values: the command line may replace a recipe's. `rules.check` does."""
+
+
+SECTION_OF: Mapping[str, str] = {
+    f.name: f.metadata["section"] or section
+    for section, classes in SECTIONS.items()
+    for cls in classes
+    for f in dataclasses.fields(cls)
+}
+FIELDS: dict[str, dataclasses.Field] = {
+    f.name: f for f in sorted(dataclasses.fields(RunConfig), key=lambda f: [*SECTIONS].index(SECTION_OF[f.name]))
+}
+"""The flags by their names in a recipe, in the order of --help."""
+KEY_OF_FLAG: Mapping[str, str] = {name: f.metadata["key"] for name, f in FIELDS.items() if f.metadata["key"]}
+"""The flags that have their own key in the DeepSpeed JSON."""
+
+
+def names_with(scope: Scope) -> tuple[str, ...]:
+    """The flags of a scope."""
+    return tuple(name for name, f in FIELDS.items() if scope in f.metadata["scope"])
+
+
+def names_of_task(task: str) -> frozenset[str]:
+    """The flags that belong to one task only."""
+    return frozenset(name for name, f in FIELDS.items() if f.metadata["task"] == task)
+
+
+def number_or_auto(word: Any) -> int | str:
+    """`auto`, or a whole number."""
+    return word if word == "auto" else int(str(word))
+
+
+def _type_of_word(hint: Any) -> type:
+    """`Sequence[float] | None` → float."""
+    inner = get_args(hint)
+    return _type_of_word(inner[0]) if inner else hint
+
+
+TYPES: dict[str, Callable[[Any], Any]] = {
+    **{name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()},
+    "workers": number_or_auto,
+}
+"""The type of each word of a flag, from the annotation of its field."""
+
+
+def default_of(name: str) -> Any:
+    """The default of a flag, by its recipe name."""
+    f = FIELDS[name]
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+def spelling(name: str) -> str:
+    """A flag as it is written on the command line: `drop_path` → `--drop-path`."""
+    return spelling_of(FIELDS[name])
+
+
+def is_asked_for(name: str, config: RunConfig, explicit: Collection[str]) -> bool:
+    """Whether a flag was given (`explicit`) with a value that is neither its default nor neutral."""
+    value = getattr(config, name)
+    return name in explicit and value != default_of(name) and value not in FIELDS[name].metadata["neutral"]

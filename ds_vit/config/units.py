@@ -1,0 +1,99 @@
+"""Times, intervals, steps and amounts of memory as people write them: 90s, 2h; 500, 30m or epoch; 10:13; 8GiB."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ds_vit.config.flag import SECONDS, STEPS
+from ds_vit.fault_tolerance.errors import UserError
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_seconds(text: str, flag: str) -> float:
+    """`"90"`, `"90s"`, `"15m"`, `"2h"` or `"1d"` in seconds.
+
+    Raises:
+        UserError: names the flag and what it takes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(text).strip())
+    if match is None:
+        raise UserError(f"{flag} {text}: write a number of seconds, or 90s, 15m, 2h, 1d")
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if not seconds or not SECONDS.holds(seconds):
+        raise UserError(f"{flag} {text}: a time must be above 0 and at most {SECONDS.high:,} seconds")
+    return seconds
+
+
+def parse_steps(text: str, flag: str) -> range:
+    """`"10:13"` → the steps 10, 11 and 12, counted from 1; "" → none.
+
+    Raises:
+        UserError: names the flag and what it takes.
+    """
+    if not text:
+        return range(0)
+    first, colon, end = text.partition(":")
+    if not colon or not first.isdigit() or not end.isdigit() or not 1 <= int(first) < int(end):
+        raise UserError(f"{flag} {text}: write the first step and the one behind the last, such as 10:13 for 10 to 12")
+    return range(int(first), int(end))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every so many optimizer steps, seconds or epochs; one of them at most is not 0."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    epochs: int = 0
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> Interval:
+        """`"500"` (steps), `"30m"` (a time with its unit), `"epoch"` for the end of each, `"0"` for never.
+
+        Raises:
+            UserError: names the flag and what it takes.
+        """
+        text = str(text).strip()
+        if text.isdecimal():
+            if len(text) > len(str(STEPS.high)) or not STEPS.holds(int(text)):
+                raise UserError(f"{flag} {STEPS.words} steps, not {text}; 0 is never")
+            return cls(steps=int(text))
+        if text == "epoch":
+            return cls(epochs=1)
+        if not text[-1:].isalpha():
+            raise UserError(f"{flag} {text}: write a number of optimizer steps, a time such as 90s, 15m, 2h, or epoch")
+        return cls(seconds=parse_seconds(text, flag))
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.seconds or self.epochs)
+
+    def __str__(self) -> str:
+        if self.epochs:
+            return "epoch"
+        return f"{self.steps} steps" if self.steps else f"{self.seconds:g} s"
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """`"8GiB"`, `"500 MB"`, `"1.5g"` or `"1000000"` in bytes.
+
+    Raises:
+        UserError: names the flag and what it takes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower())
+    found = float(match[1]) * _BYTES[match[2] or ""] if match else 0
+    if not 0.5 < found <= 2**60:
+        raise UserError(f"{flag} {text}: write a number of bytes above 0, at most 2^60, or 500MB, 8GB, 8GiB")
+    return round(found)
+
+
+def in_words(num_bytes: float) -> str:
+    """1234567 → "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

@@ -1,0 +1,196 @@
+"""Gradient health: how large gradients, updates and weights are, layer by layer, in every layout.
+
+What a number format loses can be read off the powers of two: fp16 has nothing below 2^-24 and loses precision below
+2^-14 (Micikevicius et al., arXiv:1710.03740), which is why it needs a loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.parallel.zero_map import Shard, ZeroMap
+
+LOWEST, HIGHEST = -60, 20
+"""Powers of two that the histogram tells apart; what lies outside falls into the first or the last."""
+
+_BINS = HIGHEST - LOWEST + 1
+# Columns of the table of sums, before the histogram's.
+_SQUARE, _ELEMENTS, _ZEROS, _NONFINITE, _UPDATE, _WEIGHT, _SUMS = range(7)
+
+
+def layers_of(names: Sequence[str]) -> dict[str, str]:
+    """timm name → layer, in the model's order: "embed", "blocks.0", …, "head".
+
+    A masked autoencoder has "decoder_embed" (with the mask token) after its blocks, then "decoder_blocks.0", ….
+    """
+    found, layers = False, {}
+    for name in sorted(names, key=lambda name: name == "mask_token"):  # stands before the blocks; belongs behind
+        match = re.match(
+            r"(blocks|decoder_blocks|layers|stages)\.\d+|decoder_embed",
+            "decoder_embed" if name == "mask_token" else name,
+        )
+        found = found or bool(match)
+        is_behind = found or name.startswith("head")  # of a frozen model the blocks may not be among the names
+        layers[name] = match[0] if match else ("head" if is_behind else "embed")
+    return layers
+
+
+def layer_norms(zero_map: ZeroMap, grads: Sequence[torch.Tensor | None]) -> dict[str, float]:
+    """Norm of each layer's gradient, inf where it is not finite (a collective of all ranks).
+
+    Args:
+        zero_map: the map of this rank.
+        grads: of each shard, flat; None counts as zero.
+    """
+    own = (
+        (segment.name, float(segment.of(grad).double().square().sum()))
+        for shard, grad in zip(zero_map.shards, grads, strict=True)
+        for segment in (shard.segments if grad is not None else ())
+        if zero_map.counts(segment)
+    )
+    return layer_norms_of(zero_map, own)
+
+
+def layer_norms_of(zero_map: ZeroMap, squares: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Norm of each layer, inf where it is not finite (a collective of all ranks).
+
+    Args:
+        zero_map: the map of this rank.
+        squares: this rank's sums of squares, with the timm name of the parameter that each belongs to.
+    """
+    layers = layers_of(zero_map.names)
+    rows = {layer: row for row, layer in enumerate(dict.fromkeys(layers.values()))}
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    for name, square in squares:
+        sums[rows[layers[name]]] += square
+    sums = sums.to(zero_map.device)
+    dist.all_reduce(sums)
+    return {layer: math.sqrt(s) if math.isfinite(s) else math.inf for layer, s in zip(rows, sums.tolist(), strict=True)}
+
+
+class GradientHealth:
+    """Measures the gradients, the weights and the update of single optimizer steps.
+
+    Args:
+        zero_map: the map of this rank.
+        clipped_by: the factor that the gradients of the step under way were multiplied by to clip them.
+    """
+
+    def __init__(self, zero_map: ZeroMap, clipped_by: Callable[[], float]) -> None:
+        self._zero_map = zero_map
+        self._clipped_by = clipped_by
+        self._layer_of = layers_of(zero_map.names)
+        self.layers = list(dict.fromkeys(self._layer_of.values()))
+        self._rows = {layer: row for row, layer in enumerate(self.layers)}
+        self._armed = False
+        self._old: dict[int, torch.Tensor] = {}
+        self._sums = self._largest = torch.zeros(0)
+        zero_map.base.register_step_pre_hook(self._before)
+        zero_map.base.register_step_post_hook(self._after)
+
+    def arm(self) -> None:
+        """Measure the next step."""
+        self._armed = True
+        self._sums = torch.zeros(len(self.layers), _SUMS + _BINS, dtype=torch.float64)
+        self._largest = torch.zeros(len(self.layers), dist.get_world_size(), dtype=torch.float64)
+
+    def _shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return [self._zero_map.shard_of(p) for p in parameters]
+
+    @torch.no_grad()
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._armed:
+            return
+        factor = self._clipped_by()
+        for shard in self._shards(optimizer):
+            self._old[id(shard)] = shard.tensor.clone()
+            grad = shard.parameter.grad.view(-1)
+            for segment in shard.segments:
+                if self._zero_map.counts(segment):
+                    self._look_at(self._rows[self._layer_of[segment.name]], segment.of(grad).float() / factor)
+
+    def _look_at(self, row: int, grad: torch.Tensor) -> None:
+        finite = grad[grad.isfinite()]
+        sizes = finite[finite != 0].abs()
+        sums = self._sums[row]
+        sums[_SQUARE] += float(finite.double().square().sum())
+        sums[_ELEMENTS] += grad.numel()
+        sums[_ZEROS] += finite.numel() - sizes.numel()
+        sums[_NONFINITE] += grad.numel() - finite.numel()
+        exponents = (torch.frexp(sizes).exponent.long() - 1).clamp(LOWEST, HIGHEST) - LOWEST
+        sums[_SUMS:] += torch.bincount(exponents, minlength=_BINS).cpu()
+        if sizes.numel():
+            rank = dist.get_rank()
+            self._largest[row, rank] = max(float(self._largest[row, rank]), float(sizes.max()))
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._armed:
+            return
+        for shard in self._shards(optimizer):
+            old = self._old.pop(id(shard))
+            for segment in shard.segments:
+                if self._zero_map.counts(segment):
+                    sums = self._sums[self._rows[self._layer_of[segment.name]]]
+                    before, now = segment.of(old).double(), segment.of(shard.tensor).double()
+                    sums[_UPDATE] += float((now - before).square().sum())
+                    sums[_WEIGHT] += float(before.square().sum())
+
+    def finish(self) -> dict[str, Any]:
+        """What was seen since `arm`, the same on every rank (one collective of all ranks, and one for trust ratios).
+
+        Returns:
+            The figures of the whole model (`norm`, `max`, `zeros`, `nonfinite`, `below_2^-24`, `below_2^-14`,
+            `update_to_weight`), the same under `layers` for each layer, `histogram` (`lowest` power of two, and under
+            `counts` how many gradients of each layer have which), and for LAMB and LARS `trust_ratios` by parameter.
+            Shares are of all elements for zeros and what is not finite, of those that are neither for the rest.
+        """
+        self._armed = False
+        self._old.clear()
+        width = self._sums.shape[1]
+        table = torch.cat([self._sums, self._largest], dim=1).to(self._zero_map.device)
+        dist.all_reduce(table)
+        sums, largest = table[:, :width].cpu(), table[:, width:].max(dim=1).values.cpu()
+        row: dict[str, Any] = _figures(sums.sum(dim=0), float(largest.max()))
+        row["layers"] = {
+            layer: _figures(sums[i], float(largest[i])) for layer, i in self._rows.items() if sums[i, _ELEMENTS]
+        }
+        counts = {layer: sums[i, _SUMS:].long().tolist() for layer, i in self._rows.items()}
+        row["histogram"] = {"lowest": LOWEST, "counts": counts}
+        ratios = self._trust_ratios()
+        if ratios:
+            row["trust_ratios"] = ratios
+        return row
+
+    def _trust_ratios(self) -> Mapping[str, float]:
+        """Those of all pipeline stages (a collective where there are several)."""
+        own = getattr(self._zero_map.base, "trust_ratios", dict)()
+        if self._zero_map.group is None:
+            return own
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+        return {name: ratio for part in parts for name, ratio in part.items()}
+
+
+def _figures(sums: torch.Tensor, largest: float) -> dict[str, float]:
+    """A row of sums as the figures that people read."""
+    histogram = sums[_SUMS:]
+    counted = max(float(histogram.sum()), 1.0)
+    elements = max(float(sums[_ELEMENTS]), 1.0)
+    weight = float(sums[_WEIGHT])
+    return {
+        "norm": math.sqrt(float(sums[_SQUARE])),
+        "max": largest,
+        "zeros": float(sums[_ZEROS]) / elements,
+        "nonfinite": float(sums[_NONFINITE]) / elements,
+        "below_2^-24": float(histogram[: -24 - LOWEST].sum()) / counted,
+        "below_2^-14": float(histogram[: -14 - LOWEST].sum()) / counted,
+        "update_to_weight": math.sqrt(float(sums[_UPDATE]) / weight) if weight else 0.0,
+    }

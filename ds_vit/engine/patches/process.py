@@ -1,0 +1,112 @@
+"""Patches of process-wide state of DeepSpeed: each is a context, which restores the state at its end.
+
+An engine holds those that a run needs until it closes. Each has a canary in tests/engine/test_deepspeed_canaries.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+TESTED = ("0.19.8",)
+"""The versions of DeepSpeed whose private attributes this package was tested with."""
+
+
+def version_warnings() -> list[str]:
+    """A line for people if the installed DeepSpeed was not tested."""
+    import deepspeed
+
+    installed = deepspeed.__version__.partition("+")[0]
+    if installed in TESTED:
+        return []
+    return [
+        f"WARNING: DeepSpeed {installed} is installed, and ds_vit was tested with {', '.join(TESTED)}: gradient norms, "
+        f"clipping and checkpoints rely on private attributes; pip install deepspeed=={TESTED[-1]}"
+    ]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or a class for the block."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def without_compiled_collectives() -> Iterator[None]:
+    """Keep `deepspeed.init_distributed` on a CPU from compiling a collective: 50 s, and an error without ninja.
+
+    DeepSpeed fills its table of operators by trying the compiler on all of them; the replacement saves that too.
+    """
+    import deepspeed
+
+    made = vars(deepspeed.ops).get("__compatible_ops__")
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    try:
+        yield
+    finally:
+        if made is None:
+            del deepspeed.ops.__compatible_ops__
+        else:
+            deepspeed.ops.__compatible_ops__ = made
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon before its ZeRO stages do, which ask of every optimizer whether it is one.
+
+    The import compiles it, and loads torch's compiler: more than a second of six in the start of every rank.
+    """
+    from deepspeed.runtime import compiler
+
+    with replaced(compiler, "compile", lambda *_, **__: lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+def cached_numa_cores() -> contextlib.AbstractContextManager[None]:
+    """Have DeepSpeed's CPU accelerator run `numactl` once instead of in every reduction of a bucket at ZeRO-3."""
+    from deepspeed.utils import numa
+
+    return replaced(numa, "get_numa_cores", functools.cache(numa.get_numa_cores))
+
+
+def torch_linear_restored() -> contextlib.AbstractContextManager[None]:
+    """Restore torch's linear map, which ZeRO-3 replaces for the whole process, two operations in place of one."""
+    return replaced(torch.nn.functional, "linear", torch.nn.functional.linear)
+
+
+def bias_added_out_of_place() -> contextlib.AbstractContextManager[None]:
+    """Have ZeRO-3's linear map add its bias out of place, with the same bits.
+
+    Selective recomputation keeps the matrix product for the second forward pass. DeepSpeed adds the bias in place, so
+    that the second pass would add it twice; torch's version check does not see through the view.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if input.dim() == 2 and bias is not None:
+            return torch.addmm(bias, input, weight.t())
+        product = input.matmul(weight.t())
+        # Under autocast the product is in 16 bits and the bias in 32.
+        return product if bias is None else (product + bias).to(product.dtype)
+
+    return replaced(LinearFunctionForZeroStage3, "forward", staticmethod(forward))
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let torch multiply fp32 matrices in TF32, for the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,198 @@
+"""Patches of DeepSpeed's ZeRO wrappers and of its engine, on the instance that a run uses.
+
+Each has a canary in tests/engine/test_deepspeed_canaries.py, which fails when DeepSpeed no longer needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.engine.patches.process import replaced
+
+
+def shared_grid(grid: Any) -> contextlib.AbstractContextManager[None]:
+    """Have `PipelineModule` use this PipelineParallelGrid: its own would create every process group a second time."""
+    from deepspeed.runtime.pipe import module
+
+    return replaced(module, "PipelineParallelGrid", lambda *_, **__: grid)
+
+
+@contextlib.contextmanager
+def keep_training_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Keep the modules in training mode through `eval_batch`, which switches to evaluation: drop-path stays on."""
+    module.train()
+    module.eval = lambda: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.eval
+
+
+def match_norm_collectives(optimizer: Any, device: torch.device) -> None:
+    """Let pipeline stages differ in their number of parameter groups (a collective).
+
+    ZeRO all-reduces the squared gradient norm over the stages once for each parameter group. A stage with fewer groups
+    (nothing trained is decayed, or Muon leaves nothing to AdamW) would miss a collective, and the run would hang. This
+    stage joins the missing collectives with zeros; the sum over all groups is the same whichever groups meet.
+    """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    if not hasattr(optimizer, "scaled_global_norm"):  # BF16_Optimizer and ZeRO-0: one collective for all groups
+        return
+    shape = (1,) if optimizer.cpu_offload else ()  # of DeepSpeed's tensor
+    most = torch.tensor(len(optimizer.bit16_groups), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    missing = int(most) - len(optimizer.bit16_groups)
+    original = optimizer.scaled_global_norm
+
+    def scaled_global_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        norms = [original(*args, **kwargs)]
+        for _ in range(missing):
+            square = torch.zeros(shape, device=device)
+            optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+            norms.append(square.sqrt().view(()).to(norms[0].device))
+        return combine_grad_norm_groups(norms)
+
+    if missing:
+        optimizer.scaled_global_norm = scaled_global_norm
+
+
+def allow_empty_norm(optimizer: Any, device: torch.device) -> None:
+    """Let a rank without any gradient to count take part in BF16_Optimizer's gradient norm.
+
+    Replicated parameters count on the first rank of a tensor-parallel group. If a stage trains nothing else (a head
+    only), the other ranks have an empty list of norms, and `torch.stack` raises.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    original = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        gradients = original(for_clipping)
+        if for_clipping:
+            return gradients
+        counted, of_experts = gradients
+        return counted or [torch.zeros(1, device=device)], of_experts
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def reduce_flat_gradients_in_place(engine: Any) -> None:
+    """Reduce BF16_Optimizer's flat gradients in place instead of in a copy that is copied back.
+
+    Args:
+        engine: DeepSpeed's, with a JSON that asks for a plain mean (`sums_are_plain`).
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, BF16_Optimizer) or optimizer.grad_acc_dtype != engine.communication_data_type:
+        return
+
+    def allreduce_and_copy(small_bucket: list[torch.Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+        if dp_world_size == 1:
+            return
+        works = [dist.all_reduce(flat, group=dp_group, async_op=True) for flat in small_bucket]
+        for work in works:
+            work.wait()
+        torch._foreach_mul_(small_bucket, 1 / (dp_world_size or dist.get_world_size(dp_group)))
+
+    engine.allreduce_and_copy = allreduce_and_copy
+
+
+def skip_reduction_of_one_rank(engine: Any) -> None:
+    """Skip the copy of all gradients into a bucket and back that ZeRO-0 makes on one data-parallel rank.
+
+    Trained parameters without a gradient still get zeros, as on several ranks: their weight decay depends on it.
+
+    Args:
+        engine: DeepSpeed's, with a JSON that asks for a plain mean (`sums_are_plain`).
+    """
+
+    def fill(grads: Any = None, **_: Any) -> None:
+        if grads is None and not hasattr(engine.optimizer, "get_grads_for_reduction"):  # BF16_Optimizer has all
+            engine._get_gradients_for_reduction()
+
+    engine.buffered_allreduce_fallback = fill
+
+
+def gather_whole_blocks(optimizer: Any, modules: Iterable[torch.nn.Module]) -> None:
+    """Have ZeRO-3 gather all weights of each module around its call instead of each submodule's around its own.
+
+    A block has about twenty submodules with four hooks each, which run in every step, and a compiled block's graph
+    cannot run them. DeepSpeed's leaf modules do the same, but lose the gradients of a module whose input has none.
+
+    Args:
+        optimizer: of the engine; in evaluation, DeepSpeed's object in its place.
+        modules: not nested.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    hook_dicts = set()
+    for module in modules:
+        own = set(module.parameters(recurse=False))
+        for submodule in module.modules():
+            if submodule is not module:
+                hook_dicts |= {id(submodule._forward_pre_hooks), id(submodule._forward_hooks)}
+        for parameter in module.parameters():
+            if parameter not in own:
+                register_external_parameter(module, parameter)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):  # other hooks stay
+        if id(hook.hooks_dict_ref()) in hook_dicts:
+            hook.remove()
+
+
+def grow_scale_after_step(optimizer: Any) -> None:
+    """Have ZeRO in fp16 unscale gradients by the loss scale that they were computed with.
+
+    Every `loss_scale_window` steps DeepSpeed doubles the scale before it divides by it: that step uses half of the
+    gradient, and clips it as if it were half as long.
+    """
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    original_update, original_step = optimizer._update_scale, optimizer.step
+    is_due = False
+
+    def update_scale(has_overflow: bool = False) -> None:
+        nonlocal is_due
+        if has_overflow:
+            original_update(True)
+        else:
+            is_due = True
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_due
+        is_due = False
+        result = original_step(*args, **kwargs)
+        if is_due:
+            original_update(False)
+        return result
+
+    optimizer._update_scale, optimizer.step = update_scale, step
+
+
+def hold_scheduler_on_skipped_steps(scheduler: Any, applied: Callable[[], bool]) -> None:
+    """Keep a scheduler of the JSON at its step after a skipped step.
+
+    DeepSpeed does so only where its wrapper of the optimizer reports an overflow, which depends on ZeRO stage and
+    type: the learning rates of two layouts would differ from then on.
+
+    Args:
+        scheduler: DeepSpeed's; a call with an argument, which sets its step, passes through.
+        applied: whether the current step was applied.
+    """
+    advance = scheduler.step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if args or kwargs or applied():
+            advance(*args, **kwargs)
+
+    scheduler.step = step

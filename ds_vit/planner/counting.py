@@ -1,0 +1,496 @@
+"""What each layer of a model costs, counted on the meta device: FLOPs, memory traffic, activations, temporary memory.
+
+The layers run one after the other on tensors without data: nothing is computed and no memory is used. Consecutive
+blocks that are alike are counted once. Products of matrices and attention count by their FLOPs, everything else by the
+bytes that it reads and writes: a norm or a GELU waits for memory and not for arithmetic (the roofline model, Williams
+et al. 2009). Memory that lives within one operation only is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from ds_vit.models import BlockLayer, Layer, TimmViT, image_size, take_apart, take_apart_towers, tower_of
+from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
+from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.parallel.tensor.region import Entered
+from ds_vit.planner.hardware import Accelerator
+
+Counted = TypeVar("Counted")
+
+# One layer after the other
+
+
+def count_each(
+    model: TimmViT,
+    layers: Sequence[Layer],
+    count: Callable[[Layer, Any], tuple[Counted, Any]],
+    *,
+    images: int,
+    dtype: torch.dtype = torch.float32,
+    training: bool = True,
+) -> list[tuple[Counted, Any]]:
+    """For each layer what `count` returns, and the layer's inputs.
+
+    Args:
+        model: from `create_model`, for its images.
+        layers: all of them, on the meta device; they are put into training or evaluation mode.
+        count: (layer, inputs) -> (count, outputs).
+        images: B.
+        dtype: of the images.
+        training: the mode.
+    """
+    height, width = image_size(model)
+    keys = torch.zeros(images, dtype=torch.int64, device="meta")
+    value: Any = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
+    found: list[tuple[Counted, Any]] = []
+    known: tuple[Any, ...] | None = None
+    with _NormsByShape():
+        for layer in layers:
+            layer.train(training)
+            key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
+            if key is not None and key == known:  # a block returns the shapes that it received
+                found.append((found[-1][0], value))
+                continue
+            inputs = value
+            counted, value = count(layer, inputs)
+            found.append((counted, inputs))
+            known = key
+    return found
+
+
+def cost_key(module: nn.Module) -> tuple[Any, ...]:
+    """What a module's cost depends on: its classes, settings, shapes and types, not the values of its weights."""
+    if isinstance(module, (KeyedDrop, nn.Identity)):  # a first block without drop-path has none of it
+        return ()
+    # A norm that computes in fp32 has another forward: by its name, which is that of every such norm.
+    settings = {
+        name: repr(value) for name, value in vars(module).items() if not name.startswith("_") and name != "forward"
+    }
+    shapes = [
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    inner = [(name, child and cost_key(child)) for name, child in module._modules.items()]
+    return type(module), settings, shapes, inner
+
+
+_AS_KERNELS_DO = torch.contiguous_format
+
+
+class _NormsByShape(TorchDispatchMode):
+    """Layer norms on the meta device by their shapes; torch takes each apart into operations in Python, slowly."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_layer_norm.default:
+            tokens, shape = args[0], args[1]
+            dtype = torch.promote_types(tokens.dtype, torch.float32)
+            mean = tokens.new_empty((*tokens.shape[: -len(shape)], *[1] * len(shape)), dtype=dtype)
+            return torch.empty_like(tokens, memory_format=_AS_KERNELS_DO), mean, torch.empty_like(mean)
+        if func is torch.ops.aten.native_layer_norm_backward.default:
+            _, tokens, _, _, _, weight, bias, wanted = args
+            of = zip((tokens, weight, bias), wanted, strict=True)
+            return tuple(
+                torch.empty_like(one, memory_format=_AS_KERNELS_DO) if one is not None and want else None
+                for one, want in of
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention by a fused kernel, as on every real device; on the meta device torch would write the scores out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = func is F.scaled_dot_product_attention and len(args) >= 3
+        if is_attention and args[0].shape[-1] == args[2].shape[-1]:  # values of another width have no such kernel
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _run_backward(layer: Layer, outputs: Any) -> tuple[torch.Tensor, ...]:
+    """Run the backward pass of a layer's outputs; returns them as the next layer's inputs, gradients removed."""
+    if grown := [tensor for tensor in tree_leaves(outputs) if tensor.requires_grad]:
+        torch.autograd.backward(grown, [torch.ones_like(tensor) for tensor in grown])
+    for parameter in layer.parameters():
+        parameter.grad = None
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tree_leaves(outputs))
+
+
+# FLOPs
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one image: of the forward pass, and of a training step."""
+
+    forward: int
+    training: int
+
+
+def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
+    """Floating-point operations of one image, 2 for each multiply-add.
+
+    Matrix products, convolutions and attention are counted; normalisation, activations and sums, a fraction of a per
+    cent, are not. Half of the forward pass is what timm publishes as MACs; a training step of a model that is trained
+    whole costs three times as much. Backward costs each layer as much as forward for its input's gradient, from the
+    first trained layer on, and as much for its weights', by the share of them that is trained. No gradient is computed
+    before the first trained layer.
+
+    Args:
+        model: from `create_model`, on the meta device.
+        frozen: names of the parameters that are not trained.
+    """
+    forward, training = 0, 0.0
+    for tower, layers in take_apart_towers(model).items():
+        has_gradient = False
+        for layer, flops in zip(layers, _layer_flops(tower_of(model, tower), layers), strict=True):
+            names = {name: layer.prefix + name for name, _ in layer.named_parameters()}
+            sizes = {names[name]: p.numel() for name, p in layer.named_parameters() if p.ndim > 1}
+            trained = sum(size for name, size in sizes.items() if name not in frozen)
+            has_gradient = has_gradient or any(name not in frozen for name in names.values())
+            forward += flops
+            training += flops * (1 + has_gradient + (trained / sum(sizes.values()) if sizes else has_gradient))
+    return Flops(forward, round(training))
+
+
+class LayerCost(NamedTuple):
+    """What one layer costs for one image: forward FLOPs, and fp32 bytes of what its backward pass keeps."""
+
+    flops: int
+    activation_bytes: int
+
+
+def layer_costs(model: TimmViT, layers: Sequence[Layer] | None = None) -> list[LayerCost]:
+    """The cost of each layer of a whole model.
+
+    Args:
+        model: from `create_model`, on the meta device.
+        layers: those of `take_apart(model)`, where the caller has them; they are put into evaluation mode.
+    """
+    layers = layers or take_apart(model)
+    kept = [kept.bytes for kept in kept_by_layers(model, layers)]
+    return [LayerCost(*cost) for cost in zip(_layer_flops(model, layers), kept, strict=True)]
+
+
+def _layer_flops(model: TimmViT, layers: Sequence[Layer]) -> list[int]:
+    return [flops for flops, _ in count_each(model, layers, _count_forward, images=1, training=False)]
+
+
+def _count_forward(layer: Layer, value: Any) -> tuple[int, Any]:
+    # With gradients on: without, torch 2.15's module tracker fails on the expanded latent of attention pooling.
+    with FlopCounterMode(display=False) as counter:
+        value = layer(value)
+    return counter.get_total_flops(), value
+
+
+# Work: what the two passes ask of the hardware
+
+
+class Product(NamedTuple):
+    """Products of matrices of one shape, or attention and the patches' convolution.
+
+    Attributes:
+        width: the least dimension that the images have no part in; 0 for attention.
+        rows: the least other one, of an image; 0 where there is none.
+        flops: of all of them, for an image.
+    """
+
+    width: int
+    rows: int
+    flops: float
+
+    def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
+        """The device's time; the arguments are those of `Pass.seconds`."""
+        least = min(self.width, self.rows * micro_batch) if self.rows else self.width
+        return micro_batch * self.flops / accelerator.flops_per_second(of_type, least)
+
+
+class Pass(NamedTuple):
+    """One pass through a layer, for an image.
+
+    Attributes:
+        products: of matrices, and attention.
+        bytes: that other operations read and write.
+        operations: how many there are; of any number of images.
+    """
+
+    products: tuple[Product, ...]
+    bytes: float
+    operations: int
+
+    @property
+    def flops(self) -> float:
+        """Of all products."""
+        return sum(one.flops for one in self.products)
+
+    @property
+    def without_products(self) -> Pass:
+        """What selective recomputing repeats."""
+        return Pass((), self.bytes, self.operations)
+
+    def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
+        """The device's time, or the host's where that is longer.
+
+        Args:
+            accelerator: that computes.
+            of_type: bytes of an element of a product.
+            micro_batch: images.
+        """
+        computing = sum(one.seconds(accelerator, of_type, micro_batch) for one in self.products)
+        moving = micro_batch * self.bytes / (accelerator.copied_per_second * accelerator.elementwise_efficiency)
+        return max(computing + moving, self.operations * accelerator.seconds_per_operation)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of a layer as a rank has it.
+
+    Attributes:
+        forward: pass.
+        backward: pass, without running the layer again.
+        given: bytes of the tokens that it outputs, of an image.
+        tensors: number of its parameter tensors.
+        parameters: their elements.
+        regions: number of tensor-parallel parts, after each of which the tokens are summed over the group.
+        is_block: whether it can be recomputed.
+    """
+
+    forward: Pass
+    backward: Pass
+    given: int
+    tensors: int
+    parameters: int
+    regions: int
+    is_block: bool
+
+
+_IMAGES = 31  # a prime that divides no usual width: it marks the dimensions of the images
+
+
+def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) -> list[LayerWork]:
+    """The work of each layer.
+
+    Args:
+        model: the whole one, for its images.
+        layers: from `layers_of_rank`.
+        dtype: of the images.
+    """
+
+    def count(layer: Layer, inputs: Any) -> tuple[LayerWork, Any]:
+        with _Counter() as forward, FusedAttention():
+            outputs = layer(inputs)
+        with _Counter() as backward:
+            outputs = _run_backward(layer, outputs)
+        sizes, is_block = [parameter.numel() for parameter in layer.parameters()], isinstance(layer, BlockLayer)
+        work = LayerWork(
+            forward.counted(),
+            backward.counted(),
+            given=outputs[0].numel() * outputs[0].element_size() // _IMAGES,
+            tensors=len(sizes),
+            parameters=sum(sizes),
+            regions=sum(isinstance(module, Entered) for module in layer.modules()) if is_block else 0,
+            is_block=is_block,
+        )
+        return work, outputs
+
+    return [work for work, _ in count_each(model, layers, count, images=_IMAGES, dtype=dtype)]
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up what operations ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: dict[tuple[int, int], float] = {}
+        self.bytes = 0.0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return out
+        self.operations += 1
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if (counting := flop_registry.get(func.overloadpacket)) is not None:
+            shape = _least(tensors) if func.overloadpacket in _MATRICES else (0, 0)
+            flops = counting(*args, **(kwargs or {}), out_val=out)
+            self.products[shape] = self.products.get(shape, 0.0) + flops
+        else:
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in (*tensors, *made))
+        return out
+
+    def counted(self) -> Pass:
+        """The sum for one image."""
+        products = tuple(Product(*shape, flops / _IMAGES) for shape, flops in sorted(self.products.items()))
+        return Pass(products, self.bytes / _IMAGES, self.operations)
+
+
+_MATRICES = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+
+
+def _least(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """A product's least (dimension that the images have no part in, other one of an image)."""
+    dimensions = {size for tensor in tensors if tensor.ndim > 1 for size in tensor.shape[-2:]}
+    of_images = {size for size in dimensions if size % _IMAGES == 0}
+    rows = min(of_images, default=0) // _IMAGES
+    return min(dimensions - of_images, default=rows), rows
+
+
+# Activations: what waits for the backward pass
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of one image in bytes, and its inputs: tensors on the meta device.
+
+    Attributes:
+        bytes: that autograd saves.
+        inputs: of the layer.
+        given: bytes of the tokens among the inputs.
+        given_saved: of those, what is among `bytes`.
+        dear: bytes of the outputs of its products of matrices and attention (models/checkpointing.py).
+        dear_saved: of those, what is among `bytes`.
+    """
+
+    bytes: int
+    inputs: Any
+    given: int
+    given_saved: int
+    dear: int
+    dear_saved: int
+
+
+def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
+    """What each layer keeps of an image in training.
+
+    Args:
+        model: from `create_model`, for its images.
+        layers: all of them, on the meta device; they are put into training mode.
+        dtype: of the images.
+    """
+
+    def count(layer: Layer, inputs: Any) -> tuple[tuple[int, ...], Any]:
+        with FusedAttention(), GivenByDear() as dear:
+            saved, out = _saved(lambda: layer(inputs), (*layer.parameters(), *layer.buffers()))
+        given = storages_of([inputs[0]])
+        sizes = (saved, given, given.keys() & saved, dear.storages, dear.storages.keys() & saved)
+        return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
+
+    images = 2  # of a single one some copies are views
+    found = count_each(model, layers, count, images=images, dtype=dtype)
+    return [Kept(total // images, inputs, *(part // images for part in parts)) for (total, *parts), inputs in found]
+
+
+def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
+    """The bytes that autograd saves while `function` runs, and what it returns.
+
+    Args:
+        function: a forward pass.
+        held_anyway: tensors that are not counted: the weights.
+    """
+    saved, out = _saved(function, held_anyway)
+    return sum(storage.nbytes() for storage in saved.values()), out
+
+
+def _saved(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> tuple[Storages, Any]:
+    not_counted = storages_of(held_anyway)
+    kept: Storages = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.update(storages_of([tensor]))  # all of it stays, however small the view
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = function()
+    return {key: storage for key, storage in kept.items() if key not in not_counted}, out
+
+
+# Temporary memory of the two passes
+
+
+class Temporary(NamedTuple):
+    """What a layer holds at its fullest moment beyond what its forward pass keeps, gradients included.
+
+    Attributes:
+        moments: (bytes whatever the micro-batch, bytes for each image) of every moment that may be the fullest.
+    """
+
+    moments: tuple[tuple[float, float], ...]
+
+    def of(self, micro_batch: int) -> float:
+        """Bytes with a micro-batch."""
+        return max(fixed + by_image * micro_batch for fixed, by_image in self.moments)
+
+
+def temporary_memory(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Temporary]:
+    """What each layer allocates temporarily, forward or backward; the arguments are those of `kept_by_layers`.
+
+    Each runs with two and with four images: what grows between the same moments of both belongs to the images.
+    """
+
+    def count(layer: Layer, inputs: Any) -> tuple[list[int], Any]:
+        with _Live() as live:
+            with FusedAttention():
+                outputs = layer(inputs)
+            before = live.now
+            outputs = _run_backward(layer, outputs)
+        return [bytes_then - before for bytes_then in live.course], outputs
+
+    few, more = ([made for made, _ in count_each(model, layers, count, images=n, dtype=dtype)] for n in (2, 4))
+    found: dict[int, Temporary] = {}
+    for of_two, of_four in zip(few, more, strict=True):
+        if id(of_two) not in found:  # blocks that are alike share one list
+            slopes = [(b - a) / 2 for a, b in zip(of_two, of_four, strict=True)]
+            found[id(of_two)] = Temporary(_fullest({(a - 2 * n, n) for a, n in zip(of_two, slopes, strict=True)}))
+    return [found[id(of_two)] for of_two in few]
+
+
+def _fullest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Those moments that no other one exceeds with every micro-batch."""
+    kept: list[tuple[float, float]] = []
+    for fixed, by_image in sorted(moments, key=lambda moment: (-moment[1], -moment[0])):
+        if not kept or fixed > kept[-1][0]:
+            kept.append((fixed, by_image))
+    return tuple(kept)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the memory of what operations return, from the operation on until nothing refers to it.
+
+    Attributes:
+        now: bytes that are alive.
+        course: that were alive after each operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.course: list[int] = []
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.course.append(self.now)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

@@ -1,0 +1,267 @@
+"""How a list of layers is split into pipeline stages, and how long a training step of those stages takes.
+
+Without a flag the stages are balanced by FLOPs and memory (`balance`), `--pp-partition 0,7,14` gives them, and
+`--pp-partition auto` looks for those with the fastest step on DeepSpeed's 1F1B schedule (`fastest_bounds`). All are
+pure functions of the model and the flags, so that every rank finds the same bounds, whatever its accelerator is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import torch
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import MAIN_TOWER, BlockLayer, Layer, TimmViT, compute_class_token, take_apart_towers, tower_of
+from ds_vit.planner.counting import kept_by_layers, layer_costs, work_of_layers
+
+StageCost = tuple[float, float]
+"""The cost of one micro-batch in a layer or a stage: (forward pass, backward pass), in seconds or in FLOPs."""
+
+
+def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozenset[str]) -> tuple[int, ...]:
+    """The bounds of the stages: those given, or balanced ones ("auto" starts from these too).
+
+    Args:
+        partition: --pp-partition.
+        pp: number of stages.
+        model: the whole one, on the meta device.
+        frozen: timm names of the parameters that are not trained.
+
+    Raises:
+        UserError: bounds that do not fit, more stages than layers, or a stage with nothing to train.
+    """
+    towers = take_apart_towers(model)
+    layers = towers[MAIN_TOWER] if pp == 1 else [layer for tower in towers.values() for layer in tower]
+    if partition not in ("", "auto"):
+        try:
+            bounds = [int(piece) for piece in partition.split(",")]
+        except ValueError:
+            message = f"--pp-partition {partition!r} is not a list of whole numbers such as 0,7,14, nor auto"
+            raise UserError(message) from None
+        bounds = check_bounds(bounds, len(layers), pp)
+    elif pp == 1:
+        bounds = [0, len(layers)]
+    else:
+        costs = [cost for name, tower in towers.items() for cost in layer_costs(tower_of(model, name), tower)]
+        bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], pp)
+    if partition != "auto":
+        check_trained(bounds, are_trained(layers, frozen))
+    return tuple(bounds)
+
+
+def check_bounds(bounds: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Explicit bounds of `--pp-partition`, checked.
+
+    Raises:
+        UserError: not p + 1 rising numbers from 0 to the number of layers.
+    """
+    fits = len(bounds) == num_stages + 1 and bounds[0] == 0 and bounds[-1] == num_layers
+    if not fits or any(a >= b for a, b in itertools.pairwise(bounds)):
+        even = ",".join(str(round(i * num_layers / num_stages)) for i in range(num_stages + 1))
+        raise UserError(
+            f"--pp-partition {','.join(map(str, bounds))}: --pp {num_stages} needs {num_stages + 1} rising numbers "
+            f"from 0 to the model's {num_layers} layers (embedding, blocks, head), for example {even}"
+        )
+    return list(bounds)
+
+
+def are_trained(layers: Sequence[Layer], frozen: frozenset[str]) -> list[bool]:
+    """For each layer, whether it has a parameter that is not frozen."""
+    return [any(layer.prefix + name not in frozen for name, _ in layer.named_parameters()) for layer in layers]
+
+
+def untrained(bounds: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    """The stages in which no layer is trained."""
+    return [stage for stage, (start, stop) in enumerate(itertools.pairwise(bounds)) if not any(trained[start:stop])]
+
+
+def check_trained(bounds: Sequence[int], trained: Sequence[bool]) -> None:
+    """Reject a stage whose parameters are all frozen.
+
+    Raises:
+        UserError: there is one.
+    """
+    for stage in untrained(bounds, trained):
+        start, stop = bounds[stage : stage + 2]
+        raise UserError(
+            f"pipeline stage {stage} (layers {start} to {stop - 1}) has nothing to train, which DeepSpeed's "
+            "pipeline cannot do (DeepSpeed #5071); freeze less, or use --pp 1"
+        )
+
+
+def balance(flops: Sequence[float], activation_bytes: Sequence[float], num_stages: int) -> list[int]:
+    """Bounds of contiguous stages with the least work in the busiest one.
+
+    Under 1F1B the stage i of p keeps the activations of up to p - i micro-batches; among equally fast bounds those
+    with the smallest such peak are taken.
+
+    Args:
+        flops: of each layer.
+        activation_bytes: that each layer keeps for its backward pass, of one micro-batch.
+        num_stages: p.
+
+    Returns:
+        p + 1 numbers: stage i has the layers from the i-th up to, and without, the next.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+    layers = len(flops)
+    if num_stages > layers:
+        raise UserError(
+            f"{layers} layers cannot be split into --pp {num_stages} stages; --pp may be 1 to {layers} for this model"
+        )
+    work, memory = ([0.0, *itertools.accumulate(of_layers)] for of_layers in (flops, activation_bytes))
+
+    @cache
+    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
+        """(busiest stage's work, largest peak, bounds) of the layers from `start` on in the stages from `stage` on."""
+        if stage == num_stages - 1:
+            return work[layers] - work[start], memory[layers] - memory[start], (layers,)
+        options = []
+        for stop in range(start + 1, layers - (num_stages - 1 - stage) + 1):
+            later_work, later_peak, bounds = best(stage + 1, stop)
+            peak = (memory[stop] - memory[start]) * (num_stages - stage)
+            options.append((max(work[stop] - work[start], later_work), max(peak, later_peak), (stop, *bounds)))
+        return min(options)
+
+    return [0, *best(0, 0)[2]]
+
+
+def seconds_of_step(stages: Sequence[StageCost], micro_batches: int) -> float:
+    """The time of a step on DeepSpeed's training schedule (1F1B), without the time of transfers.
+
+    Stage s runs micro-batch i forward at tick 2i + s and backward at tick 2i + 2p - 1 - s. Equal stages take m + p - 1
+    times the time of one micro-batch, of which (p - 1) / (m + p - 1) is bubble (Narayanan et al. 2021, section 2.2.1).
+
+    Args:
+        stages: p, the cost of a micro-batch in each.
+        micro_batches: m.
+    """
+    p = len(stages)
+    m = min(micro_batches, 2 * p)  # after its start a step runs at the pace of the slowest stage
+    clock = [0.0] * p
+    forward, backward = ([[0.0] * m for _ in stages] for _ in range(2))  # end of each pass
+    for tick in range(2 * (m + p - 1)):
+        for s, (ahead, back) in enumerate(stages):
+            if (tick + s) % 2 == 0:
+                i = (tick - s) // 2
+                if 0 <= i < m:
+                    clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + ahead
+                    forward[s][i] = clock[s]
+            else:
+                i = (tick + s + 1) // 2 - p
+                if 0 <= i < m:
+                    clock[s] = max(clock[s], backward[s + 1][i] if s < p - 1 else 0.0) + back
+                    backward[s][i] = clock[s]
+    return max(clock) + (micro_batches - m) * max(map(sum, stages))
+
+
+def stage_costs(layers: Sequence[StageCost], bounds: Sequence[int]) -> list[StageCost]:
+    """The cost of each stage: the sum of its layers."""
+    parts = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return [(sum(ahead for ahead, _ in part), sum(back for _, back in part)) for part in parts]
+
+
+_EXHAUSTIVE = 1000  # bounds up to which all are tried: 12 blocks in up to 4 stages
+
+
+def fastest_bounds(
+    layers: Sequence[StageCost],
+    kept: Sequence[float],
+    stages: int,
+    micro_batches: int,
+    is_legal: Callable[[Sequence[int]], bool] = lambda bounds: True,
+) -> list[int]:
+    """The bounds with the fastest step; of equally fast ones those whose fullest stage keeps the least activations.
+
+    Few bounds are all tried. Of many, the balanced ones move by a layer, one bound or two neighbours at a time, for as
+    long as that helps.
+
+    Args:
+        layers: the cost of each.
+        kept: bytes that each keeps of a micro-batch for its backward pass.
+        stages: p.
+        micro_batches: m.
+        is_legal: whether bounds may be taken.
+
+    Returns:
+        p + 1 numbers, as `balance` gives them.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+
+    @cache
+    def score(bounds: tuple[int, ...]) -> tuple[float, float]:
+        if not is_legal(bounds):
+            return math.inf, math.inf
+        sizes = (sum(kept[start:stop]) for start, stop in itertools.pairwise(bounds))
+        peak = max(min(stages - stage, micro_batches) * size for stage, size in enumerate(sizes))
+        return seconds_of_step(stage_costs(layers, bounds), micro_batches), peak
+
+    best = tuple(balance([ahead + back for ahead, back in layers], kept, stages))
+    if math.comb(len(layers) - 1, stages - 1) <= _EXHAUSTIVE:
+        inner = itertools.combinations(range(1, len(layers)), stages - 1)
+        best = min(((0, *bounds, len(layers)) for bounds in inner), key=score)
+        return list(best)
+    while score(better := min(_neighbours(best), key=score, default=best)) < score(best):
+        best = better
+    return list(best)
+
+
+def _neighbours(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Bounds of which one, or two neighbours, are a layer further on or back."""
+    inner = range(1, len(bounds) - 1)
+    moves = [{place: step} for place in inner for step in (-1, 1)]
+    pairs = itertools.product(itertools.pairwise(inner), itertools.product((-1, 1), repeat=2))
+    moves += [dict(zip(places, steps, strict=True)) for places, steps in pairs]
+    for move in moves:
+        moved = tuple(bound + move.get(place, 0) for place, bound in enumerate(bounds))
+        if all(a < b for a, b in itertools.pairwise(moved)):
+            yield moved
+
+
+def fastest_stages(
+    model: TimmViT,
+    layers: Sequence[Layer],
+    balanced: Sequence[int],
+    micro_batches: int,
+    *,
+    frozen: frozenset[str],
+    dtype: torch.dtype,
+    recomputed: bool,
+) -> tuple[tuple[int, ...], str]:
+    """`--pp-partition auto`: the bounds with the fastest step by FLOPs, and a line that says what they gain.
+
+    Args:
+        model: the whole one, for its images.
+        layers: from `layers_of_rank`; the last block computes the class token only from here on.
+        balanced: bounds from `stage_bounds`.
+        micro_batches: m.
+        frozen: timm names of the parameters that are not trained.
+        dtype: of the images.
+        recomputed: whether blocks repeat their products of matrices in the backward pass.
+
+    Raises:
+        UserError: more stages than layers, or a stage with nothing to train whatever the bounds.
+    """
+    for layer in layers:
+        compute_class_token(layer)
+    costs = []
+    for layer, work in zip(layers, work_of_layers(model, layers, dtype), strict=True):
+        again = work.forward.flops if recomputed and isinstance(layer, BlockLayer) else 0.0
+        costs.append((work.forward.flops, work.backward.flops + again))
+    kept, trained = [one.bytes for one in kept_by_layers(model, layers, dtype)], are_trained(layers, frozen)
+    bounds = fastest_bounds(
+        costs, kept, len(balanced) - 1, micro_batches, is_legal=lambda bounds: not untrained(bounds, trained)
+    )
+    check_trained(bounds, trained)
+    slow, fast = (seconds_of_step(stage_costs(costs, of), micro_batches) for of in (balanced, bounds))
+    note = f"--pp-partition auto: {','.join(map(str, bounds))}"
+    gain = f", a step {slow / fast - 1:.1%} faster than with the balanced {','.join(map(str, balanced))}"
+    return tuple(bounds), note + (gain if slow / fast - 1 > 5e-4 else ", as fast as balanced")

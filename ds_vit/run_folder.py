@@ -1,0 +1,235 @@
+"""A run's output folder (`--output`): where everything in it lies, and how it is read. No engine, no ranks.
+
+config.yaml, deepspeed.json     all settings, resolved: enough to run again, on any number of ranks
+deepspeed.derived.json          where those values of deepspeed.json came from that stood in no file
+metrics.jsonl, tensorboard/     what was measured
+summary.json                    what came of it
+classes.json                    the names of the classes, a list in the order of the logits; not with --task mae
+checkpoints/                    see ds_vit/checkpoint/folder.py
+model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
+                                with --task mae the encoder's, and decoder.safetensors beside it
+best.safetensors                those of the best checkpoint
+profile/                        traces of some steps, and summary.md (--profile-steps)
+samples/                        the samples of each step, a file for each rank (--log-samples)
+eval.json                       what `ds-vit eval` measured
+report.html                     all of this to look at (`ds-vit report`)
+.lock                           the process that writes here now, while there is one
+starts.jsonl                    its processes: from which step, when, on what, with which versions and learning rates
+predictions.csv                 what each validation image was taken for at the last evaluation
+augmented.png, mistakes.png     images for the report, each with a .json that says what they show
+reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = {"raw": "model", "ema": "ema"}
+"""Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
+
+
+BEST = "best"
+"""How the names of the files of the best checkpoint's weights begin."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output folder of a run, which need not exist yet.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The flags, as a recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The JSON that DeepSpeed got."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def lock(self) -> Path:
+        """There while a run writes here."""
+        return self.path / ".lock"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder of events."""
+        return self.path / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        """Written at the end."""
+        return self.path / "summary.json"
+
+    @property
+    def classes(self) -> Path:
+        """The names of the classes; absent where the task has none."""
+        return self.path / "classes.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of some steps, and the page that sums them up."""
+        return self.path / "profile"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder around the checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def samples(self) -> Path:
+        """The folder of --log-samples."""
+        return self.path / "samples"
+
+    @property
+    def skipped(self) -> Path:
+        """Images that could not be decoded under --on-bad-image skip, each once."""
+        return self.path / "skipped_images.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """Written by `ds-vit eval`."""
+        return self.path / "eval.json"
+
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.path / "report.html"
+
+    @property
+    def starts(self) -> Path:
+        """A JSON object a line, one a process that worked on the run."""
+        return self.path / "starts.jsonl"
+
+    @property
+    def predictions(self) -> Path:
+        """What each validation image was taken for; absent where images have several labels or no class."""
+        return self.path / "predictions.csv"
+
+    @property
+    def augmented(self) -> Path:
+        """Images of the first step as the model saw them; their captions lie beside it in a .json."""
+        return self.path / "augmented.png"
+
+    @property
+    def mistakes(self) -> Path:
+        """The validation images that were mistaken most surely; their captions lie beside it in a .json."""
+        return self.path / "mistakes.png"
+
+    def picture(self, name: str) -> Path:
+        """A picture of an evaluation, by its name."""
+        return self.path / f"{name}.png"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has written here, or a checkpoint of one lies here."""
+        return self.config.is_file() or self.checkpoints.is_dir()
+
+    def rows(self, *kinds: str) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, as written: those of these kinds, or all.
+
+        Raises:
+            OSError: there is no such file.
+        """
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return [row for row in rows if not kinds or row["kind"] in kinds]
+
+    def read_summary(self) -> dict[str, Any]:
+        """The contents of summary.json.
+
+        Raises:
+            OSError: the run has not come to an end.
+        """
+        return json.loads(self.summary.read_text())
+
+
+def weights_in(folder: Path, kind: str) -> Path | None:
+    """The weights of a kind in a run's or a checkpoint's folder: the index where they are sharded, else the file.
+
+    Args:
+        folder: to look into.
+        kind: "raw" or "ema".
+    """
+    stem = WEIGHTS[kind]
+    candidates = (folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+class LineLog:
+    """Appends lines to a file of the run; lines that the disk refuses are kept, and written when there is room.
+
+    Args:
+        path: of the file; its folder is made with the first line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._unwritten = b""
+        self._has_warned = False
+
+    def add(self, contents: Mapping[str, Any]) -> None:
+        """Append a JSON object."""
+        self._unwritten += to_json(contents).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = io.FileIO(self._path, "a")
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                reason = error.strerror or error
+                text = f"WARNING: {self._path} could not be written ({reason}); its lines are kept until there is room"
+                print(text, file=sys.stderr, flush=True)
+
+
+def to_json(contents: Mapping[str, Any] | Sequence[Any], indent: int | None = None) -> str:
+    """JSON text of plain data; JSON has no nan or infinity: they become null."""
+    return json.dumps(_without_nan(contents), indent=indent, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Another name to write to, beside the file; at the end of the block it takes the file's place, in one piece."""
+    partial = path.with_name(f".{path.name}.partial")
+    yield partial
+    partial.replace(path)
+
+
+def write_json(path: Path, contents: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write a small file that a reader sees whole or not at all, as `to_json` has it."""
+    with written_whole(path) as partial:
+        partial.write_text(to_json(contents, indent=2) + "\n")

@@ -1,0 +1,137 @@
+"""`ds-vit doctor --images DIR`: decode every image of a data set in parallel and list what needs attention."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import shlex
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+
+from ds_vit.data.decode import undecodable
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
+
+_UNREAD = frozenset({".heic", ".heif", ".avif"})
+_ORIENTATION = 0x0112  # EXIF's tag
+_SHOWN = 50  # files of a kind
+
+
+class Problem(NamedTuple):
+    """A file that needs attention.
+
+    Attributes:
+        kind: "broken", "unread" (a format that training does not list) or "rotated" (EXIF asks viewers to turn it).
+        file: its path, or archive and member.
+        reason: for people.
+    """
+
+    kind: str
+    file: str
+    reason: str
+
+
+def check_images(folder: str, console: Console, num_processes: int | None = None) -> int:
+    """Carry out `ds-vit doctor --images`; gives the exit code: 0, or 65 where an image cannot be decoded.
+
+    Args:
+        folder: with images and tar shards, at any depth.
+        console: gets the list and a progress bar.
+        num_processes: that decode; the cores by default.
+
+    Raises:
+        UserError: there is no such folder, or no image in it.
+    """
+    if not Path(folder).is_dir():
+        raise UserError(f"--images {folder}: there is no such folder")
+    files = sorted(_files(folder))
+    if not files:
+        raise UserError(
+            f"--images {folder}: no images and no .tar files (read are {' '.join(sorted(IMAGE_EXTENSIONS))})"
+        )
+    found: list[Problem] = []
+    count = 0
+    with ProcessPoolExecutor(num_processes or len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(_examine, files, chunksize=min(64, len(files) // 64 + 1))
+        for number, problems in track(results, "decoding", len(files), console=Console(file=sys.stderr)):
+            count += number
+            found += problems
+    _show(console, folder, count, found)
+    return exit_codes.UNREADABLE if any(problem.kind == "broken" for problem in found) else exit_codes.OK
+
+
+def _files(folder: str) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if os.path.splitext(name)[1].lower() in {*IMAGE_EXTENSIONS, *_UNREAD, ".tar"}:
+                path = os.path.join(parent, name)
+                if os.path.isfile(path):
+                    yield path
+
+
+def _examine(path: str) -> tuple[int, list[Problem]]:
+    """(images in the file, their problems)."""
+    if not path.lower().endswith(".tar"):
+        return 1, [problem for problem in [_problem(path, lambda: Path(path).read_bytes())] if problem]
+    found: list[Problem | None] = []
+    count = 0
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.isfile() and os.path.splitext(member.name)[1].lower() in IMAGE_EXTENSIONS:
+                    count += 1
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    found.append(_problem(f"{path}: {member.name}", file.read))
+    except (OSError, tarfile.TarError) as error:
+        found.append(Problem("broken", path, f"not a whole tar archive: {error}"))
+    return count, [problem for problem in found if problem]
+
+
+def _problem(name: str, read: Callable[[], bytes]) -> Problem | None:
+    if os.path.splitext(name)[1].lower() in _UNREAD:
+        return Problem("unread", name, "a format that training does not read")
+    data = b""
+    try:
+        data = read()
+        with Image.open(io.BytesIO(data)) as image:
+            image.convert("RGB")
+            turned = image.getexif().get(_ORIENTATION, 1) != 1
+    except Exception as error:  # whatever a decoder says of a damaged file
+        return Problem("broken", name, undecodable(name, error, len(data)).reason)
+    return Problem("rotated", name, "EXIF asks viewers to turn it, and training does not") if turned else None
+
+
+_ADVICE = {
+    "broken": ("cannot be decoded", "replace these files, or train with --on-bad-image skip"),
+    "unread": ("are in a format that training leaves out", "convert them: mogrify -format jpg -quality 95 {files}"),
+    "rotated": (
+        "are stored turned, which EXIF says and training ignores, as timm does",
+        "if they should be upright: mogrify -auto-orient {files}",
+    ),
+}
+
+
+def _show(console: Console, folder: str, count: int, found: list[Problem]) -> None:
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"{count:,} images in {folder}: {len(found):,} need attention" if found else f"{count:,} images: all are sound")
+    for kind, of_kind in itertools.groupby(sorted(found), key=lambda problem: problem.kind):
+        problems = [*of_kind]
+        what, advice = _ADVICE[kind]
+        say(f"\n{len(problems):,} {what}; {advice.format(files=shlex.quote(problems[0].file) + ' …')}")
+        for problem in problems[:_SHOWN]:
+            say(f"  {problem.file}" + (f": {problem.reason}" if kind == "broken" else ""))
+        if len(problems) > _SHOWN:
+            say(f"  … and {len(problems) - _SHOWN:,} more")

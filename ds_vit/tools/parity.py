@@ -1,0 +1,583 @@
+"""Check that the layout does not change training: a few steps in each layout, compared with one reference.
+
+python launch/parity.py -n 4 --deepspeed_config FILE [flags of train.py] [--layouts "pp2 tp2, tp2 --sequence-parallel"]
+python launch/parity.py -n 16 --launcher 'deepspeed --hostfile hosts' --deepspeed_config FILE …
+
+Each layout is a run of launch/train.py under torchrun, or under the launcher that is given. It uses all ranks (dp
+follows from pp and tp), the reference's global batch (accumulation follows from dp) and the same initial values. Its
+metrics.jsonl and final weights are compared with the reference's. The result is a table, a row a layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+import ds_vit
+from ds_vit import config as flags
+from ds_vit.config import deepspeed_json
+from ds_vit.config.batch import KEYS as BATCH_KEYS
+from ds_vit.config.deepspeed_json import overlay, parse_set
+from ds_vit.config.schema import is_asked_for
+from ds_vit.engine.start import quiet_deepspeed
+from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.monitoring.metrics import make_console
+from ds_vit.monitoring.progress import Line
+from ds_vit.run_folder import RunFolder
+from ds_vit.training.program import guarded
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_vit.training.build_engine import EngineConfig
+
+TRAIN = Path(ds_vit.__file__).parents[1] / "launch" / "train.py"
+
+# The largest relative deviations of (loss, gradient norm, weights) that are rounding. In fp32 all are below 2e-6 where
+# nothing is wrong. In bf16 the loss may be 0.3 % away; the norm and the weights, of which some start at zero and so
+# are all gradient, get 5 and 3 times what was measured (6e-3, 7e-2). fp16 has 3 more bits: an eighth of bf16's.
+TOLERANCES = {
+    "fp32": (1e-5, 1e-5, 1e-5),
+    "bf16": (3e-3, 3e-2, 2e-1),
+    "autocast-bf16": (3e-3, 3e-2, 2e-1),
+    "fp16": (4e-4, 4e-3, 2.5e-2),
+    "autocast-fp16": (4e-4, 4e-3, 2.5e-2),
+}
+
+# SGD shows a constant factor in a gradient, which Adam hides, and does not scale rounding up to the learning rate in
+# parameters whose gradient is zero in exact arithmetic. Clipping is far below the norm, so that a wrong norm shows.
+PROBE: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.05}}}
+PROBE |= {"gradient_clipping": 0.1}
+_PROBE_REPLACES = frozenset({"lr", "weight_decay", "clip_grad", "epochs"})
+
+# A tensor whose root mean square is below this share of the whole model's is compared with that share: one that
+# starts at zero and has no gradient in exact arithmetic (a bias of the keys) holds only rounding.
+_SMALL_TENSOR = 1e-3
+
+_EVERY_RUN = {"val_split": "", "log_interval": 1, "checkpoint_interval": "0", "log_images": 0}
+_WITHOUT_EFFECT = frozenset({"set", "output", "keep_checkpoints", "rollback"})
+_LAYOUT_FLAGS = (
+    *("sequence_parallel", "class_parallel", "pp_partition", "grad_checkpointing"),
+    *("drop_path_compute", "batch_size", "workers"),
+)
+_REFUSED = {
+    **dict.fromkeys(("pp", "tp", "sequence_parallel", "class_parallel", "pp_partition"), "--layouts"),
+    **dict.fromkeys(("eval_only", "check_replicas", "dry_run"), "train.py"),
+    **{"max_steps": "--steps", "resume": "--initial-checkpoint", "auto_batch": "-b"},
+}
+"""Flags that are refused, with what to use instead."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout as people write it: "pp2 tp2 --sequence-parallel", "zero3", "zero1 fp32".
+
+    Attributes:
+        text: as written.
+        flags: flags of train.py, by their recipe names, that differ in this layout.
+        stage: ZeRO stage, or None for the JSON's.
+        fp32: whether the JSON's 16-bit type is switched off.
+    """
+
+    text: str
+    flags: Mapping[str, Any]
+    stage: int | None
+    fp32: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        values: flags of train.py that were given, by their recipe names.
+        layouts: what to compare; None for the default list.
+        reference: what to compare with; None for the default.
+        steps: optimizer steps in each layout.
+        rtol: largest relative deviation that passes; None for that of the number format.
+        own_optimizer: train with the JSON's optimizer, schedule and clipping instead of the probe.
+        ranks: of every run; None for one an accelerator.
+        launcher: what starts `launch/train.py` on all ranks; None for torchrun on this machine.
+    """
+
+    values: Mapping[str, Any]
+    layouts: tuple[Layout, ...] | None
+    reference: Layout | None
+    steps: int
+    rtol: float | None
+    own_optimizer: bool
+    ranks: int | None
+    launcher: str | None
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The JSON with the values of --set."""
+        path = self.values["deepspeed_config"]
+        return overlay(deepspeed_json.load_json(path), parse_set(self.values.get("set", ())), path)
+
+
+@dataclass
+class Entry:
+    """A layout, its run, and how far that is from the reference's.
+
+    Attributes:
+        name: the layout as written.
+        folder: of its files: the flags and JSON of train.py, and its run.
+        text: degrees, ZeRO stage, number format and batch, for people.
+        precision: the number format.
+        problem: why there is nothing to compare: it is invalid here, or failed.
+        failed: whether it failed or deviates.
+        loss: largest relative deviation of a step's loss.
+        norm: the same of the gradient norm before clipping.
+        weight: the tensor that is farthest from the reference's after the last step, and how far.
+    """
+
+    name: str
+    folder: Path
+    text: str = ""
+    precision: str = ""
+    problem: str = ""
+    failed: bool = False
+    loss: float = math.nan
+    norm: float = math.nan
+    weight: tuple[str, float] = ("", math.nan)
+
+    @property
+    def run(self) -> RunFolder:
+        """What train.py writes."""
+        return RunFolder(self.folder / "run")
+
+    @property
+    def verdict(self) -> str:
+        """The last column."""
+        if self.problem:
+            return "failed" if self.failed else "not legal"
+        return "DEVIATES" if self.failed else "same"
+
+
+class Failure(Exception):
+    """A run failed; the text is its error, for people."""
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `launch/parity.py` with these arguments.
+
+    Returns:
+        0 where every layout trains the same; 1 where one deviates by more than the tolerance, or fails; 2 for invalid
+        input, where one line on stderr says what is wrong and what to do.
+    """
+
+    def body(process: Process) -> int:
+        if process.world_size > 1:
+            raise UserError(
+                f"this is one of {process.world_size} ranks, and parity.py starts the ranks of each layout itself: "
+                f"python launch/parity.py -n {process.world_size} … (on several hosts with --launcher)"
+            )
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # an exit that ends the training too
+            signal.signal(number, lambda number, frame: sys.exit(exit_codes.INTERRUPTED))
+        request = parse(argv)
+        quiet_deepspeed(bool(request.values.get("verbose")))
+        # With a launcher there may be several hosts, which share the working folder.
+        parent = "." if request.launcher else None
+        with tempfile.TemporaryDirectory(prefix="ds_vit-parity-", dir=parent) as folder:
+            try:
+                return int(compare(request, Path(folder).absolute()))
+            except Failure as error:
+                print(f"parity.py: error: {error}", file=sys.stderr)
+                return exit_codes.BUG
+
+    return guarded("parity.py", body, "nothing was compared")
+
+
+def parse(argv: Sequence[str] | None = None) -> Request:
+    """Read the command line.
+
+    Raises:
+        UserError: as `config.parse`, an invalid layout, or a flag that the layouts decide.
+    """
+    description = "Train a few steps in each layout, and compare loss, gradient norm and weights with one reference. "
+    parser = flags.build_parser("parity.py", description + "Takes the flags of train.py too.", only=flags.FIELDS)
+    parser.usage = "parity.py -n RANKS --deepspeed_config FILE [--layouts LIST] [flags]"
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks of each run [one an accelerator; CPU: 2]")
+    parser.add_argument("--launcher", metavar="COMMAND", help="what starts train.py on these ranks [torchrun, here]")
+    parser.add_argument("--layouts", metavar="LIST", help='"pp2 tp2, tp2 --sequence-parallel, pp2, zero3"')
+    parser.add_argument("--reference", metavar="LAYOUT", help="what they are compared with [zero1 fp32; fp16: zero1]")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps in each [5]")
+    parser.add_argument("--rtol", type=float, help="largest relative deviation that passes [fp32: 1e-5; bf16: 3e-2]")
+    parser.add_argument("--own-optimizer", action="store_true", help="the JSON's optimizer instead of clipped SGD")
+    words = flags.read_words(parser, argv)
+    names = ("layouts", "reference", "steps", "rtol", "own_optimizer", "ranks", "launcher")
+    own = {name: words.pop(name, None) for name in names}
+    if own["steps"] < 1:
+        raise UserError(f"--steps must be at least 1, not {own['steps']}")
+    if own["rtol"] is not None and not 0 <= own["rtol"] < math.inf:
+        raise UserError(f"--rtol must be a number >= 0, not {own['rtol']}")
+    if own["ranks"] is not None and own["ranks"] < 1:
+        raise UserError(f"-n must be at least 1, not {own['ranks']}")
+    if own["launcher"] and not own["ranks"]:
+        raise UserError("--launcher needs -n N: how many ranks it starts")
+    config, explicit = flags.from_values(words)
+    for name, instead in _REFUSED.items():
+        if is_asked_for(name, config, explicit):
+            raise UserError(f"{flags.spelling(name)} has no place in parity.py; use {instead}")
+    values = {name: getattr(config, name) for name in sorted(explicit)}
+    for name, read in (("layouts", parse_layouts), ("reference", parse_layout)):
+        own[name] = read(own[name]) if own[name] is not None else None
+    return Request(values=values, **own)
+
+
+def parse_layout(text: str) -> Layout:
+    """Read one layout.
+
+    Raises:
+        UserError: a word that is none of ppN, tpN, zeroN, fp32 and the flags that a layout may have.
+    """
+    values: dict[str, Any] = {}
+    rest = []
+    for word in shlex.split(text):
+        match = re.fullmatch(r"(pp|tp|zero)(\d+)|(fp)(32)", word)
+        if match:
+            values[match[1] or match[3]] = int(match[2] or match[4])
+        else:
+            rest.append(word)
+    try:
+        given, unknown = flags.build_parser().parse_known_args(rest)
+    except UserError as error:
+        raise UserError(f"layout {text!r}: {error}") from None
+    foreign = [*unknown, *(flags.spelling(name) for name in vars(given) if name not in _LAYOUT_FLAGS)]
+    if foreign or not text.strip():
+        hint = " (dp follows from the number of ranks)" if foreign and foreign[0].startswith("dp") else ""
+        raise UserError(
+            f"layout {text!r}: {foreign[0] if foreign else 'nothing'} is not part of a layout{hint}; it is made of "
+            f"ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _LAYOUT_FLAGS))}"
+        )
+    stage, fp32 = values.pop("zero", None), bool(values.pop("fp", 0))
+    return Layout(text, {**values, **vars(given)}, stage, fp32)
+
+
+def parse_layouts(text: str) -> tuple[Layout, ...]:
+    """Read a list of layouts, commas between them; a comma before a digit is part of `--pp-partition 0,2,7`.
+
+    Raises:
+        UserError: as `parse_layout`, or a layout is given twice.
+    """
+    layouts = tuple(parse_layout(piece.strip()) for piece in re.split(r",(?!\s*\d)", text))
+    texts = [layout.text for layout in layouts]
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise UserError(f"layout {twice[0]!r} is given twice; drop one")
+    return layouts
+
+
+def default_layouts(world_size: int, *, stage: int) -> tuple[Layout, ...]:
+    """What is compared by default: ZeRO stages, then degrees of 2, 3, 4 and 8 that divide the world.
+
+    Args:
+        world_size: number of ranks.
+        stage: the JSON's ZeRO stage; a pipeline gets stage 1 where that does not go with one.
+    """
+    degrees = [d for d in (2, 3, 4, 8) if world_size % d == 0]
+    pipeline = "" if stage <= 1 else " zero1"
+    texts = [*(f"zero{s}" for s in range(4)), "--grad-checkpointing"]
+    texts += [f"tp{d}" for d in degrees]
+    texts += [f"tp{d} --sequence-parallel" for d in degrees[:1]]
+    texts += [f"pp{d}{pipeline}" for d in degrees]
+    if world_size % 4 == 0:
+        texts += [f"pp2 tp2{pipeline}", f"pp2 tp2{pipeline} --sequence-parallel"]
+    return tuple(map(parse_layout, texts))
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+
+def compare(request: Request, folder: Path) -> bool:
+    """Train the reference and each layout, and print the matrix.
+
+    Returns:
+        Whether a layout deviates or failed.
+
+    Raises:
+        UserError: the reference is invalid, or a layout that was asked for.
+        Failure: the reference failed.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    console = make_console()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    accelerators = 2 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
+    ranks = request.ranks or accelerators
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = shlex.split(request.launcher) if request.launcher else torchrun
+    verbose = bool(request.values.get("verbose"))
+    reference, entries, engine = resolve_layouts(request, ranks, folder)
+    batch = engine.batch.global_batch
+    say(f"{engine.model.spec.name}, {ranks} ranks, global batch {batch}, {request.steps} steps")
+    if not request.own_optimizer:
+        say("SGD, learning rate 0.3, norm clipped to 0.1 (a probe; --own-optimizer keeps the JSON's optimizer)")
+    dropped = _WITHOUT_EFFECT - {"set"} | (frozenset() if request.own_optimizer else _PROBE_REPLACES)
+    for name in sorted(dropped & set(request.values)):
+        say(f"idle here: {flags.spelling(name)}")
+    say(f"reference: {reference.name} ({reference.text})")
+    legal = [entry for entry in entries if not entry.problem]
+    # Adam scales rounding in gradients that should be zero.
+    compare_weights = not request.own_optimizer or request.deepspeed["optimizer"]["type"].lower() == "sgd"
+    say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
+    train(reference, f"training the reference, {reference.name}", launcher, request.steps, verbose=verbose)
+    for number, entry in enumerate(legal, 1):
+        started = time.perf_counter()
+        limits = tolerances(request, entry.precision, reference.precision)
+        what = f"training {entry.name}, layout {number} of {len(legal)}"
+        try:
+            train(entry, what, launcher, request.steps, verbose=verbose)
+            measure_deviations(entry, reference.run, limits, compare_weights=compare_weights)
+        except Failure as error:
+            entry.problem, entry.failed = str(error), True
+        shutil.rmtree(entry.run.path, ignore_errors=True)
+        say(f"{entry.name} ({entry.text}): {entry.verdict}, {time.perf_counter() - started:.0f} s")
+    console.print(matrix(entries, compare_weights=compare_weights))
+    for precision in dict.fromkeys(entry.precision for entry in legal):
+        limits = tolerances(request, precision, reference.precision)
+        say(f"tolerance in {precision}: {', '.join(f'{limit:.0e}' for limit in limits)}")
+    for entry in entries:
+        if entry.problem:
+            say(f"{entry.name}: {entry.problem}")
+    return any(entry.failed for entry in entries)
+
+
+def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Entry, list[Entry], EngineConfig]:
+    """Check every layout and write its flags and JSON; nothing is started.
+
+    Returns:
+        The reference, the layouts, and the resolved reference.
+
+    Raises:
+        UserError: the reference is invalid, or a layout that was asked for.
+    """
+    written, entries = request.reference or parse_layout("zero1 fp32"), []
+    reference, engine = resolve_layout(request, written, None, ranks, folder / "reference")
+    as_in_json = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "json")[1]
+    if request.reference is None and as_in_json.precision.name.endswith("fp16"):
+        # fp16 skips steps while it looks for its loss scale: only fp16 does the same.
+        reference, engine = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "reference")
+    stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    for number, layout in enumerate(request.layouts or default_layouts(ranks, stage=stage)):
+        try:
+            entry, other = resolve_layout(request, layout, engine, ranks, folder / str(number))
+        except UserError as error:
+            entries.append(Entry(layout.text, folder / str(number), problem=str(error)))
+            continue
+        # A default layout that is the reference's would be compared with itself.
+        if request.layouts is not None or other.json != engine.json or entry.text != reference.text:
+            entries.append(entry)
+    if request.layouts is not None and any(entry.problem for entry in entries):
+        raise UserError("; ".join(f"layout {entry.name!r}: {entry.problem}" for entry in entries if entry.problem))
+    return reference, entries, engine
+
+
+def resolve_layout(
+    request: Request, layout: Layout, reference: EngineConfig | None, ranks: int, folder: Path
+) -> tuple[Entry, EngineConfig]:
+    """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
+
+    Args:
+        request: the command line.
+        layout: of this run.
+        reference: whose global batch it gets; None for the reference itself.
+        ranks: of every run.
+        folder: of this layout.
+
+    Raises:
+        UserError: as training; or no accumulation gives the global batch with this micro-batch and dp.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vit.training.build import resolve_parts
+
+    entry, data = Entry(layout.text, folder), request.deepspeed
+    own, dropped = {**_EVERY_RUN, "max_steps": request.steps}, _WITHOUT_EFFECT
+    if not request.own_optimizer:
+        own, dropped = own | {"sched": "constant", "warmup_steps": 0}, dropped | _PROBE_REPLACES
+        data = {key: value for key, value in data.items() if key != "scheduler"} | PROBE
+    kept = {name: value for name, value in request.values.items() if name not in dropped}
+    values = flags.over_recipe(kept, {**own, **layout.flags})
+    if layout.stage is not None:
+        cannot = {0: ("offload_param", "offload_optimizer"), 1: ("offload_param",), 2: ("offload_param",)}
+        block = {**data.get("zero_optimization", {}), "stage": layout.stage}
+        data["zero_optimization"] = {k: v for k, v in block.items() if k not in cannot.get(layout.stage, ())}
+    if layout.fp32:
+        data = {key: value for key, value in data.items() if key not in ("bf16", "fp16", "torch_autocast")}
+    if reference is not None:
+        batch = reference.batch
+        values = {name: value for name, value in values.items() if name not in ("batch_size", "grad_accum_steps")}
+        micro = layout.flags.get("batch_size", batch.micro_batch)
+        data |= dict(zip(BATCH_KEYS, (batch.global_batch, micro, "auto"), strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "layout.json"
+    file.write_text(json.dumps(data))
+    values |= {"deepspeed_config": str(file), "output": str(entry.run.path)}
+    (folder / "layout.yaml").write_text(flags.to_yaml(values))
+    try:
+        rank = Process("env", 0, ranks, 0, ranks)
+        on_cpu = get_accelerator().device_name() == "cpu"
+        engine = resolve_parts(*flags.from_values(values), rank, on_cpu=on_cpu).engine
+    except UserError as error:
+        text = str(error).replace(str(file), request.values["deepspeed_config"])
+        raise UserError(text if reference is not None else f"reference {layout.text!r}: {text}") from None
+    entry.precision = engine.precision.name
+    entry.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} a replica"
+    return entry, engine
+
+
+def train(
+    entry: Entry, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
+) -> None:
+    """Train a layout in new processes, and show how far it is on stderr: a moving line, or one plain line in a file.
+
+    Args:
+        entry: whose run it is.
+        what: in a few words.
+        launcher: starts `TRAIN` on all ranks.
+        steps: how many there will be.
+        verbose: pass the output on; otherwise only the end of a failure's is shown.
+        console: where to show the line, other than stderr.
+
+    Raises:
+        Failure: the run failed.
+    """
+    console = console or Console(file=sys.stderr, soft_wrap=True)
+    if not console.is_terminal:
+        console.print(f"parity.py: {what}", markup=False, highlight=False)
+    with tempfile.TemporaryFile() as output, Line(console).doing(what, steps) as counted:
+        command = [*launcher, str(TRAIN), "--recipe", str(entry.folder / "layout.yaml")]
+        child = subprocess.Popen(command, stdout=None if verbose else output, stderr=None if verbose else output)
+        seen = 0
+        try:
+            while child.poll() is None:
+                time.sleep(0.1)
+                done = len(entry.run.rows("train")) if entry.run.metrics.exists() else 0
+                seen += len(list(counted(range(done - seen))))
+        finally:
+            child.terminate()  # torchrun ends its ranks
+            child.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace").rstrip()
+    if child.returncode:
+        errors = re.findall(r"^train\.py: error: .*", text, re.MULTILINE)
+        raise Failure(errors[-1] if errors else f"exit code {child.returncode}\n{text[-4000:]}")
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def measure_deviations(entry: Entry, reference: RunFolder, limits: Sequence[float], *, compare_weights: bool) -> None:
+    """Compare a layout's run with the reference's, within limits for loss, gradient norm and weights."""
+    entry.loss, entry.norm = (deviation(curve(reference, key), curve(entry.run, key)) for key in ("loss", "grad_norm"))
+    entry.weight = worst_weight(weights(reference), weights(entry.run))
+    values = (entry.loss, entry.norm, entry.weight[1] if compare_weights else 0.0)
+    entry.failed = any(not value <= limit for value, limit in zip(values, limits, strict=True))
+
+
+def tolerances(request: Request, *precisions: str) -> tuple[float, float, float]:
+    """What passes for loss, gradient norm and weights: --rtol, else the tolerances of the coarser number format."""
+    if request.rtol is not None:
+        return (request.rtol,) * 3
+    return max(TOLERANCES[name] for name in precisions)
+
+
+def curve(run: RunFolder, key: str) -> list[float | None]:
+    """A figure of every step ("loss" or "grad_norm"); None for the norm of a skipped step."""
+    values = [row[key] for row in run.rows("train")]
+    return [math.nan if value is None and key == "loss" else value for value in values]
+
+
+def weights(run: RunFolder) -> Mapping[str, torch.Tensor]:
+    """The final weights of all files of a run, without their averages."""
+    from ds_vit.checkpoint.tensors import TensorFiles
+
+    return TensorFiles(path for path in sorted(run.path.glob("*.safetensors")) if not path.name.startswith("ema"))
+
+
+def deviation(reference: Iterable[float | None], values: Iterable[float | None]) -> float:
+    """The largest |a - b| / |a| of two curves; infinite where one of a pair is missing or not finite."""
+
+    def one(a: float | None, b: float | None) -> float:
+        if a is None or b is None:
+            return 0.0 if a is b else math.inf
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return math.inf
+        if a == b:
+            return 0.0
+        return abs(a - b) / abs(a) if a else math.inf
+
+    return max(one(a, b) for a, b in zip(reference, values, strict=True))
+
+
+def worst_weight(reference: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    """The tensor that is farthest from the reference's: its name and |a - b| / |a|, by Euclidean norms.
+
+    Raises:
+        ValueError: the two have other names.
+    """
+    import torch
+
+    if set(reference) != set(tensors):
+        raise ValueError(f"these tensors are in one model only: {sorted(set(reference) ^ set(tensors))[:5]}")
+    parts, count, square = {}, 0, 0.0
+    for name, tensor in reference.items():
+        if not tensor.is_floating_point():
+            continue
+        a = tensor.double()
+        count, square = count + a.numel(), square + float(a.square().sum())
+        distance = float(torch.linalg.vector_norm(a - tensors[name].double()))
+        parts[name] = (distance, float(torch.linalg.vector_norm(a)), math.sqrt(a.numel()))
+    floor = _SMALL_TENSOR * math.sqrt(square / count)
+    relative = {
+        name: distance / max(norm, floor * size) if math.isfinite(distance) else math.inf
+        for name, (distance, norm, size) in parts.items()
+    }
+    worst = max(relative, key=lambda name: relative[name])
+    return worst, relative[worst]
+
+
+def matrix(entries: Sequence[Entry], *, compare_weights: bool) -> Table:
+    """The results as a table.
+
+    Args:
+        entries: one a layout.
+        compare_weights: whether the weights count; their column says so where they do not.
+    """
+    table = Table(title="largest relative deviation from the reference", title_justify="left", title_style="bold")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("loss", justify="right")
+    table.add_column("grad norm", justify="right")
+    table.add_column("weights" if compare_weights else "weights (not tested)", justify="right")
+    table.add_column("worst tensor", overflow="fold")
+    table.add_column("verdict")
+    for entry in entries:
+        numbers = ["-"] * 3
+        if not entry.problem:
+            numbers = [f"{number:.1e}" for number in (entry.loss, entry.norm, entry.weight[1])]
+        table.add_row(entry.name, *numbers, entry.weight[0], entry.verdict)
+    return table

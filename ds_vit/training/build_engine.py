@@ -1,0 +1,292 @@
+"""From `EngineConfig` to a running engine: layers, initial values, tensor shards, stages, optimizer, loss, DeepSpeed.
+
+A converter changes a layer in place between its initial values and the engine, one layer at a time, so that no rank
+holds more than one layer whole. A new one (fp8, other norms) is a function here and a line in `_IN_ORDER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+
+from ds_vit.config.batch import BatchSizes
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision
+from ds_vit.engine.base import Engine
+from ds_vit.engine.patches.process import bias_added_out_of_place, tf32_products, torch_linear_restored
+from ds_vit.engine.pipeline import PipeEngine, StagedViT
+from ds_vit.engine.plain import PlainEngine
+from ds_vit.models import (
+    CheckpointFunction,
+    Layer,
+    SequentialViT,
+    Towers,
+    cast_block_buffers,
+    compute_class_token,
+    compute_kept,
+    freeze,
+    initialise,
+    no_weight_decay_names,
+    norms_in_fp32,
+    recompute_all,
+    recompute_from_host_memory,
+    recompute_selectively,
+    timm_names,
+    tower_of,
+    wants_kept,
+)
+from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
+from ds_vit.optim.build import attach, build_optimizer, parameter_groups
+from ds_vit.parallel.groups import Groups, secondary_partition_group
+from ds_vit.parallel.layout import Layout
+from ds_vit.parallel.tensor import cut_layer, gather_logits
+from ds_vit.tasks import MAIN_TOWER
+from ds_vit.training.resolve.model import ModelConfig
+from ds_vit.training.resolve.optimizer import OptimizerConfig
+
+Converter = Callable[[Layer], object]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that decides how a model is computed, distributed and updated.
+
+    Attributes:
+        model: the model and its task.
+        optimizer: None in evaluation only.
+        layout: degrees of parallelism.
+        stage: this rank's pipeline stage.
+        local_world_size: ranks on this host; None where unknown.
+        batch: sizes of a step's batches.
+        json: the DeepSpeed JSON without "auto".
+        precision: number formats.
+        checkpointing: of activations.
+        seed: of the initial values.
+        sequence_parallel: shard the tokens between tensor-parallel regions.
+        norms_fp32: compute norms in fp32, also in a model in half precision.
+        tf32: compute fp32 matrix products in TF32.
+        compile_mode: of torch.compile; None for eager blocks.
+        drop_path_compute: whether dropped branches are computed: "all", "kept" or "auto".
+        layer_decay: factor of the learning rate from layer to layer; None for none.
+        averaged: the run keeps a moving average of the weights.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig | None
+    layout: Layout
+    stage: int
+    local_world_size: int | None
+    batch: BatchSizes
+    json: Mapping[str, Any]
+    precision: Precision
+    checkpointing: Checkpointing
+    seed: int
+    sequence_parallel: bool
+    norms_fp32: bool
+    tf32: bool
+    compile_mode: str | None
+    drop_path_compute: str
+    layer_decay: float | None
+    averaged: bool
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 without ZeRO."""
+        return int(self.json.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def text(self) -> str:
+        """Degrees, ZeRO stage and precision, for a line or a table."""
+        return f"{self.layout}, ZeRO-{self.zero_stage}, {self.precision.name}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        return getattr(torch, self.precision.compute)
+
+    @property
+    def recompute(self) -> CheckpointFunction:
+        """Runs a group of blocks whose activations are recomputed: `function(run, *tensors)`."""
+        if self.checkpointing.selective:
+            return recompute_selectively
+        return recompute_from_host_memory if self.checkpointing.cpu else recompute_all
+
+
+def build_engine(config: EngineConfig, device: torch.device, groups: Groups) -> Engine:
+    """This rank's part of the model, initialised and wrapped by DeepSpeed (a collective)."""
+    with contextlib.ExitStack() as process_state:
+        if config.tf32:
+            process_state.enter_context(tf32_products())
+        if config.compile_mode:
+            process_state.enter_context(compiler_settings())
+        if config.zero_stage == 3:
+            process_state.enter_context(torch_linear_restored())
+        if config.checkpointing.selective:
+            process_state.enter_context(bias_added_out_of_place())
+        engine = _build_engine(config, device, groups)
+        engine.on_close.push(process_state.pop_all())
+    return engine
+
+
+def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) -> Engine:
+    towers = _build_towers(config, device, groups)
+    task, whole = config.model.task, config.model.whole
+    tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel) if config.model.class_parallel else None
+    fields = task.fields(training=True)
+    shared: dict[str, Any] = {
+        "class_parallel": tp,
+        "groups": groups,
+        "input_names": [field.name for field in fields if field.stage == "first"],
+    }
+    if tp is not None:
+        shared["whole_outputs"] = partial(gather_logits, num_classes=task.num_classes, tp=tp)
+    interval = config.checkpointing.interval
+    engine_type: type[PlainEngine | PipeEngine] = PlainEngine
+    model: Towers | StagedViT
+    if config.layout.pp == 1:
+        function = config.recompute if interval else None
+        made = partial(SequentialViT, checkpoint_interval=interval, checkpoint_function=function)
+        model = Towers({name: made(layers) for name, layers in towers.items()})
+    else:
+        engine_type = PipeEngine
+        targets = [field.name for field in fields if field.stage == "last"]
+        model = StagedViT(
+            towers[MAIN_TOWER],
+            config.model.bounds,
+            groups,
+            task,
+            [*task.towers(whole)],
+            targets,
+            checkpoint_interval=interval,
+            checkpoint_function=config.recompute,
+        )
+    optimizer = _build_optimizer(config, model, device)
+    engine = engine_type(model, optimizer, task, dict(config.json), **shared)
+    if optimizer is not None:
+        attach(optimizer, engine.zero_map, whole, config.layer_decay)
+    return engine
+
+
+def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) -> dict[str, list[Layer]]:
+    """The layers of each tower, or in a pipeline one list of all layers; those of this rank's stage are filled."""
+    task, whole, bounds = config.model.task, config.model.whole, config.model.bounds
+    towers = task.towers(whole)
+    converters = layer_converters(config, groups)
+
+    def on_layer(layer: Layer) -> None:
+        for convert in converters:
+            convert(layer)
+
+    filled = towers
+    if config.layout.pp > 1:
+        chain = task.chain(towers)
+        assert chain is not None, "resolve_model rejects such tasks in a pipeline"
+        of_stage = set(chain[bounds[config.stage] : bounds[config.stage + 1]])
+        filled = {name: [layer for layer in layers if layer in of_stage] for name, layers in towers.items()}
+        towers = {MAIN_TOWER: chain}
+    for name, layers in filled.items():
+        initialise(
+            tower_of(whole, name),
+            layers,
+            seed=config.seed,
+            device=device,
+            # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+            dtype=config.dtype if config.zero_stage == 3 else torch.float32,
+            checkpoint=config.model.initial_checkpoint if name == MAIN_TOWER else None,
+            on_layer=on_layer,
+        )
+    return towers
+
+
+def _build_optimizer(
+    config: EngineConfig, model: torch.nn.Module, device: torch.device
+) -> torch.optim.Optimizer | None:
+    wanted = config.optimizer
+    if wanted is None:
+        return None
+    names = timm_names(model)
+    parameters = [(names[local], p) for local, p in model.named_parameters()]
+    undecayed = no_weight_decay_names(config.model.whole)
+    groups = parameter_groups(parameters, wanted.weight_decay, undecayed, wanted.fallback)
+    # With the optimizer offloaded, its step runs on the CPU.
+    zero = config.json.get("zero_optimization", {})
+    offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+    return build_optimizer(wanted.cls, groups, wanted.arguments, torch.device("cpu") if offloaded else device)
+
+
+# ---- what is done to each layer -------------------------------------------------------------------------------------
+
+
+def layer_converters(config: EngineConfig, groups: Groups) -> tuple[Converter, ...]:
+    """The converters of a run, in the order in which each layer passes them."""
+    made = (make(config, groups) for make in _IN_ORDER)
+    return tuple(converter for converter in made if converter is not None)
+
+
+def _shard(config: EngineConfig, groups: Groups) -> Converter | None:
+    """This rank's tensor shard of the layer."""
+    tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel)
+    return None if tp is None else partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel)
+
+
+def _cast_buffers(config: EngineConfig, groups: Groups) -> Converter | None:
+    """Buffers of the blocks in the type that the model computes in; DeepSpeed casts only parameters."""
+    return None if config.dtype == torch.float32 else partial(cast_block_buffers, dtype=config.dtype)
+
+
+def _keep_norms(config: EngineConfig, groups: Groups) -> Converter | None:
+    """Norms that compute in fp32 in a model in half precision."""
+    return norms_in_fp32 if config.dtype != torch.float32 and config.norms_fp32 else None
+
+
+def _freeze(config: EngineConfig, groups: Groups) -> Converter | None:
+    """Parameters that are not trained."""
+    return partial(freeze, names=config.model.frozen)
+
+
+def _read_class_token(config: EngineConfig, groups: Groups) -> Converter | None:
+    """The last block for only the class token, where the head reads no other; a sharded block computes all."""
+    return compute_class_token if config.model.reads_class_token else None
+
+
+def _compute_kept(config: EngineConfig, groups: Groups) -> Converter | None:
+    """Branches that run only on the samples that drop-path keeps; after the sharding, whose forwards they call.
+
+    Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, which takes the most.
+    """
+    choice, micro_batch = config.drop_path_compute, config.batch.micro_batch
+    if choice == "all":
+        return None
+
+    def convert(layer: Layer) -> None:
+        device = next(layer.parameters()).device.type
+        compute_kept(layer, lambda rate: wants_kept(choice, rate, micro_batch, device))
+
+    return convert
+
+
+def _partition(config: EngineConfig, groups: Groups) -> Converter | None:
+    """ZeRO-3's share of each parameter, of what the converters before it left."""
+    if config.zero_stage != 3:
+        return None
+    secondary = secondary_partition_group(config.json)
+    return lambda layer: deepspeed.zero.Init(
+        module=layer,
+        config_dict_or_path=dict(config.json),
+        data_parallel_group=groups.dp,
+        mpu=groups.grid,
+        zero_param_parallel_group=secondary,
+    )
+
+
+def _compile(config: EngineConfig, groups: Groups) -> Converter | None:
+    """Blocks that run compiled."""
+    return partial(compile_block, function=compile_function(config.compile_mode)) if config.compile_mode else None
+
+
+_IN_ORDER = (_shard, _cast_buffers, _keep_norms, _freeze, _read_class_token, _compute_kept, _partition, _compile)

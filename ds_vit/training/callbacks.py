@@ -1,0 +1,417 @@
+"""Everything that a run does around its training steps: bad steps, the average, statistics, checks, profiles, time.
+
+`build.py` makes the list of callbacks, `trainer.py` calls it; writing the step down is one too (step_log.py). A new one
+is a class here and a line in `build._callbacks`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.engine.base import Engine
+from ds_vit.engine.gradient_statistics import GradientHealth
+from ds_vit.engine.step_guard import Rejection, StepResult
+from ds_vit.fault_tolerance.errors import ReplicasDiffer
+from ds_vit.fault_tolerance.exit_codes import Diverged
+from ds_vit.fault_tolerance.watchdog import Watchdog
+from ds_vit.models import timm_names
+from ds_vit.monitoring.metrics import Reporter
+from ds_vit.monitoring.profile import StepProfiler
+from ds_vit.monitoring.throughput import Throughput
+from ds_vit.optim.ema import Ema
+from ds_vit.tasks import Batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that was taken.
+
+    Attributes:
+        number: counted from 1.
+        lr: its base learning rate.
+        loss_scale: it was taken with.
+        result: its loss, norm, and whether it was applied.
+    """
+
+    number: int
+    lr: float
+    loss_scale: float
+    result: StepResult
+
+
+class RollBack(Exception):
+    """Leaves training at a rejected step, on all ranks together.
+
+    Attributes:
+        step: that was rejected, counted from 1.
+        rejection: why.
+        diverged: raised where there is no checkpoint to return to.
+    """
+
+    def __init__(self, step: int, rejection: Rejection, diverged: Diverged) -> None:
+        super().__init__(str(rejection))
+        self.step = step
+        self.rejection = rejection
+        self.diverged = diverged
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The run has returned to a checkpoint.
+
+    Attributes:
+        bad: the step that led there.
+        step: optimizer steps that are done now.
+        skipped_batches: global batches that this leaves out.
+        state: of the run at that step, as `Callback.state_dict` gave it.
+    """
+
+    bad: RollBack
+    step: int
+    skipped_batches: int
+    state: Mapping[str, Any]
+
+
+class Callback:
+    """Hooks around the steps of a run. Every rank calls them in the same order, so that a hook may be a collective.
+
+    Whether a step was applied may be known only while the next one is under way: then `after_result` is called, at the
+    latest before anything shows or saves the step's effects.
+    """
+
+    def before_training(self, step: int) -> None:
+        """Steps start after `step`: at the start, after resuming and after a rollback."""
+
+    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Watch the batches of training."""
+        return batches
+
+    def before_step(self, step: int) -> None:
+        """A step is about to be taken."""
+
+    def needs_result(self, step: int) -> bool:
+        """Whether `after_step` reads whether this step was applied, which waits for the device."""
+        return False
+
+    def after_step(self, step: Step) -> None:
+        """A step was taken."""
+
+    def after_result(self, step: Step) -> None:
+        """It is known whether a step was applied."""
+
+    def before_evaluation(self, step: int) -> None:
+        """The weights are about to be evaluated."""
+
+    def after_evaluation(self, step: int) -> None:
+        """The weights were evaluated."""
+
+    def after_rollback(self, back: RolledBack) -> None:
+        """The run continues from an earlier checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint keeps as plain data, the same on every rank (a collective)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from the whole run's."""
+
+
+# Steps in a row without an update after which training is pointless; a loss scale of 2^16 is found in fewer.
+MAX_SKIPS = 50
+
+
+class BadSteps(Callback):
+    """Counts steps that were not applied; too many or too bad ones end the run or return it to a checkpoint.
+
+    Args:
+        engine: runs the model; its guard rejects steps.
+        reporter: of rank 0.
+        stop: a rejected step ends the run (--on-nonfinite stop); else it is skipped.
+        max_rollbacks: how often the run may return to a checkpoint.
+        fp16: a step without a reason is an overflow under a loss scale.
+    """
+
+    def __init__(
+        self, engine: Engine, reporter: Reporter | None, *, stop: bool, max_rollbacks: int, fp16: bool
+    ) -> None:
+        self.skipped = 0
+        self.rollbacks = 0
+        self._in_a_row = 0
+        self._engine = engine
+        self._reporter = reporter
+        self._stop = stop
+        self._max_rollbacks = max_rollbacks
+        self._fp16 = fp16
+
+    def after_result(self, step: Step) -> None:
+        """Count a step that was not applied, report it, and stop where that is wanted.
+
+        Raises:
+            RollBack: the run shall continue from its last checkpoint.
+            Diverged: the run shall end.
+        """
+        if step.result.applied:
+            self._in_a_row = 0
+            return
+        loss = float(self._engine.mean(step.result.loss))
+        self.skipped += 1
+        self._in_a_row += 1
+        rejection, number = step.result.rejection, step.number
+        overflow = self._fp16 and (rejection is None or rejection.reason == "nonfinite")
+        reason = "overflow" if overflow or rejection is None else rejection.reason
+        if self._reporter:
+            norm, layer, layer_norm = (None, None, None)
+            if rejection is not None:
+                norm, (layer, layer_norm) = rejection.grad_norm, rejection.layer
+            row = {"step": number, "reason": reason, "loss": loss, "grad_norm": norm, "layer": layer}
+            row |= {"layer_norm": layer_norm, "loss_scale": step.loss_scale, "skipped_steps": self.skipped}
+            self._reporter.skip(row, str(rejection) if rejection and not overflow else None)
+        saved = "what was saved before is intact; lower the learning rate, warm up for longer or clip harder"
+        if not overflow and self._stop:
+            diverged = Diverged(
+                f"step {number}: {rejection}; the update was not applied; {saved}, or continue past such steps "
+                "with --on-nonfinite skip"
+            )
+        elif self._in_a_row >= MAX_SKIPS:
+            diverged = Diverged(f"step {number}: {self._in_a_row} steps in a row were skipped ({reason}); {saved}")
+        else:
+            return
+        if rejection is not None and self.rollbacks < self._max_rollbacks:
+            raise RollBack(number, rejection, diverged)
+        raise diverged
+
+    def after_rollback(self, back: RolledBack) -> None:
+        """Count it; the guard forgets what it measured since the checkpoint."""
+        self._engine.guard.remember(back.state["spikes"])
+        self.rollbacks += 1
+        self._in_a_row = 0
+        if self._reporter:
+            row = {"step": back.bad.step, "reason": back.bad.rejection.reason, "layer": back.bad.rejection.layer[0]}
+            row |= {"to_step": back.step, "skipped_batches": back.skipped_batches, "number": self.rollbacks}
+            self._reporter.rollback(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Callback.state_dict`."""
+        return {
+            "skipped_steps": self.skipped,
+            "skipped_in_a_row": self._in_a_row,
+            "rollbacks": self.rollbacks,
+            "spikes": self._engine.guard.recent(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Callback.load_state_dict`."""
+        self.skipped, self.rollbacks = state["skipped_steps"], state["rollbacks"]
+        self._in_a_row = state.get("skipped_in_a_row", 0)  # not in older checkpoints
+        self._engine.guard.remember(state["spikes"])
+
+
+class AverageWeights(Callback):
+    """Updates the moving average of the weights after each applied step (--model-ema)."""
+
+    def __init__(self, ema: Ema) -> None:
+        self._ema = ema
+
+    def after_result(self, step: Step) -> None:
+        """As `Callback.after_result`."""
+        if step.result.applied:
+            self._ema.update()
+
+
+class SetImageSize(Callback):
+    """Sets the size of the images that the model takes: each step's in training, the largest in evaluation."""
+
+    def __init__(self, engine: Engine, sizes: ImageSizes, patch_size: tuple[int, int]) -> None:
+        self._engine = engine
+        self._sizes = sizes
+        self._patch_size = patch_size
+        self._size = sizes.sizes[-1]
+
+    def before_step(self, step: int) -> None:
+        """As `Callback.before_step`."""
+        self._set(self._sizes.at(step - 1))
+
+    def before_evaluation(self, step: int) -> None:
+        """As `Callback.before_evaluation`."""
+        self._set(self._sizes.sizes[-1])
+
+    def _set(self, size: int) -> None:
+        if size != self._size:
+            self._engine.take_images_of(size, self._patch_size)
+            self._size = size
+
+
+class GradientStatistics(Callback):
+    """Writes a row of kind "gradients" every `interval` steps (--grad-stats-interval)."""
+
+    def __init__(self, engine: Engine, interval: int, bad_steps: BadSteps, reporter: Reporter | None) -> None:
+        self._health = GradientHealth(engine.zero_map, engine.clipped_by)
+        self._interval = interval
+        self._bad_steps = bad_steps
+        self._reporter = reporter
+
+    def before_step(self, step: int) -> None:
+        """As `Callback.before_step`."""
+        if self.needs_result(step):
+            self._health.arm()
+
+    def needs_result(self, step: int) -> bool:
+        """As `Callback.needs_result`."""
+        return (step - 1) % self._interval == 0
+
+    def after_step(self, step: Step) -> None:
+        """As `Callback.after_step`."""
+        if not self.needs_result(step.number):
+            return
+        row = self._health.finish()
+        if self._reporter and step.result.applied:
+            further = {"loss_scale": step.loss_scale, "skipped_steps": self._bad_steps.skipped}
+            self._reporter.gradients({"step": step.number, **row, **further})
+
+
+class Clock(Callback):
+    """Measures the time of all processes that a run has had, and of its training steps.
+
+    Args:
+        throughput: counts images and seconds of training.
+        images: of an optimizer step.
+        started: `time.perf_counter()` when this process began.
+    """
+
+    def __init__(self, throughput: Throughput, images: int, started: float) -> None:
+        self.throughput = throughput
+        self._images = images
+        self._started = started
+        self._before = 0.0  # seconds of the run up to the checkpoint that it resumed from
+
+    @property
+    def wall_seconds(self) -> float:
+        """Of all processes that this run has had, until now."""
+        return self._before + time.perf_counter() - self._started
+
+    def before_training(self, step: int) -> None:
+        """As `Callback.before_training`."""
+        self.throughput.restart()
+
+    def after_step(self, step: Step) -> None:
+        """As `Callback.after_step`."""
+        self.throughput.step(self._images)
+
+    def before_evaluation(self, step: int) -> None:
+        """As `Callback.before_evaluation`."""
+        self.throughput.pause()
+
+    def after_evaluation(self, step: int) -> None:
+        """As `Callback.after_evaluation`."""
+        self.throughput.resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Callback.state_dict`."""
+        images, seconds = self.throughput.total_images, self.throughput.total_seconds
+        return {"wall_seconds": self.wall_seconds, "trained_images": images, "trained_seconds": seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Callback.load_state_dict`."""
+        self._before = state["wall_seconds"]
+        self.throughput.total_images = state["trained_images"]
+        self.throughput.total_seconds = state["trained_seconds"]
+
+
+class Profile(Callback):
+    """Records steps with torch's profiler (--profile-steps)."""
+
+    def __init__(
+        self, profiler: StepProfiler, throughput: Throughput, watchdog: Watchdog, reporter: Reporter | None
+    ) -> None:
+        self._profiler = profiler
+        self._throughput = throughput
+        self._watchdog = watchdog
+        self._reporter = reporter
+
+    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """As `Callback.batches`."""
+        return self._profiler.batches(batches)
+
+    def before_step(self, step: int) -> None:
+        """As `Callback.before_step`."""
+        self._profiler.before(step)
+
+    def after_step(self, step: Step) -> None:
+        """As `Callback.after_step`; the last step writes the profile (a collective)."""
+        if self._profiler.after(step.number):
+            self._throughput.pause()
+            self._watchdog.beat(step.number, "writing the profile", patience=4)
+            self._profiler.finish(self._reporter.say if self._reporter else None)
+            self._throughput.resume()
+
+
+# ---- do the ranks that should hold the same weights hold the same weights? -------------------------------------------
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CheckReplicas(Callback):
+    """Compares the weights of ranks that should hold the same ones, bitwise, every `interval` steps (--check-replicas).
+
+    A replica that drifts (a faulty link, a missed reduction, a driver's nondeterminism) changes the curve long before
+    it shows in the loss.
+    """
+
+    def __init__(self, engine: Engine, interval: int) -> None:
+        self._engine = engine
+        self._interval = interval
+
+    def after_step(self, step: Step) -> None:
+        """As `Callback.after_step`; see `check_replicas`."""
+        if step.number % self._interval == 0:
+            check_replicas(self._engine, step.number)
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 scalar that depends on every bit of the tensor and on its position (wrapping arithmetic)."""
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()]).to(torch.int64)
+    place = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64) * -0x61C8864680B583EB
+    return ((words + 0x1234567) * (place | 1)).sum()
+
+
+def check_replicas(engine: Engine, step: int) -> None:
+    """Compare the weights that data-parallel ranks share, and those that tensor-parallel ranks share (a collective).
+
+    Under ZeRO-3 every weight exists once; resolve/engine.py rejects the check.
+
+    Args:
+        engine: the running engine.
+        step: named in the message.
+
+    Raises:
+        ReplicasDiffer: on every rank; names the first parameters that differ on this rank's groups, or says that
+            another rank found some.
+    """
+    names = timm_names(engine.module)
+    parameters = list(engine.module.named_parameters())
+    sums = torch.stack([checksum(p) for _, p in parameters]).to(engine.device)
+    comparisons = [("data", engine.groups.dp, torch.ones(len(sums), dtype=torch.bool))]
+    if engine.groups.tp is not None:
+        common = torch.tensor([not getattr(p, "tensor_model_parallel", False) for _, p in parameters])
+        comparisons.append(("tensor", engine.groups.tp, common))
+    found: list[str] = []
+    for kind, group, counts in comparisons:
+        low, high = sums.clone(), sums.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        differs = ((low != high).cpu() & counts).nonzero().flatten().tolist()
+        found += [f"{names[parameters[i][0]]} ({kind}-parallel ranks)" for i in differs]
+    total = int(engine.sum(torch.tensor(len(found), device=engine.device)))
+    if total:
+        what = f"{len(found)} parameters differ: {', '.join(found[:5])}" if found else "another rank found a difference"
+        raise ReplicasDiffer(
+            f"--check-replicas: at step {step} ranks that should hold the same weights do not; {what}; "
+            "the run cannot be trusted from here on: go back to what was saved before"
+        )

@@ -1,0 +1,316 @@
+"""Exact evaluation: every validation image counts once, for any number of ranks and any remainder.
+
+`evaluate` runs one; `Evaluations` runs those of a training run when they are due; `build_and_evaluate` is evaluation
+without training (`--eval-only`, `ds-vit eval`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vit.engine.base import EVAL_CHUNK, Engine
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.watchdog import Watchdog
+from ds_vit.monitoring.metrics import Reporter
+from ds_vit.monitoring.throughput import Throughput
+from ds_vit.optim.ema import Ema
+from ds_vit.parallel.groups import Groups
+from ds_vit.tasks import MAIN_TOWER, Batch, FeatureBank, Metrics
+from ds_vit.training import token_maps
+from ds_vit.training.build_engine import EngineConfig, build_engine
+from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
+
+Pictures = Mapping[str, torch.Tensor]
+"""Name → uint8 [3, height, width]."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Observers of an evaluation.
+
+    Attributes:
+        batches: wraps the batches of a pass.
+        between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
+        show: receives the pictures of the task's metrics, on every rank.
+        note: receives `Metrics.by_sample` of the task's metrics, summed over the ranks, on every rank.
+        doing: shows what is under way and how many batches it has, for a block; gives what counts them.
+    """
+
+    batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
+    between: Callable[[], None] = lambda: None
+    show: Callable[[Pictures], None] = lambda pictures: None
+    note: Callable[[torch.Tensor], None] = lambda by_sample: None
+    doing: Callable[[str, int | None], AbstractContextManager[Any]] = lambda what, total: nullcontext(iter)
+
+
+def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> dict[str, float]:
+    """Evaluate the engine's weights by the metrics and the evaluators of its run's task (a collective).
+
+    Args:
+        engine: runs the model.
+        inputs: of the run.
+        watch: observes it.
+
+    Returns:
+        The figures of `Metrics.compute`, the same on every rank.
+
+    Raises:
+        UserError: no image was valid.
+    """
+    task = inputs.config.task
+    figures: dict[str, float] = {}
+    if task.evaluates_outputs:
+        metrics = task.metrics(engine.device)
+        figures = _count(engine, [metrics], inputs.evaluation(), watch)
+        watch.show(metrics.pictures())
+        if metrics.by_sample is not None:
+            watch.note(metrics.by_sample)
+    if task.evaluators:
+        figures |= _evaluate_features(engine, inputs, watch)
+    return figures
+
+
+def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
+    """One pass over the training split, to learn from, and one over the validation split, for all evaluators."""
+    config, fields = inputs.config, inputs.config.task.feature_fields()
+    to_learn_from = inputs.evaluation(config.train_source, fields)
+    outputs = _outputs(engine, to_learn_from, watch, "features of the training split", features=True)
+    bank = FeatureBank.collect(outputs, config.train_source.num_classes, engine.groups, engine.device)
+    learned = [evaluator.learn(bank, engine.groups) for evaluator in config.task.evaluators]
+    watch.between()
+    return _count(engine, learned, inputs.evaluation(fields=fields), watch, features=True)
+
+
+def _outputs(
+    engine: Engine, inputs: EvaluationInputs, watch: Watch, what: str, *, features: bool
+) -> Iterator[tuple[torch.Tensor, Batch]]:
+    """The engine's outputs in one pass; `watch.between` is called between its chunks.
+
+    However the pass ends, its batches are closed: loader processes and their shared memory are released here.
+    """
+    with contextlib.closing(inputs.batches), watch.doing(what, inputs.num_batches) as counted:
+        batches = counted(watch.batches(inputs.batches))
+        for start in range(0, inputs.num_batches, EVAL_CHUNK):
+            if start:
+                watch.between()
+            yield from engine.forward_batches(batches, min(EVAL_CHUNK, inputs.num_batches - start), features=features)
+
+
+def _count(
+    engine: Engine, several: Sequence[Metrics], inputs: EvaluationInputs, watch: Watch, *, features: bool = False
+) -> dict[str, float]:
+    """The figures of several metrics over one pass."""
+    for metrics in several:
+        metrics.expect(inputs.num_samples)
+    for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features):
+        for metrics in several:
+            metrics.update(outputs, batch)
+    # The ranks that count rows: one of each tensor-parallel group of the last stage.
+    skipped = inputs.num_skipped if engine.counts_rows else 0
+    figures: dict[str, float] = {}
+    for metrics in several:
+        sums = engine.sum(torch.cat((metrics.sums, metrics.sums.new_tensor([skipped]))))
+        metrics.sums = sums[:-1]
+        if metrics.by_sample is not None:
+            metrics.by_sample = engine.sum(metrics.by_sample)
+        if metrics.pixels is not None:
+            metrics.pixels = engine.sum(metrics.pixels)
+        figures |= metrics.compute()
+        if not figures["images"]:
+            raise UserError("the validation split has no image that can be decoded")
+        counted = figures["images"] + int(sums[-1])
+        assert counted == inputs.num_samples, f"{counted} of {inputs.num_samples} validation images were counted"
+    return figures
+
+
+# ---- evaluation without training -------------------------------------------------------------------------------------
+
+
+def build_and_evaluate(
+    config: EngineConfig,
+    inputs: InputConfig,
+    device: torch.device,
+    groups: Groups,
+    watch: Watch,
+    skipped: Path | None = None,
+) -> tuple[Engine, dict[str, float]]:
+    """Build a model and evaluate it (a collective).
+
+    Args:
+        config: of the engine, without an optimizer.
+        inputs: config of the inputs.
+        device: of this rank.
+        groups: of the run.
+        watch: observes it.
+        skipped: file for the names of images that could not be decoded, or None.
+
+    Returns:
+        The engine; the figures of the task's metrics, the same on every rank.
+    """
+    with watch.doing("building the model", None):
+        engine = build_engine(config, device, groups)
+    pipeline = InputPipeline(inputs, engine, Throughput(), skipped=skipped)
+    figures = evaluate(engine, pipeline, watch)
+    pipeline.skipped.gather()
+    return engine, figures
+
+
+# ---- the evaluations of a training run -------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """Leaves an evaluation in the middle, on all ranks at the same batch."""
+
+
+class Phases:
+    """Announces what comes next to the watchdog; in its first time a phase may have to be compiled.
+
+    Args:
+        watchdog: of the run.
+        first_patience: how many times `stall_seconds` a phase may take in its first time.
+    """
+
+    def __init__(self, watchdog: Watchdog, first_patience: float) -> None:
+        self._watchdog = watchdog
+        self._first_patience = first_patience
+        self._seen: set[str] = set()
+
+    def begin(self, step: int, phase: str) -> float:
+        """Announce a phase; returns how many times `stall_seconds` it may take."""
+        patience = 1.0 if phase in self._seen else self._first_patience
+        self._seen.add(phase)
+        self._watchdog.beat(step, phase, patience=patience)
+        return patience
+
+
+class Evaluations:
+    """The evaluations of a run, on this rank; all ranks do the same things in the same order.
+
+    Args:
+        engine: runs the model.
+        inputs: of the run.
+        ema: the average, which is evaluated too, or None.
+        interval: epochs between evaluations; 0 for only the end of the run.
+        draws_token_maps: draw where the model looks: this rank sees whole images of the first replica.
+        watchdog: receives every bit of progress.
+        phases: announces an evaluation to it.
+        reporter: of rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        inputs: InputPipeline,
+        ema: Ema | None,
+        interval: int,
+        draws_token_maps: bool,
+        watchdog: Watchdog,
+        phases: Phases,
+        reporter: Reporter | None,
+    ) -> None:
+        self.engine = engine
+        self.inputs = inputs
+        self.ema = ema
+        self.interval = interval
+        self.draws_token_maps = draws_token_maps
+        self.watchdog = watchdog
+        self.phases = phases
+        self.reporter = reporter
+        self.evaluations: list[dict[str, float]] = []
+        self.ema_evaluations: list[dict[str, float]] = []
+        self.evaluated_step = 0
+
+    def is_due(self, done: int) -> bool:
+        """Whether the weights after `done` steps have to be evaluated, and have not been yet."""
+        config = self.inputs.config
+        if config.val_source is None or not done or done == self.evaluated_step:
+            return False
+        epochs, rest = divmod(done, config.order.steps_per_epoch)
+        return (self.interval > 0 and rest == 0 and epochs % self.interval == 0) or done >= config.total_steps
+
+    def run(self, step: int, should_stop: Callable[[], bool]) -> bool:
+        """Exact metrics over the validation split (a collective).
+
+        Args:
+            step: whose weights they are.
+            should_stop: whether any rank has received a signal (a collective).
+
+        Returns:
+            Whether no evaluation so far was better.
+
+        Raises:
+            Stopped: the ranks received a signal meanwhile; the step does not count as evaluated.
+        """
+        before = self.state_dict()
+        try:
+            self._evaluate(step, should_stop, self.evaluations, "eval")
+            if self.ema is not None:
+                with self.ema.swapped():
+                    self._evaluate(step, should_stop, self.ema_evaluations, "eval_ema")
+        except Stopped:
+            self.load_state_dict(before)  # a run that resumes repeats both
+            raise
+        self.evaluated_step = step
+        figure = self.inputs.config.task.figures[0]
+        values = [evaluation[figure.name] for evaluation in self.evaluations]
+        return values[-1] == figure.best(*values)
+
+    def _evaluate(
+        self, step: int, should_stop: Callable[[], bool], evaluations: list[dict[str, float]], kind: str
+    ) -> None:
+        """Evaluate the weights that the model has now (a collective)."""
+        config, task = self.inputs.config, self.inputs.config.task
+        patience = self.phases.begin(step, "evaluation")
+
+        def stop_on_signal() -> None:
+            # A middle stage of a pipeline sees no batch pass.
+            self.watchdog.beat(step, "evaluation", patience=patience)
+            if should_stop():
+                raise Stopped
+
+        def show(pictures: Pictures) -> None:
+            if self.reporter:
+                self.reporter.pictures(step, pictures, kind)
+
+        def note(by_sample: torch.Tensor) -> None:
+            if self.reporter and kind == "eval":
+                self.reporter.predictions(by_sample, config.validation, task.class_names)
+
+        doing = {"doing": self.reporter.line.doing} if self.reporter else {}
+        draws = kind == "eval" and self.draws_token_maps
+        nothing: AbstractContextManager[token_maps.Seen] = nullcontext(token_maps.Seen())
+        with token_maps.watched(self.engine.tower(MAIN_TOWER)) if draws else nothing as seen:
+            watch = Watch(
+                lambda batches: seen.passing(self.watchdog.micro_batches(batches)), stop_on_signal, show, note, **doing
+            )
+            figures = evaluate(self.engine, self.inputs, watch)
+        evaluations.append(figures)
+        if seen.images is not None:
+            maps = seen.maps(self.engine.tower(MAIN_TOWER), self.engine.groups.tp)
+            show({name: token_maps.picture(seen.images, values, task.image) for name, values in maps.items()})
+        if self.reporter:
+            row = {"step": step, **figures}
+            if config.on_bad_image == "skip":
+                row["skipped_images"] = len(config.validation) - int(figures["images"])
+            self.reporter.eval(row, task.figures, kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The evaluations so far, as plain data."""
+        return {
+            "evaluations": list(self.evaluations),
+            "ema_evaluations": list(self.ema_evaluations),
+            "evaluated_step": self.evaluated_step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.evaluations = list(state["evaluations"])
+        self.ema_evaluations = list(state["ema_evaluations"])
+        self.evaluated_step = state["evaluated_step"]

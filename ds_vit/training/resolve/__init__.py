@@ -1,0 +1,274 @@
+"""Resolve flags, recipe and JSON into a run: everything is opened and checked, nothing is started.
+
+Every error in a run's settings is found here, before any process group exists and before anything is written. The
+parts are resolved in this order:
+
+    deepspeed.py    the JSON, read
+    engine.py       degrees of parallelism, compilation
+    data.py         the splits, the batch arithmetic, the order of the samples
+    model.py        the model, the task, the pipeline stages (fastest_cut.py)
+    optimizer.py    the optimizer, its rate, the number of steps
+    deepspeed.py    the JSON, written out with the resolved numbers
+
+Only training/build.py, training/start_rows.py and train.py receive the result. Every component takes a small config of
+its own, which training/build.py makes from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_vit import config as flags
+from ds_vit.config import RunConfig
+from ds_vit.config.batch import BatchSizes
+from ds_vit.config.flag import Scope
+from ds_vit.config.image_sizes import ImageSizes, RandomSizes, all_sizes, size_schedule
+from ds_vit.config.schema import KEY_OF_FLAG, names_with
+from ds_vit.data import Share, Source
+from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.models import names_and_shapes, require_supported_name
+from ds_vit.optim.build import rules_of
+from ds_vit.parallel.layout import Layout
+from ds_vit.tasks import find_task, idle_flags
+from ds_vit.training.resolve.data import DataConfig, check_readable, resolve_data
+from ds_vit.training.resolve.data import with_batch as data_with_batch
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, write_out
+from ds_vit.training.resolve.deepspeed import with_batch as json_with_batch
+from ds_vit.training.resolve.engine import check_compilation, resolve_layout
+from ds_vit.training.resolve.fastest_cut import cut_by_playing
+from ds_vit.training.resolve.model import ModelConfig, resolve_model
+from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS, OptimizerConfig, resolve_optimizer
+from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
+from ds_vit.training.resume import find as find_resume
+
+DEFAULT_STALL_SECONDS = 300.0  # below the ten minutes after which NCCL gives up, with less to say
+LOGGED_ROWS = 50  # of a short run: enough for a curve
+MOST_LOG_INTERVAL = 50  # timm's
+COMPILE_SECONDS = 3600.0  # of the slowest mode, with as many ranks as cores
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run, resolved.
+
+    Attributes:
+        config: the flags, `num_classes` and `log_interval` resolved.
+        process: this rank.
+        layout: degrees of parallelism.
+        data: the splits, the batch arithmetic, the order of the samples.
+        model: the model and its task.
+        optimizer: the optimizer, its rate and its steps; None in evaluation only.
+        deepspeed: the DeepSpeed JSON.
+        resume: the checkpoint to resume from, or None.
+        stop_at: `time.time()` at which a scheduler or --time-limit ends the run.
+        changes: from the checkpoint's run, as lines for people.
+        workers: loader processes of this rank.
+        workers_reason: how `--workers auto` came to that number, for people; empty where it was given.
+        machine_notes: how the run uses this machine, as lines for people.
+    """
+
+    config: RunConfig
+    process: Process
+    layout: Layout
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig | None
+    deepspeed: DeepSpeedSettings
+    resume: Resume | None = None
+    stop_at: float | None = None
+    changes: tuple[str, ...] = ()
+    workers: int = 0
+    workers_reason: str = field(default="", compare=False)
+    machine_notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def training(self) -> OptimizerConfig:
+        """`optimizer` of a run that trains."""
+        assert self.optimizer is not None, "there is no optimizer in evaluation only"
+        return self.optimizer
+
+    @property
+    def log_interval(self) -> int:
+        """Steps between rows of metrics.jsonl, of a run that trains."""
+        assert self.config.log_interval is not None, "resolve_run() resolves it"
+        return self.config.log_interval
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Everything worth a line for people."""
+        start: tuple[str, ...] = ()
+        if self.config.resume == "auto" and self.resume is None:
+            start = (f"--resume auto: there is no checkpoint in {self.config.output} yet; the run begins at step 0",)
+        of_optimizer = self.optimizer.notes if self.optimizer else ()
+        of_parts = (*self.data.notes, *self._bubble, *self.model.notes, *of_optimizer)
+        return (*self.machine_notes, *self.deepspeed.notes, *start, *of_parts, *self.changes)
+
+    @property
+    def _bubble(self) -> tuple[str, ...]:
+        pp, number = self.layout.pp, self.data.batch.accumulation
+        if pp == 1 or self.optimizer is None:
+            return ()
+        line = (
+            f"pipeline: {number} micro-batches through {pp} stages, bubble {(pp - 1) / (number + pp - 1):.0%} of a step"
+        )
+        return (line + (" (more accumulation makes it smaller)" if number < pp else ""),)
+
+    def with_batch(self, batch: BatchSizes, note: str) -> Resolved:
+        """The same run with the micro-batches that --auto-batch chose, and a line that says so."""
+        data = data_with_batch(self.data, batch, "--auto-batch", note)
+        return dataclasses.replace(self, data=data, deepspeed=json_with_batch(self.deepspeed, batch, data.origins))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same in a run that resumes from a checkpoint of this one."""
+        sizes, source = self.image_sizes, self.data.train_source
+        shapes = names_and_shapes(self.model.whole)
+        return {
+            "task": self.config.task,
+            **self.model.task.identity(),
+            "model": self.config.model,
+            "num_classes": self.config.num_classes,
+            "img_size": list(self.model.image.img_size),
+            "img_size_schedule": sizes.in_words if sizes and self.config.img_size_schedule else "",
+            "train_img_sizes": sorted(self.config.train_img_sizes),
+            "shapes": {name: list(shape) for name, shape in shapes.items()},
+            "seed": self.config.seed,
+            "images": len(source),
+            "class_names": list(source.class_names),
+            "decode": self.config.decode,
+            "mixture": [list(part) for part in source.mixture],
+            "samples": source.fingerprint,
+            "optimizer": self.training.cls.__name__,
+            **rules_of(self.training.cls).identity(self.training.fallback),
+            "trained": [name for name in shapes if name not in self.model.frozen],
+        }
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        """What sets the learning rate, as a checkpoint has it: the flags' schedule, or the JSON's scheduler."""
+        if self.training.schedule is not None:
+            return dataclasses.asdict(self.training.schedule)
+        block = dict(self.deepspeed.json["scheduler"])
+        if block.get("type") == "WarmupCosineLR":  # the one whose rates are shares of the optimizer's
+            block["lr"] = self.training.lr
+        return block
+
+    @property
+    def image_sizes(self) -> ImageSizes | None:
+        """Which size of images each step trains on; None where all have the model's size."""
+        text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
+        if drawn:
+            return RandomSizes(tuple(all_sizes("", drawn)), self.config.seed)
+        return size_schedule(text, self.training.horizon) if text else None
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long a rank may make no progress; 0 for no limit, the default of one rank."""
+        if self.config.stall_seconds is not None:
+            return self.config.stall_seconds
+        return DEFAULT_STALL_SECONDS if self.layout.world_size > 1 else 0.0
+
+    @property
+    def first_patience(self) -> float:
+        """How many times `stall_seconds` the first step and the first evaluation may take, which compile."""
+        if not self.config.compile or not self.stall_seconds:
+            return 1.0
+        return max(4.0, COMPILE_SECONDS / self.stall_seconds)
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a global batch."""
+        layout, batch = self.layout, self.data.batch
+        return Share(layout.dp_rank(self.process.rank), layout.dp, batch.micro_batch, batch.accumulation)
+
+
+def resolve_run(
+    config: RunConfig,
+    explicit: frozenset[str],
+    process: Process,
+    *,
+    on_cpu: bool,
+    stop_at: float | None = None,
+    sources: tuple[Source, Source | None] | None = None,
+) -> Resolved:
+    """Resolve a run.
+
+    Args:
+        config: the flags and the recipe.
+        explicit: which of them were given.
+        process: this rank.
+        on_cpu: there is no accelerator.
+        stop_at: `time.time()` at which the scheduler or --time-limit ends the run.
+        sources: the images of training and evaluation, where the flags do not name them.
+
+    Raises:
+        UserError: one message for people, with the numbers and the way out.
+    """
+    task_type = find_task(config, explicit)
+    require_supported_name(config.model)  # before the batch, which a misspelt name has nothing to do with
+    if config.stop_before_seconds is not None and stop_at is None:
+        raise UserError(
+            "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
+            "give --time-limit"
+        )
+    deepspeed = read(config, on_cpu=on_cpu)
+    layout = resolve_layout(config, process, deepspeed)
+    deepspeed = dataclasses.replace(deepspeed, notes=(*deepspeed.notes, *check_compilation(config, on_cpu=on_cpu)))
+    resume = find_resume(config)
+    data = resolve_data(config, deepspeed, layout, resume, sources)
+    if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
+        data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
+    model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)
+    model = cut_by_playing(model, deepspeed, layout, data.batch)
+    config = model.task.config
+    numbers: dict[str, Any] = {}
+    optimizer = None if config.eval_only else resolve_optimizer(config, explicit, deepspeed, data, model)
+    if optimizer is not None:
+        numbers = {"clip": optimizer.clip, "optimizer": optimizer.json_params, "scheduler": optimizer.scheduler}
+        if config.img_size_schedule:
+            size_schedule(config.img_size_schedule, optimizer.horizon)  # raises here what it would raise on the ranks
+        if config.log_interval is None:
+            interval = min(MOST_LOG_INTERVAL, math.ceil(optimizer.total_steps / LOGGED_ROWS))
+            config = dataclasses.replace(config, log_interval=interval)
+    origins = {**data.origins, **(optimizer.origins if optimizer else {})}
+    deepspeed = write_out(deepspeed, data.batch, layout, model.whole.embed_dim, origins, **numbers)
+    workers = 0 if config.workers == "auto" else int(config.workers)  # "auto" is resolved by inputs.assign_workers
+    resolved = Resolved(config, process, layout, data, model, optimizer, deepspeed, resume, stop_at, workers=workers)
+    if resume is None:
+        return resolved
+    changes = check_same_run(resume, resolved.identity, resolved_flags(resolved))
+    changes += check_same_schedule(resume, resolved.rates, data.batch.global_batch, allow=config.allow_schedule_change)
+    return dataclasses.replace(resolved, changes=tuple(changes))
+
+
+def resolved_flags(resolved: Resolved) -> dict[str, Any]:
+    """The flags with everything that was resolved written in: a recipe that runs the same again.
+
+    The batch and the optimizer's numbers are in deepspeed.json next to it.
+    """
+    config, optimizer = resolved.config, resolved.optimizer
+    values = {name: getattr(config, name) for name in flags.FIELDS}
+    values["deepspeed_config"] = "deepspeed.json"
+    for name in {"output", "set", *KEY_OF_FLAG, *names_with(Scope.START), *idle_flags(type(resolved.model.task))}:
+        values[name] = None
+    values |= {
+        "lr": optimizer and optimizer.lr,
+        "lr_scale_by_batch": "none",  # done
+        "lr_base_size": flags.default_of("lr_base_size"),
+        "grad_checkpointing": False,
+        **{name: getattr(resolved.model.image, name) for name in PIXEL_FLAGS},
+    }
+    if resolved.deepspeed.checkpointing.interval and config.grad_checkpointing:
+        values["grad_checkpointing"] = config.grad_checkpointing
+    if optimizer is not None and optimizer.schedule is not None:
+        values |= {"warmup_steps": optimizer.schedule.warmup_steps, "warmup_epochs": None}
+        if config.epochs is None and config.max_steps is None:
+            values["epochs"] = DEFAULT_EPOCHS
+    # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
+    idle = {name for name in flags.idle_names(config) if values[name] != flags.default_of(name)}
+    return {name: value for name, value in values.items() if value is not None and name not in idle}

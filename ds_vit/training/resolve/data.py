@@ -1,0 +1,266 @@
+"""The images of a run, and its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ds_vit.config import RunConfig, spelling
+from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
+from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
+from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
+from ds_vit.data.decode import require_fast
+from ds_vit.data.decode_on_device import require_fast_on_device
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.parallel.layout import Layout
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The splits, opened, and the order of their samples.
+
+    Attributes:
+        train_source: the training split; in evaluation only it defines the classes.
+        val_source: the evaluation split, or None.
+        batch: the batch arithmetic.
+        order: of the training samples.
+        origins: key of the JSON's batch arithmetic → where its number came from, where it is not the JSON's.
+        notes: lines for people.
+    """
+
+    train_source: Source
+    val_source: Source | None
+    batch: BatchSizes
+    order: SampleOrder
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def validation(self) -> Source:
+        """`val_source` of a run that evaluates."""
+        assert self.val_source is not None, "there is no evaluation split"
+        return self.val_source
+
+
+def resolve_data(
+    config: RunConfig,
+    deepspeed: DeepSpeedSettings,
+    layout: Layout,
+    resume: Resume | None,
+    sources: tuple[Source, Source | None] | None = None,
+) -> DataConfig:
+    """Open the splits and resolve the batch, which is the checkpoint's in a run that resumes.
+
+    Raises:
+        UserError: an impossible batch, or missing data or splits.
+    """
+    if config.auto_batch:
+        _check_nothing_fixed(deepspeed)
+    of_json = deepspeed.json.get("train_batch_size")
+    resumes = resume is not None and of_json == resume.global_batch and not config.allow_batch_change
+    batch = batch_sizes(
+        deepspeed.json,
+        deepspeed.path,
+        dp=layout.dp,
+        batch_size=config.batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        follow=deepspeed.of_a_run or resumes,
+    )
+    notes: list[str] = []
+    if any(
+        of_json and isinstance(deepspeed.json.get(k), int) and deepspeed.json[k] != n
+        for k, n in batch.as_json().items()
+    ):
+        notes.append(f"the global batch of {deepspeed.path} is kept: {batch}")
+    if resume is not None:
+        fixed = isinstance(of_json, int)
+        batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
+        check_micro_batch(batch, resume, config.batch_size)
+        notes += [*resume.notes, *kept]
+    if config.mix.active and batch.global_batch % 2:
+        raise UserError(
+            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
+        )
+    train, val, held_out = (*sources, []) if sources else _open_sources(config)
+    if config.decode == "fast" and not config.eval_only:
+        (require_fast_on_device if config.augment_on == "device" else require_fast)()
+        if train.encoded(0) is None:
+            raise UserError("--decode fast is for files, and these images have none; drop it")
+    notes += held_out
+    for split, source in ((config.train_split, train), (config.val_split, val)):
+        if source is not None and source.left_out and not (source is val and held_out):
+            files = ", ".join(
+                f"{count} {suffix or 'without suffix'}" for suffix, count in sorted(source.left_out.items())
+            )
+            notes.append(f"{split}: files of kinds that are not read are left out: {files}")
+    # Evaluation takes nothing in this order, and its batch may be larger than the training split.
+    in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
+    order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
+    return DataConfig(train, val, batch, order, _batch_origins(config, deepspeed, batch), tuple(notes))
+
+
+def with_batch(data: DataConfig, batch: BatchSizes, origin: str, note: str) -> DataConfig:
+    """The same data in micro-batches of another size.
+
+    Args:
+        data: of a plan.
+        batch: of the same global batch.
+        origin: where the numbers came from, for people.
+        note: a line for people; those that name the batch arithmetic name the new one.
+    """
+    assert batch.global_batch == data.batch.global_batch, f"{batch} is not {data.batch}"
+    origins = {**data.origins, **{key: origin for key in KEYS if key != "train_batch_size"}}
+    notes = (*(line.replace(str(data.batch), str(batch)) for line in data.notes), note)
+    return replace(data, batch=batch, origins=origins, notes=notes)
+
+
+def _check_nothing_fixed(deepspeed: DeepSpeedSettings) -> None:
+    """Reject a JSON that fixes what --auto-batch chooses; in a JSON that a run wrote, the two numbers follow."""
+    for key in KEYS:
+        is_followed = key == "train_batch_size" or (deepspeed.of_a_run and key not in deepspeed.origins)
+        if isinstance(deepspeed.json.get(key), int) and not is_followed:
+            raise UserError(
+                f'{deepspeed.path} fixes {key} to {deepspeed.json[key]}, which --auto-batch is to find; write "auto" '
+                f"there or say --set {key}=auto, or drop --auto-batch"
+            )
+
+
+def _batch_origins(config: RunConfig, deepspeed: DeepSpeedSettings, batch: BatchSizes) -> dict[str, str]:
+    """Which numbers of the batch are not the JSON's, and where they came from."""
+    flag_of = {key: name for name, key in KEY_OF_FLAG.items()}
+    origins = {}
+    for key, number in batch.as_json().items():
+        if deepspeed.json.get(key) == number:
+            continue
+        flag = flag_of.get(key)
+        if flag is not None and getattr(config, flag) == number:
+            origins[key] = spelling(flag)
+        else:
+            computed = flag is None or isinstance(deepspeed.json.get("train_batch_size"), int)
+            origins[key] = "batch arithmetic" if computed else "default"
+    return origins
+
+
+def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
+    """The training split, the evaluation split with the same classes (None for --val-split ''), and lines for people.
+
+    Evaluation only needs no training split (--train-split ''): the evaluation split is used for both, and must then
+    have a folder of every class, because nothing else defines the numbers of the classes.
+    """
+    if config.dataset == OF_THE_PROGRAM:
+        raise UserError(
+            "this run's images were given by a Python program (train_data): let it go on there, or name the images by "
+            "--dataset or --data-dir"
+        )
+    opened = partial(_open_split, config)
+    if config.eval_only and not config.val_split:
+        raise UserError("there is nothing to evaluate without a --val-split")
+    if config.eval_only and config.val_fraction is not None and not config.train_split:
+        raise UserError(f"--val-fraction {config.val_fraction:g} holds out a part of the --train-split, which is ''")
+    if config.eval_only and not config.train_split:
+        source = opened(config.val_split)
+        if config.num_classes not in (None, source.num_classes):
+            raise UserError(
+                f"--val-split {config.val_split} has {source.num_classes} classes, the model {config.num_classes}, and "
+                "without a training split nothing says which is which; name the --train-split that has them all"
+            )
+        return source, source, []
+    if not config.train_split:
+        raise UserError("--train-split '' has no meaning but in evaluation; name the training split")
+    if config.val_fraction is not None:
+        parts = _open_each(config, config.train_split)
+        rests, held_out = zip(*(hold_out(part, config.val_fraction) for part in parts), strict=True)
+        train, val = mixed(parts), mixed(held_out, classes=parts[0].class_names)
+        return mixed(rests, config.data_weights), val, [_held_out(config, train, val)]
+    train = opened(config.train_split)
+    if not config.val_split:
+        return train, None, []
+    try:
+        return train, opened(config.val_split, classes=train.class_names), []
+    except NoSuchSplit as error:
+        if config.eval_only:
+            raise
+        raise UserError(
+            f"{error}; hold out a tenth of the {len(train):,} training images by --val-fraction 0.1, or train without "
+            "evaluation by --val-split ''"
+        ) from None
+
+
+def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> list[Source]:
+    """One split of each --data-dir; in evaluation those need not all have one.
+
+    Args:
+        config: names the data.
+        split: its name.
+        classes: the training split's, when this is the evaluation split.
+    """
+    folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
+    found, missing = [], None
+    for folder in folders:
+        try:
+            source = open_source(
+                config.dataset,
+                folder or None,
+                split,
+                classes=classes if len(folders) == 1 else None,
+                download=config.dataset_download,
+                allow_empty=config.allow_empty_classes,
+            )
+            found.append(source)
+        except NoSuchSplit as error:
+            missing = error
+            if classes is None:
+                raise
+    if missing is not None and not found:
+        raise missing
+    return found
+
+
+def _open_split(config: RunConfig, split: str, classes: Sequence[str] | None = None) -> Source:
+    """One split of all --data-dir together; those of training in their shares. The arguments are `_open_each`'s."""
+    parts = _open_each(config, split, classes)
+    if isinstance(config.data_dir, str):
+        return parts[0]
+    return mixed(parts, () if classes is not None else config.data_weights, classes)
+
+
+def check_readable(config: RunConfig, data: DataConfig) -> list[str]:
+    """Check that under --on-bad-image skip each class keeps an image; one of each is decoded, more only if it is bad.
+
+    Returns:
+        Lines for people about classes that have none, where that is allowed.
+
+    Raises:
+        UserError: names the classes and the first bad file.
+    """
+    notes = []
+    for split, source in ((config.train_split, data.train_source), (config.val_split, data.val_source)):
+        if source is None or source.multi_label or not (bad := unreadable_classes(source)):
+            continue
+        names = ", ".join([*bad][:5]) + (", ..." if len(bad) > 5 else "")
+        message = (
+            f"{split}: of {len(bad)} of {source.num_classes} classes ({names}) no image can be decoded; the first is "
+            f"{next(iter(bad.values()))}"
+        )
+        if not config.allow_empty_classes:
+            raise UserError(f"{message}; repair the files, remove the folders, or pass --allow-empty-classes")
+        notes.append(message)
+    return notes
+
+
+def _held_out(config: RunConfig, train: Source, val: Source) -> str:
+    """A line about what --val-fraction took."""
+    line = (
+        f"--val-fraction {config.val_fraction:g}: {len(val):,} of the {len(train):,} images of {config.train_split} "
+        "are held out for evaluation, the same ones in every run"
+    )
+    if train.multi_label:
+        return line
+    num_classes = len({val.target(number) for number in range(len(val))})
+    without = train.num_classes - num_classes
+    return f"{line}, from {num_classes:,} classes" + (
+        f" ({without:,} have one image only and keep it)" if without else ""
+    )

@@ -1,0 +1,94 @@
+"""How the engine distributes and compiles the model: degrees of parallelism, and whether --compile is possible."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+from ds_vit.config import RunConfig, deepspeed_rules
+from ds_vit.config.deepspeed_rules import check_secondary_partition
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.launching.process import Process
+from ds_vit.parallel.layout import Layout
+from ds_vit.parallel.placement import check_tp_inside_hosts
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+
+
+def resolve_layout(config: RunConfig, process: Process, deepspeed: DeepSpeedSettings) -> Layout:
+    """The degrees of parallelism.
+
+    Raises:
+        UserError: degrees that do not fit the ranks or the hosts, or that DeepSpeed does not support with this JSON.
+    """
+    layout = Layout.of_world(process.world_size, config.pp, config.tp)
+    check_tp_inside_hosts(layout, process, config.tp_across_hosts)
+    deepspeed_rules.check_pipeline(deepspeed.json, deepspeed.path, config.pp)
+    check_secondary_partition(deepspeed.json, deepspeed.path, dp=layout.dp, tp=config.tp)
+    if deepspeed.precision.name == "autocast-fp16" and not config.eval_only:
+        _check_one_loss_scale(config, deepspeed)
+    if config.check_replicas:
+        _check_has_replicas(config, layout, deepspeed.zero_stage)
+    return layout
+
+
+def _check_one_loss_scale(config: RunConfig, deepspeed: DeepSpeedSettings) -> None:
+    """Reject float16 autocast without ZeRO where ranks share a model: DeepSpeed keeps a loss scale on each rank."""
+    if deepspeed.zero_stage == 0 and config.pp * config.tp > 1:
+        raise UserError(
+            f"{deepspeed.path}: torch_autocast in float16 at ZeRO stage 0 keeps a separate loss scale on every rank, "
+            f'which does not work with --pp {config.pp} --tp {config.tp}; use stage 1, or "dtype": "bfloat16"'
+        )
+
+
+def _check_has_replicas(config: RunConfig, layout: Layout, stage: int) -> None:
+    """Reject --check-replicas where there is nothing to compare."""
+    flag = f"--check-replicas {config.check_replicas}"
+    if layout.dp * layout.tp == 1:
+        raise UserError(f"{flag} has no effect with {layout}: no two ranks hold the same weights; drop it")
+    if stage == 3:
+        raise UserError(f"{flag} has no effect at ZeRO stage 3, where every weight exists once; use stage 0 to 2")
+
+
+def check_compilation(config: RunConfig, *, on_cpu: bool) -> tuple[str, ...]:
+    """Lines for people about compilation.
+
+    Raises:
+        UserError: no compiler, or a mode that is invalid or has no effect.
+    """
+    if not config.compile:
+        return ()
+    mode = config.compile_mode
+    if on_cpu and mode == "reduce-overhead":
+        raise UserError("--compile-mode reduce-overhead has no effect: a CPU has no CUDA graphs; drop it")
+    if not on_cpu and mode in ("reduce-overhead", "max-autotune"):
+        raise UserError(
+            f"--compile-mode {mode} replays CUDA graphs, which overwrite their last outputs, and here one graph serves "
+            "many blocks and micro-batches; use max-autotune-no-cudagraphs or default"
+        )
+    if missing := _missing_for_compiling(on_cpu=on_cpu):
+        raise UserError(
+            "--compile needs a C++ compiler (g++ or clang++) and Python's headers on a CPU, Triton and a C compiler on "
+            f"a GPU: {missing}; install it or drop --compile"
+        )
+    return ("--compile: the first step and the first evaluation compile the blocks, which may take minutes",)
+
+
+def _missing_for_compiling(*, on_cpu: bool) -> str:
+    """The first part of a compiler that this machine lacks; "" where it has all."""
+    if on_cpu:
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler:
+            return "there is no C++ compiler on this machine's PATH"
+    else:
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "Triton cannot be imported, or does not support this GPU"
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            return "there is no C compiler on this machine's PATH"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return "" if header.is_file() else f"there is no {header}"

@@ -1,0 +1,194 @@
+"""The model, its task and its pipeline stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from ds_vit.config import RunConfig
+from ds_vit.config.image_sizes import all_sizes
+from ds_vit.data import ImageConfig
+from ds_vit.data.augment.on_device import worker_transform
+from ds_vit.data.settings import resolve_pixels
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import (
+    MAIN_TOWER,
+    ModelSpec,
+    TimmViT,
+    check_kept,
+    check_sizes,
+    frozen_names,
+    image_size,
+    tower_names,
+    tower_of,
+)
+from ds_vit.parallel.tensor import check_cut, pays
+from ds_vit.planner.pipeline import stage_bounds
+from ds_vit.tasks import Task
+from ds_vit.training.resolve.data import DataConfig
+from ds_vit.weights import InitialCheckpoint, find_pretrained
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model, described and not yet made.
+
+    Attributes:
+        spec: which model, for timm.
+        whole: all of it, on the meta device: names and shapes.
+        task: its training task.
+        image: its input.
+        initial_checkpoint: the source of its weights; None for random ones, and in a run that resumes.
+        frozen: timm names of parameters that are not trained.
+        bounds: pipeline stage i has the layers from bounds[i] up to, and without, bounds[i + 1].
+        class_parallel: the classifier is sharded over classes.
+        notes: lines for people.
+    """
+
+    spec: ModelSpec
+    whole: nn.Module = field(repr=False)
+    task: Task
+    image: ImageConfig
+    initial_checkpoint: InitialCheckpoint | None
+    frozen: frozenset[str] = field(repr=False)
+    bounds: tuple[int, ...]
+    class_parallel: bool
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def reads_class_token(self) -> bool:
+        """Whether the last block may compute only what the head reads (models/last_block.py).
+
+        Not before a pipeline stage that holds only the head: tokens cross in the same shape as in evaluation.
+        """
+        *_, last, end = self.bounds
+        return end - last > 1
+
+
+def resolve_model(
+    config: RunConfig, explicit: frozenset[str], task_type: type[Task], data: DataConfig, *, resumes: bool
+) -> ModelConfig:
+    """Describe the model, and check its weights and how it is distributed.
+
+    Args:
+        config: the flags.
+        explicit: which of them were given.
+        task_type: of --task.
+        data: the splits and the batch.
+        resumes: the weights come from a checkpoint of this run.
+
+    Raises:
+        UserError: no such model, or classes, weights, degrees or a batch that do not fit it.
+    """
+    num_classes = _num_classes(config, task_type, data)
+    sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
+    if sizes:
+        config = dataclasses.replace(config, img_size=sizes[-1])
+    spec = ModelSpec(
+        name=config.model,
+        num_classes=num_classes,
+        img_size=config.img_size,
+        drop_path=config.drop_path if "drop_path" in explicit else None,
+        model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
+    )
+    whole = task_type.create_model(spec, config, for_training=not config.eval_only)
+    classes = data.train_source.class_names if task_type.has_classes else ()
+    initial, notes = (None, []) if resumes else _initial_weights(config, tower_of(whole, MAIN_TOWER), classes)
+    notes += _few_patches(whole)
+    if config.tp > 1:
+        for name in tower_names(whole):
+            check_cut(tower_of(whole, name), config.tp)
+    if config.drop_path_compute == "kept":
+        check_kept(whole)
+    frozen = frozen_names(whole, config.freeze, config.linear_probe)
+    image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
+    if sizes:
+        check_sizes(whole, config.model, sizes)
+    # Raises here what it would raise in a loader's worker.
+    for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
+        worker_transform(pixels, config.augment)
+    task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
+    task.check()
+    if task.teachers and config.model_ema:
+        raise UserError(f"--model-ema: --task {task.name} keeps an average of the weights, its teacher; drop the flag")
+    if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
+        raise UserError(f"--pp {config.pp}: --task {task.name} cannot be split into pipeline stages; use --pp 1")
+    return ModelConfig(
+        spec=spec,
+        whole=whole,
+        task=task,
+        image=image,
+        initial_checkpoint=initial,
+        frozen=frozen,
+        bounds=stage_bounds(config.pp_partition, config.pp, whole, frozen),
+        class_parallel=_class_parallel(config, num_classes),
+        notes=tuple(notes),
+    )
+
+
+def _initial_weights(
+    config: RunConfig, whole: TimmViT, classes: Sequence[str]
+) -> tuple[InitialCheckpoint | None, list[str]]:
+    """The source of the weights, and lines for people about it; None for random weights."""
+    if not config.pretrained and not config.initial_checkpoint:
+        if "." not in config.model:
+            return None, []
+        return None, [
+            f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"
+        ]
+    path: str | Path = config.initial_checkpoint
+    source = config.initial_checkpoint
+    if config.pretrained:
+        path, source = find_pretrained(whole)
+    initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed, classes=classes)
+    notes = [f"weights from {source}: {initial.summary}"]
+    if initial.left_out:
+        notes.append(f"{source} has a decoder of {len(initial.left_out)} tensors, which is left out")
+    if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
+        notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")
+    return initial, notes
+
+
+def _few_patches(whole: TimmViT) -> list[str]:
+    """Lines about pixels outside all patches, and about images with fewer than four patches."""
+    (height, width), (rows, columns) = image_size(whole), whole.patch_embed.grid_size
+    patch = getattr(whole.patch_embed, "patch_size", (height // rows, width // columns))
+    notes = []
+    if rows * patch[0] < height or columns * patch[1] < width:
+        nearest = f"{rows * patch[0]} or {(rows + 1) * patch[0]}"
+        notes.append(
+            f"images of {height} x {width} pixels have patches of {patch[0]} x {patch[1]} in {rows * patch[0]} x "
+            f"{columns * patch[1]} of them; the rest is not seen: use --img-size {nearest}"
+        )
+    number = rows * columns
+    if number < 4:
+        notes.append(
+            f"images of {height} x {width} pixels make {number} {'patch' if number == 1 else 'patches'} of "
+            f"{patch[0]} x {patch[1]}: attention has next to nothing to work with; a larger --img-size or smaller "
+            "patches (--model-kwargs patch_size=4) make more"
+        )
+    return notes
+
+
+def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:
+    """The classes of the head: --num-classes, else the data's; 0 for a task that has none."""
+    if not task_type.has_classes:
+        return 0
+    found = data.train_source.num_classes
+    if config.num_classes is not None and config.num_classes < found:
+        raise UserError(
+            f"--num-classes {config.num_classes} is smaller than the {found} classes of the data; "
+            f"use {found} or more, or leave the flag out"
+        )
+    return config.num_classes or found
+
+
+def _class_parallel(config: RunConfig, num_classes: int) -> bool:
+    """--class-parallel, "auto" resolved."""
+    if config.tp == 1 or config.class_parallel == "off":
+        return False
+    return config.class_parallel == "on" or pays(num_classes, config.tp)

@@ -1,0 +1,265 @@
+"""The optimizer, its learning rate and schedule, and the number of steps: from the flags and the DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_vit import config as flags
+from ds_vit.config import RunConfig
+from ds_vit.config.deepspeed_rules import check_grad_norm
+from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.units import parse_steps
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
+from ds_vit.optim.schedules import Schedule, check_warmup
+from ds_vit.training.resolve.data import DataConfig
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+from ds_vit.training.resolve.model import ModelConfig
+
+DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
+DEFAULT_EPOCHS = 300  # timm's
+DEFAULT_WARMUP_EPOCHS = 5  # timm's
+# Flags next to a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.
+_EXCLUDED = ("sched", "min_lr", "wsd_decay_fraction")
+_FILLS = {
+    "warmup_steps": "warmup_num_steps",
+    "warmup_epochs": "warmup_num_steps",
+    "warmup_lr": "warmup_min_lr",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, its schedule and its steps.
+
+    Attributes:
+        cls: its class.
+        arguments: of the class, the rate among them.
+        lr: the learning rate after warm-up.
+        decay: weight decay; None where neither JSON nor flags give one.
+        clip: largest norm of the gradient; 0 for no clipping.
+        fallback: parameters with another update rule; None where all have the same.
+        schedule: of the learning rate; None where the JSON's scheduler sets it.
+        scheduler: values for "auto" in the JSON's scheduler.
+        total_steps: steps that are run.
+        horizon: steps that the schedule is made for.
+        origins: dotted name in the JSON → where its number came from, where it is not the JSON's.
+        notes: lines for people.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    arguments: Mapping[str, Any]
+    lr: float
+    decay: float | None
+    clip: float
+    fallback: frozenset[str] | None = field(repr=False)
+    schedule: Schedule | None
+    scheduler: Mapping[str, float]
+    total_steps: int
+    horizon: int
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def weight_decay(self) -> float:
+        """Of the parameters that are decayed."""
+        return self.decay or 0.0
+
+    @property
+    def json_params(self) -> dict[str, float]:
+        """Values that replace those of the JSON's `optimizer.params`."""
+        return {"lr": self.lr} if self.decay is None else {"lr": self.lr, "weight_decay": self.decay}
+
+
+def resolve_optimizer(
+    config: RunConfig, explicit: frozenset[str], deepspeed: DeepSpeedSettings, data: DataConfig, model: ModelConfig
+) -> OptimizerConfig:
+    """The JSON's optimizer and scheduler, completed by the flags.
+
+    Raises:
+        UserError: an unsupported optimizer, or flags and a JSON that contradict each other.
+    """
+    path, notes = deepspeed.path, []
+    cls, arguments = optimizer_class(deepspeed.json.get("optimizer") or {}, path)
+    notes += rules_of(cls).notes(arguments)
+    if config.layer_decay not in (None, 1.0):
+        check_layer_decay(cls, arguments)
+    origins: dict[str, str] = {}
+    lr = _base_rate(config, cls, arguments, path)
+    if config.lr is not None or "lr" not in arguments:
+        origins[KEY_OF_FLAG["lr"]] = "--lr" if config.lr is not None else f"{cls.__name__}'s default"
+    lr, scaling = _scale_by_batch(config, lr, data.batch.global_batch)
+    notes += scaling
+    if scaling:
+        origins[KEY_OF_FLAG["lr"]] = "--lr-scale-by-batch"
+    clip = _from_json_or_flag(config, "clip_grad", deepspeed.json.get("gradient_clipping"), 0.0, path, origins)
+    if clip is None:
+        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
+        origins["gradient_clipping"] = "DeepSpeed's default"
+        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
+    check_grad_norm(deepspeed.json, path, clip=clip)
+    decay = arguments.get("weight_decay")
+    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
+    notes += check_weight_decay(cls, decay, path)
+    per_epoch = data.order.steps_per_epoch
+    total_steps, horizon = _count_steps(config, per_epoch)
+    schedule, scheduler = None, {}
+    if block := deepspeed.json.get("scheduler"):
+        _check_one_schedule(config, explicit, block, path)
+        scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, block, per_epoch, horizon, notes)}
+    else:
+        schedule = _make_schedule(config, per_epoch, horizon, lr, notes)
+    return OptimizerConfig(
+        cls=cls,
+        arguments={**arguments, "lr": lr},
+        lr=lr,
+        decay=decay,
+        clip=clip,
+        fallback=rules_of(cls).fallback(model.whole, arguments),
+        schedule=schedule,
+        scheduler=scheduler,
+        total_steps=total_steps,
+        horizon=horizon,
+        origins=origins,
+        notes=tuple(notes),
+    )
+
+
+def _from_json_or_flag(
+    config: RunConfig, flag: str, value: Any, fallback: float, path: str, origins: dict[str, str]
+) -> float | None:
+    """The flag's number, else the JSON's, else (for "auto") the fallback; None where neither gives one.
+
+    Where it is not the JSON's, its origin is added to `origins`.
+    """
+    given, key = getattr(config, flag), KEY_OF_FLAG[flag]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    if value not in (None, "auto") and not is_number:
+        raise UserError(f'{path}: {key} must be a number >= 0 or "auto", not {value!r}')
+    if given is not None:
+        origins[key] = flags.spelling(flag)
+        return given
+    if value == "auto":
+        origins[key] = "default"
+        return fallback
+    return None if value is None else float(value)
+
+
+def _base_rate(config: RunConfig, optimizer: type, arguments: Mapping[str, Any], path: str) -> float:
+    """--lr, else the JSON's, else the optimizer's own default.
+
+    Raises:
+        UserError: "auto" without --lr, or no number.
+    """
+    if config.lr is not None:
+        return config.lr
+    lr = arguments.get("lr")
+    if lr == "auto":
+        raise UserError(f'{path}: optimizer.params.lr is "auto" and there is no --lr; give one')
+    if lr is None:
+        lr = inspect.signature(optimizer.__init__).parameters["lr"].default
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or lr < 0:
+        raise UserError(f"{path}: optimizer.params.lr must be a number >= 0, not {lr!r}")
+    return float(lr)
+
+
+def _scale_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[float, list[str]]:
+    """The rate after --lr-scale-by-batch, and a line that says so."""
+    if config.lr_scale_by_batch == "none":
+        return lr, []
+    ratio = global_batch / config.lr_base_size
+    scaled = lr * (ratio if config.lr_scale_by_batch == "linear" else ratio**0.5)
+    formula = (
+        f"{lr:g} x {'' if config.lr_scale_by_batch == 'linear' else 'sqrt '}({global_batch} / {config.lr_base_size})"
+    )
+    return scaled, [f"learning rate {formula} = {scaled:g}"]
+
+
+def _count_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
+    """(steps that are run, the schedule's horizon). With --epochs, --max-steps only stops early.
+
+    Raises:
+        UserError: --profile-steps asks for one that is not run.
+    """
+    if config.epochs is None and config.max_steps is not None:
+        run = horizon = config.max_steps
+    else:
+        horizon = (config.epochs or DEFAULT_EPOCHS) * steps_per_epoch
+        run = min(horizon, config.max_steps or horizon)
+    if parse_steps(config.profile_steps, "--profile-steps").stop > run + 1:
+        raise UserError(f"--profile-steps {config.profile_steps}: the run has {run} steps")
+    return run, horizon
+
+
+def _check_one_schedule(config: RunConfig, explicit: frozenset[str], block: Mapping[str, Any], path: str) -> None:
+    """Reject flags of a schedule next to the JSON's scheduler, except those that fill an "auto" of its parameters."""
+    params = block.get("params") or {}
+    names = (*_EXCLUDED, *(name for name, parameter in _FILLS.items() if params.get(parameter) != "auto"))
+    both = [flags.spelling(n) for n in names if n in explicit and getattr(config, n) != flags.default_of(n)]
+    if both:
+        raise UserError(
+            f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
+        )
+
+
+def _make_schedule(config: RunConfig, steps_per_epoch: int, horizon: int, lr: float, notes: list[str]) -> Schedule:
+    """The flags' schedule over `horizon` steps; lines for people are added to `notes`."""
+    return Schedule(
+        name=config.sched,
+        base_lr=lr,
+        total_steps=horizon,
+        warmup_steps=_warmup_steps(config, steps_per_epoch, horizon, notes),
+        warmup_lr=config.warmup_lr,
+        min_lr=config.min_lr,
+        decay_fraction=config.wsd_decay_fraction,
+    )
+
+
+def _fill_scheduler(
+    config: RunConfig,
+    explicit: frozenset[str],
+    block: Mapping[str, Any],
+    per_epoch: int,
+    horizon: int,
+    notes: list[str],
+) -> dict[str, float]:
+    """The flags' values for "auto" in the JSON's scheduler, except the rate after warm-up.
+
+    Raises:
+        UserError: a warm-up that does not fit into the run.
+    """
+    warmup = 1
+    if (block.get("params") or {}).get("warmup_num_steps") == "auto":
+        warmup = _warmup_steps(config, per_epoch, horizon, notes)
+        check_warmup(warmup, horizon)
+        if warmup < 2:
+            notes.append(f"scheduler.params.warmup_num_steps: DeepSpeed warms up for at least 2 steps, not {warmup}")
+    return {
+        # From 0 where no flag says otherwise, as in Hugging Face's integration.
+        "warmup_min_lr": config.warmup_lr if "warmup_lr" in explicit else 0.0,
+        "warmup_num_steps": max(1, warmup),
+        "total_num_steps": horizon,
+    }
+
+
+def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    if config.warmup_epochs is not None:
+        return round(config.warmup_epochs * steps_per_epoch)
+    if config.sched == "constant":
+        return 0
+    warmup = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
+    if warmup >= horizon:
+        warmup = horizon // 20
+        instead = f"warming up for {warmup}" if warmup else "fewer than 20 steps begin at the full rate, without any"
+        notes.append(
+            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: {instead} "
+            "(--warmup-steps or --warmup-epochs decides)"
+        )
+    return warmup

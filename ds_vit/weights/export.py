@@ -1,0 +1,215 @@
+"""Write weights for another tool (a timm folder, a Hugging Face folder, ONNX), load them there and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from timm.models._hub import save_config_for_hf
+
+from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.weights import hf
+from ds_vit.weights.files import find_weights, names_as_metadata
+from ds_vit.weights.source import Exported, Predict, load_source
+
+TOLERANCE = 1e-4
+_BATCHES = (1, 3)  # two sizes: a batch size fixed in the export shows
+# Entries of timm's registry that describe timm's weights of that name, and no others.
+_OF_OTHER_WEIGHTS = ("tag", "license", "origin_url", "paper_ids", "paper_name", "notes", "source_license")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The result of checking an export.
+
+    Attributes:
+        folder: of the export; it exists if the difference is `within` the tolerance.
+        reader: the tool that loaded it back.
+        largest: largest difference of a logit.
+        scale: largest magnitude of a logit of the source.
+    """
+
+    folder: Path
+    reader: str
+    largest: float
+    scale: float
+
+    @property
+    def within(self) -> bool:
+        """Whether the difference is within the tolerance, relative to the logits where they are larger than 1."""
+        return self.largest <= TOLERANCE * max(1.0, self.scale)  # False for NaN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder}: loaded back by {self.reader}; largest difference of the logits {self.largest:.1e} "
+            f"(largest logit {self.scale:.2f})"
+        )
+
+
+def _write_timm_config(exported: Exported, path: Path) -> None:
+    """timm's description of the model and of how its images are prepared."""
+    pixels = {name: value for name in PIXEL_FLAGS if (value := getattr(exported.image, name)) is not None}
+    labels = {"label_names": list(exported.labels)} if exported.labels else {}
+    cfg = exported.model.pretrained_cfg
+    exported.model.pretrained_cfg = {name: cfg[name] for name in cfg if name not in _OF_OTHER_WEIGHTS}
+    save_config_for_hf(exported.model, str(path), model_config=labels, data_config=pixels)
+
+
+def _write_timm(exported: Exported, folder: Path) -> None:
+    """Write config.json and model.safetensors (one file, however large: timm reads no shards)."""
+    metadata = names_as_metadata(exported.labels)
+    save_weights(folder, exported.model.state_dict(), max_bytes=2**62, metadata=metadata)
+    _write_timm_config(exported, folder / "config.json")
+
+
+def _load_timm(folder: Path) -> Predict:
+    return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter warns of steps that succeed."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _write_onnx(exported: Exported, folder: Path) -> None:
+    """Write model.onnx (input `images` float32 [batch, 3, H, W], output `logits`) and timm's config.json.
+
+    Its metadata has `class_names`, a JSON list, if the names are known. Weights above ONNX's limit of 2 GB go into
+    model.onnx.data in the same folder.
+    """
+    images = torch.zeros(2, 3, *exported.image.img_size)
+    large = sum(tensor.numel() * tensor.element_size() for tensor in exported.model.state_dict().values()) > 1.5e9
+    with _quiet():
+        program = torch.onnx.export(
+            exported.model,
+            (images,),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            dynamo=True,
+            verbose=False,
+        )
+    program.model.metadata_props.update(names_as_metadata(exported.labels))
+    program.save(folder / "model.onnx", external_data=large)
+    _write_timm_config(exported, folder / "config.json")
+
+
+def _load_onnx(folder: Path) -> Predict:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+class _Format(NamedTuple):
+    """A format to export to.
+
+    Attributes:
+        write: writes a model into an empty folder.
+        load: loads that folder as the tool does.
+        reader: the package that loads it.
+        packages: needed in addition to the required ones.
+    """
+
+    write: Callable[[Exported, Path], None]
+    load: Callable[[Path], Predict]
+    reader: str
+    packages: tuple[str, ...] = ()
+
+
+_FORMATS = {
+    "timm": _Format(_write_timm, _load_timm, "timm"),
+    "hf": _Format(hf.write, hf.load, "transformers", ("transformers",)),
+    "onnx": _Format(_write_onnx, _load_onnx, "onnxruntime", ("onnx", "onnxruntime", "onnxscript")),
+}
+FORMATS = tuple(_FORMATS)
+
+
+def export(
+    source: str | Path,
+    to: str,
+    *,
+    weights: str = "raw",
+    checkpoint: str = "",
+    output: str | Path | None = None,
+    labels: str | Path | None = None,
+    **settings: Any,
+) -> Difference:
+    """Write weights for another tool, and check them there.
+
+    Args:
+        source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
+        to: "timm" (a folder that `timm.create_model("local-dir:…", pretrained=True)` reads), "hf" (a folder that
+            `ViTForImageClassification.from_pretrained` reads) or "onnx" (model.onnx, batch of any size).
+        weights: "raw", or "ema" for the moving average.
+        checkpoint: which one of a run's; see `find_weights`.
+        output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
+        labels: a file of class names, one a line, in the order of the logits; None for those stored with the weights.
+        settings: model and pixel flags by their recipe names; they override the run's config.yaml.
+
+    Returns:
+        The largest difference of logits on random images between the source and the export as its tool loads it.
+        The folder is kept only if it is `within` the tolerance.
+
+    Raises:
+        UserError: invalid input, a model that the tool has no class for, or a missing package.
+    """
+    if to not in _FORMATS:
+        raise UserError(f"cannot export to {to!r}; known are {', '.join(FORMATS)}")
+    tool = _FORMATS[to]
+    if missing := [package for package in tool.packages if find_spec(package) is None]:
+        raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh export")
+    stored = find_weights(source, weights, checkpoint)
+    folder = Path(output) if output else stored.folder / f"export-{to}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
+    exported = load_source(stored, settings, labels)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--output {folder}: {error.strerror}") from None
+    try:
+        tool.write(exported, partial)
+        largest, scale = _compare(exported.model, tool.load(partial), exported.image.img_size)
+        difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale)
+        if difference.within:
+            partial.replace(folder)
+        return difference
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@torch.no_grad()
+def _compare(model: Predict, other: Predict, img_size: tuple[int, int]) -> tuple[float, float]:
+    """Compare two models, [B, 3, H, W] → logits [B, C], on random images in batches of 1 and 3.
+
+    Returns:
+        The largest difference of a logit, and the largest magnitude of a logit of `model`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(size, 3, *img_size, generator=generator) for size in _BATCHES]
+    expected, given = (torch.cat([predict(images) for images in batches]) for predict in (model, other))
+    # torch's max keeps a NaN
+    largest = float((expected - given).abs().max()) if expected.shape == given.shape else float("inf")
+    return largest, float(expected.abs().max())

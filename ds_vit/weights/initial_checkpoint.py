@@ -1,0 +1,274 @@
+"""Initial weights from a file (`--initial-checkpoint`) or of timm (`--pretrained`), checked and loaded layer by layer.
+
+Names and shapes are compared with the model's before anything is loaded. Position embeddings of another size, and on
+request patch kernels, are resampled by timm's own `checkpoint_filter_fn`, which also translates foreign names. The
+result for each tensor is kept, to be reported.
+
+timm's weights come from huggingface_hub's cache ($HF_HUB_CACHE, $HF_HOME/hub; a cached file is used without the
+network) or from the Hub. Of the processes of a host one downloads; the others wait at huggingface_hub's file lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from timm.models import vision_transformer
+from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
+from torch import nn
+
+from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
+from ds_vit.models.param_groups import classifier_names
+from ds_vit.models.zoo import TimmViT, names_and_shapes
+from ds_vit.weights.files import class_names, config_beside, open_weights
+from ds_vit.weights.hf_names import check_hf_config
+
+_RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
+
+
+def enumerate_some(names: Sequence[str]) -> str:
+    """The first five, and how many more."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _filter_function(model: TimmViT) -> Callable[..., dict[str, torch.Tensor]]:
+    """timm's `checkpoint_filter_fn` as timm binds it for this name when it loads its own weights."""
+    name = model.pretrained_cfg["architecture"]
+    module = timm.models.model_entrypoint(name).__module__
+    filter_function = import_module(module).checkpoint_filter_fn
+    if module.endswith(".deit"):
+        return partial(filter_function, adapt_layer_scale=True)
+    if "flexi" in name:
+        return partial(filter_function, interpolation="bilinear", antialias=False)
+    if "radio" in name:
+        align_corners = any(part in name for part in vision_transformer._RADIO_ALIGN_CORNERS)
+        return partial(filter_function, interpolation="bilinear", antialias=False, align_corners=align_corners)
+    return filter_function
+
+
+def require_tensors(contents: Mapping[str, Any]) -> None:
+    """Reject a dictionary that holds other values than tensors, or nothing."""
+    others = [f"{name} ({type(v).__name__})" for name, v in contents.items() if not isinstance(v, torch.Tensor)]
+    if others or not contents:
+        raise UserError(f"it is no state dict: it holds {', '.join(others[:5]) or 'nothing'}")
+
+
+def _translate(model: TimmViT, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as timm's filter returns them: resampled, and under timm's names."""
+    try:
+        return _filter_function(model)(tensors, model)
+    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"timm cannot translate it ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _other_shapes(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """The shapes, in the file, of kernels and positions that have another one in the model.
+
+    Under foreign names too: a file has one kernel of as many channels, and positions whose name says so.
+    """
+    other = {}
+    kernel, positions = (wanted.get(name, torch.Size()) for name in _RESAMPLED[::-1])
+    for name, shape in given.items():
+        if len(shape) == 4 and shape[:2] == kernel[:2] and shape != kernel:
+            other["patch_embed.proj.weight"] = shape
+        is_position = name.rsplit(".", 1)[-1].startswith("pos") and len(shape) in (2, 3)
+        if is_position and positions and shape[-1] == positions[-1] and shape[-2] != positions[-2]:
+            other["pos_embed"] = shape
+    return other
+
+
+def _new_classifier(
+    model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size]
+) -> tuple[str, ...]:
+    """The classifier's parameters, if the file has none or one of another number of classes."""
+    own = sorted(classifier_names(model))
+    other_classes = all(
+        name in given and given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in own
+    )
+    return tuple(own) if other_classes or not any(name in given for name in own) else ()
+
+
+class InitialCheckpoint:
+    """A file of initial weights that fits a model.
+
+    Attributes:
+        newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and a
+            masked autoencoder's decoder, if the file has none. They keep their drawn values.
+        left_out: parameters of a masked autoencoder's decoder, which the file has and the model does not.
+        adapted: resampled tensors by name, with their shape in the file.
+        ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
+            translation of foreign names leaves out or merges into others.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: TimmViT,
+        *,
+        resample_patch_embed: bool = False,
+        classes: Sequence[str] = (),
+    ) -> None:
+        """Open a checkpoint and compare its names and shapes with the model's.
+
+        Args:
+            path: see `files.py`.
+            model: the description of the model, on the meta device.
+            resample_patch_embed: let kernels of another patch size be resampled, as positions are.
+            classes: names of the model's classes; if the file names the same in another order, its classifier follows.
+
+        Raises:
+            UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
+                the number of classes; the first five differences are named.
+        """
+        path = Path(path)
+        tensors = open_weights(path)
+        decoder = sorted(decoder_names(model))
+        self.left_out = () if decoder else tuple(filter(is_of_decoder, tensors))
+        self._wanted = names_and_shapes(model)
+        try:
+            check_hf_config(config_beside(path), model)
+            self._fit(
+                model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed
+            )
+        except UserError as error:
+            architecture = model.pretrained_cfg["architecture"]
+            raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
+        self._classifier = classifier_names(model) - {*self.newly_initialised}
+        self._rows, self._note = self._class_rows(class_names(path), classes)
+
+    def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
+        """The file's row of each class where the order differs, and a line for people."""
+        theirs = list(theirs)
+        if not self._classifier or not theirs or not ours or theirs == list(ours):
+            return None, ""
+        if len({*theirs}) == len(theirs) and sorted(theirs) == sorted(ours):
+            return [theirs.index(name) for name in ours], "classifier rows reordered by the names of the classes"
+        unknown = sorted({*ours} - {*theirs})
+        return None, f"the file's classes have other names (not {enumerate_some(unknown)}): its rows are used by number"
+
+    def _fit(self, model: TimmViT, tensors: dict[str, torch.Tensor], resample_patch_embed: bool) -> None:
+        """Translate and compare; UserError for what differs."""
+        wanted, decoder = self._wanted, sorted(decoder_names(model))
+        self._foreign = not set(tensors) <= set(wanted)
+        if not self._foreign:
+            require_tensors(tensors)  # among foreign names timm decides which are used
+        opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        parameters = [name for name, _ in model.named_parameters() if name in opened]
+        if integers := [name for name in parameters if not opened[name].is_floating_point()]:
+            raise UserError(
+                f"it holds no floating-point numbers in {len(integers)} tensors ({', '.join(integers[:5])}): convert "
+                "quantised weights back first"
+            )
+        shapes = {name: tensor.shape for name, tensor in opened.items()}
+        self.adapted = _other_shapes(shapes, wanted)
+        if "patch_embed.proj.weight" in self.adapted and not resample_patch_embed:
+            theirs, ours = (tuple(s["patch_embed.proj.weight"][2:]) for s in (self.adapted, wanted))
+            raise UserError(
+                f"it is of patches of {theirs[0]} x {theirs[1]} pixels, and the model's are {ours[0]} x {ours[1]}; "
+                f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
+            )
+        if self._foreign:
+            self._values = _translate(model, tensors)
+            require_tensors(self._values)
+        else:
+            self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
+        if not classifier_names(model):
+            self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
+        given = {name: tensor.shape for name, tensor in self._values.items()}
+        self.newly_initialised = (
+            *_new_classifier(model, wanted, given),
+            *(() if any(name in given for name in decoder) else decoder),
+        )
+        in_file, in_model = ({name: str(tuple(s)) for name, s in shapes.items()} for shapes in (given, wanted))
+        differences = [
+            f"{name} is {in_file.get(name, 'missing')} in the file and {in_model.get(name, 'missing')} in the model"
+            for name in in_model | in_file
+            if name not in self.newly_initialised and in_file.get(name) != in_model.get(name)
+        ]
+        if differences:
+            raise UserError(
+                f"a model of {len(wanted)} tensors, in {len(differences)} places: {'; '.join(differences[:5])}"
+            )
+        used = set(wanted) - set(self.newly_initialised)
+        if self._foreign:  # under other names, in the same memory
+            memory = {tensor.untyped_storage().data_ptr() for tensor in self._values.values()}
+            used |= {name for name, tensor in opened.items() if tensor.untyped_storage().data_ptr() in memory}
+        self.ignored = {name: shape for name, shape in shapes.items() if name not in used}
+
+    @property
+    def summary(self) -> str:
+        """The tensors that are loaded, resampled, newly initialised and ignored, for people."""
+        num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
+        how = "under names that timm translates" if self._foreign else "as they are"
+        parts = [f"{num_taken} of {len(self._wanted)} tensors taken {how}"]
+        adapted = [f"{name} {tuple(s)} in the file to {tuple(self._wanted[name])}" for name, s in self.adapted.items()]
+        ignored = [f"{name} {tuple(shape)}" for name, shape in sorted(self.ignored.items())]
+        parts += [f"resampled: {', '.join(adapted)}"] if adapted else []
+        parts += [f"newly initialised: {enumerate_some(self.newly_initialised)}"] if self.newly_initialised else []
+        parts += [f"ignored: {enumerate_some(ignored)}"] if ignored else []
+        parts += [self._note] if self._note else []
+        return "; ".join(parts)
+
+    def covers(self, layer: nn.Module) -> bool:
+        """Whether the file gives every value of a layer."""
+        return not any(name in self.newly_initialised for name in layer.state_dict())
+
+    def load(self, layer: nn.Module) -> None:
+        """Copy the file's values into a layer of `take_apart`; only these are read."""
+        with torch.no_grad():
+            for name, tensor in layer.state_dict().items():
+                if name not in self.newly_initialised:
+                    value = self._values[name]
+                    tensor.copy_(value[self._rows] if self._rows and name in self._classifier else value)
+
+
+def find_pretrained(model: TimmViT) -> tuple[Path, str]:
+    """timm's weights of a model's name, downloaded if they are not in the cache.
+
+    Args:
+        model: from `create_model`; its `pretrained_cfg` says which: the tag given, else timm's default.
+
+    Returns:
+        The file in the cache; the name with its tag, the repository and the revision, for people.
+
+    Raises:
+        UserError: timm has none of that name, or they are neither cached nor can be downloaded; the message names
+            the file and where to put it.
+    """
+    cfg = model.pretrained_cfg
+    name = f"{cfg['architecture']}.{cfg['tag']}" if cfg.get("tag") else cfg["architecture"]
+    repository = cfg.get("hf_hub_id")
+    if not repository:
+        way_out = "drop the flag, or use one of the names of `timm.list_pretrained('vit_*')`"
+        if cfg.get("url"):
+            way_out = f"download {cfg['url']} and give that file by --initial-checkpoint"
+        raise UserError(f"--pretrained: timm has no weights of {name} on the Hugging Face Hub; {way_out}")
+    whole = cfg.get("hf_hub_filename") or HF_WEIGHTS_NAME
+    files = [*_get_safe_alternatives(whole), whole]  # timm's order: safetensors first
+    cached = (try_to_load_from_cache(repository, file) for file in files)
+    path = next((path for path in cached if isinstance(path, str)), None) or _download(name, repository, files)
+    return Path(path), f"{name} ({repository}, revision {Path(path).parent.name[:12]})"
+
+
+def _download(name: str, repository: str, files: list[str]) -> str:
+    """The first of the files that the repository has; UserError if none can be downloaded."""
+    reasons = ["HF_HUB_OFFLINE is set"] if constants.HF_HUB_OFFLINE else []
+    for file in files:
+        try:
+            return hf_hub_download(repository, file)
+        except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+            reasons.append(first_line(error.__cause__ or error))
+    folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", "main")
+    raise UserError(
+        f"--pretrained: the weights of {name} are not in the Hugging Face cache and cannot be downloaded "
+        f"({reasons[0]}): download {constants.ENDPOINT}/{repository}/resolve/main/{files[0]} to {folder / files[0]}, "
+        "or give that file by --initial-checkpoint in place of --pretrained"
+    )

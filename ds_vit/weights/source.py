@@ -1,0 +1,118 @@
+"""The weights that are exported, in timm's own model, with how its images are prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
+
+from ds_vit import config as flags
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import names_with
+from ds_vit.data import ImageConfig
+from ds_vit.data.settings import resolve_pixels
+from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.models import ModelSpec, TimmViT, create_model, image_size
+from ds_vit.tasks import task_of
+from ds_vit.weights.files import StoredWeights
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint
+
+Predict = Callable[[torch.Tensor], torch.Tensor]
+"""A model: images [B, 3, H, W] → logits [B, C]."""
+
+MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
+_RUN_FLAGS = names_with(Scope.WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model with its weights, and what another tool has to know about it.
+
+    Attributes:
+        model: timm's, on the CPU in fp32, in evaluation mode.
+        image: how evaluation prepares its input.
+        labels: the classes' names, one for each logit; empty where nothing says them.
+        weights: where the weights come from.
+        bce: trained with binary cross-entropy: each logit is for its class only.
+    """
+
+    model: TimmViT
+    image: ImageConfig
+    labels: tuple[str, ...]
+    weights: StoredWeights
+    bce: bool = False
+
+
+def model_spec(values: Mapping[str, Any]) -> ModelSpec:
+    """The spec that flags (by their recipe names) ask for; UserError without --model."""
+    if not values.get("model"):
+        raise UserError("no config.yaml says which model these weights are of: give --model")
+    size = values.get("img_size")
+    classes = {} if values.get("num_classes") is None else {"num_classes": values["num_classes"]}
+    return ModelSpec(values["model"], img_size=size, model_kwargs=values.get("model_kwargs") or {}, **classes)
+
+
+def load_source(
+    weights: StoredWeights, settings: Mapping[str, Any], labels: str | Path | None = None, *, classifier: bool = True
+) -> Exported:
+    """Build timm's model and load the weights.
+
+    Args:
+        weights: where they are.
+        settings: flags by their recipe names; they override the run's config.yaml.
+        labels: a file of class names, one a line; None for those stored with the weights.
+        classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
+
+    Raises:
+        UserError: the weights are damaged or do not fit the model, there is no model, or another number of labels
+            than classes.
+    """
+    weights.verify()
+    stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
+    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}
+    if not task_of(values).has_classes:
+        values["num_classes"] = 0  # only the encoder, which has no classifier
+    spec = model_spec(values)
+    create = partial(create_model, spec, for_training=False, classifier=spec.num_classes > 0)
+    checkpoint = InitialCheckpoint(weights.path, create())
+    if checkpoint.newly_initialised and classifier:
+        raise UserError(
+            f"{weights.path} has no classifier of {spec.num_classes} classes "
+            f"({', '.join(checkpoint.newly_initialised)}): give the --num-classes that it has"
+        )
+    torch.manual_seed(0)  # timm draws initial values; all of them are overwritten
+    model = create(device="cpu")
+    checkpoint.load(model)
+    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
+    names = _labels(labels, weights, model) if classifier else ()
+    return Exported(model.eval(), image, names, weights, bce=bool(values.get("bce_loss")))
+
+
+def _names_of_timm(model: TimmViT) -> tuple[str, ...]:
+    """ImageNet's class names, for the weights of a tagged name (`vit_tiny_patch16_224.augreg_in21k_ft_in1k`)."""
+    subset = infer_imagenet_subset(model.pretrained_cfg) if model.pretrained_cfg.get("tag") else None
+    if subset is None or model.num_classes != model.pretrained_cfg["num_classes"]:
+        return ()
+    return tuple(ImageNetInfo(subset).label_descriptions())
+
+
+def _labels(path: str | Path | None, weights: StoredWeights, model: TimmViT) -> tuple[str, ...]:
+    """The class names from a file, else those stored with the weights; LABEL_<number> for classes without one."""
+    num_classes = model.num_classes
+    if path is None:
+        names = weights.class_names or (() if weights.recipe else _names_of_timm(model))
+        if len(names) > num_classes:
+            raise UserError(
+                f"{weights.path} comes with the names of {len(names)} classes and the model has {num_classes}; correct "
+                "--num-classes, or name them with --labels FILE"
+            )
+        return names and (*names, *(f"LABEL_{number}" for number in range(len(names), num_classes)))
+    names = tuple(line.strip() for line in read_text(path, "--labels ").splitlines() if line.strip())
+    if len(names) != num_classes:
+        raise UserError(f"--labels {path} has {len(names)} names and the model {num_classes} classes")
+    return names

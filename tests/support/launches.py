@@ -1,0 +1,53 @@
+"""The training that every launcher's test starts, and what one process makes of it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import oracle
+from curves import train_in
+from project import ROOT
+from ranks import RankPool
+
+from ds_vit.run_folder import RunFolder
+
+GLOBAL_BATCH = 16
+NASTY = """out 'it' "$(touch pwned)"; touch pwned `touch pwned` $HOME & * \\"""
+"""A folder's name that no shell may see unquoted."""
+
+
+def training(data: Path, steps: int = 4) -> list[str]:
+    """Arguments of launch/train.py but for output, batch and layout: CIFAR-10 JPEGs, everything random switched on."""
+    words = [
+        *("--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "--data-dir", data),
+        *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--drop-path", 0.2),
+        *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--reprob", 0.5),
+        *("--warmup-steps", 2, "--lr", 2e-3, "--log-interval", 1, "--eval-interval", 0),
+        *("--epochs", 100_000, "--max-steps", steps, "--workers", 0, "--checkpoint-interval", 0),
+    ]
+    return [str(word) for word in words]
+
+
+def cifar_folder(folder: Path, real_images: Path) -> Path:
+    """A small folder of CIFAR-10 JPEGs."""
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 103, "train")
+    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
+    return folder
+
+
+def alone(ranks: RankPool, data: Path, steps: int = 4) -> list[dict]:
+    """The rows of one process on its own."""
+    return train_in(ranks, 1, [*training(data, steps), "--batch-size", str(GLOBAL_BATCH)])
+
+
+def last_step(output: Path) -> int:
+    """The last step that `metrics.jsonl` has; 0 while there is none."""
+    folder = RunFolder(output)
+    return max((row["step"] for row in folder.rows("train")), default=0) if folder.metrics.exists() else 0
+
+
+def explain(done: subprocess.CompletedProcess, output: Path | None = None) -> str:
+    """All that a failed launch has said."""
+    logs = sorted(output.parent.glob("**/rank-*.log")) if output else []
+    return "\n".join([done.stdout, done.stderr, *(f"---- {log.name}\n{log.read_text()[-3000:]}" for log in logs)])

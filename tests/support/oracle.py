@@ -1,0 +1,196 @@
+"""The outside oracle: a plain single-process loop of timm and torch, without DeepSpeed and without any of our code.
+
+`command` is our run of the same: these images, weights and settings.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torchvision
+from project import ROOT
+from safetensors.torch import load_file, save_file
+from timm.optim import Lamb, Lars, muon, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim.muon import zeropower_via_newtonschulz
+from timm.utils import ModelEmaV3
+
+MODEL = "vit_tiny_patch16_224"
+KWARGS = {"patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 3}
+DEEP_KWARGS = {"patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 4}
+"""Split by 2 and 4 pipeline stages and by 2 tensor-parallel ranks."""
+IMG_SIZE, NUM_IMAGES = 32, 32
+LR, SGD_LR, WEIGHT_DECAY, CLIP, STEPS, EMA_DECAY, LAYER_DECAY = 1e-3, 0.5, 0.05, 0.1, 10, 0.8, 0.7
+# eps 1e-6: with a smaller one Adam scales the rounding of gradients that are zero up to the learning rate.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "adamw": {"type": "AdamW", "params": {"lr": LR, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}},
+    "lamb": {"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}},
+    "lars": {"type": "Lars", "params": {"lr": 1.0, "trust_coeff": 0.02, "momentum": 0.9, "weight_decay": WEIGHT_DECAY}},
+    "muon": {"type": "Muon", "params": {"lr": 0.02, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}},
+    "sgd": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": WEIGHT_DECAY}},
+    "layer decay": {"type": "AdamW", "params": {"lr": 2e-3, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}},
+}
+
+
+PLAIN = [
+    *("--no-aug", "--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", ""),
+    *("--sched", "constant", "--warmup-epochs", 0, "--max-steps", STEPS),
+]
+"""Flags of a run without anything random."""
+
+
+class Curve(NamedTuple):
+    """Rows as in metrics.jsonl (loss before the update, norm before clipping), final weights, timm's average."""
+
+    rows: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+    ema: dict[str, torch.Tensor]
+
+
+def kwargs_words(kwargs: dict[str, Any] = KWARGS) -> list[str]:
+    """The model's arguments as the command line takes them."""
+    return ["--model-kwargs", *(f"{k}={v}" for k, v in kwargs.items())]
+
+
+def cifar_folder(archive: Path, folder: Path, num_images: int, split: str) -> None:
+    """Unpack the first images of each class, `num_images` in all, into `folder/split/<class>/`."""
+    with tarfile.open(archive) as tar:
+        files = sorted((m for m in tar.getmembers() if m.isfile()), key=lambda m: (Path(m.name).name, m.name))
+        for member in files[:num_images]:
+            target = folder / split / Path(member.name).parent.name / Path(member.name).name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(tar.extractfile(member).read())
+
+
+def write_weights(path: Path, *, num_classes: int, seed: int = 0, name: str = MODEL, **kwargs: Any) -> None:
+    """A timm model's random weights as a safetensors file; random also where timm starts at zero or one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = timm.create_model(name, num_classes=num_classes, img_size=IMG_SIZE, **{**KWARGS, **kwargs})
+    state = {n: p + 0.05 * torch.randn(p.shape, generator=generator) for n, p in model.state_dict().items()}
+    save_file(state, str(path))
+
+
+def timm_optimizer(
+    kind: str, model: torch.nn.Module, layer_decay: float | None = None, **changes: Any
+) -> torch.optim.Optimizer:
+    """The optimizer and parameter groups of timm's train.py for a row of `BLOCKS`, with changed arguments."""
+    params = {**BLOCKS[kind]["params"], **changes}
+    decay = params.pop("weight_decay")
+    no_decay = model.no_weight_decay()
+    fallback = {"fallback_list": params.pop("fallback_list", ())}
+    if kind == "layer decay" or layer_decay:
+        groups = param_groups_layer_decay(model, decay, no_decay, layer_decay=layer_decay or LAYER_DECAY, **fallback)
+        for group in groups:
+            group["lr"] = params["lr"] * group["lr_scale"]
+    else:
+        groups = param_groups_weight_decay(model, decay, no_weight_decay_list=no_decay, **fallback)
+    if BLOCKS[kind]["type"] == "Lamb":
+        return Lamb(groups, max_grad_norm=None, **params)
+    if BLOCKS[kind]["type"] == "Muon":
+        dtype = getattr(torch, params.pop("ns_dtype", "float32"))  # timm's has no such argument
+        muon.zeropower_via_newtonschulz = partial(zeropower_via_newtonschulz, dtype=dtype)
+        return muon.Muon(groups, **params)
+    return {"Lars": Lars, "AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[BLOCKS[kind]["type"]](groups, **params)
+
+
+def train_on(
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    weights: Path,
+    kind: str = "adamw",
+    make: Callable[..., torch.optim.Optimizer] = timm_optimizer,
+    *,
+    name: str = MODEL,
+    frozen: Sequence[str] = (),
+    model_kwargs: dict[str, Any] = KWARGS,
+    **changes: Any,
+) -> Curve:
+    """Train on given batches of 10 classes, one a step: images float32 [B, 3, H, W], labels int64 [B].
+
+    fp32, cross-entropy without smoothing, weight decay by timm's own grouping, `clip_grad_norm_`. `frozen` are the
+    modules and parameters directly under the model that are not trained; `changes` are the optimizer's.
+    """
+    model = timm.create_model(name, num_classes=10, img_size=IMG_SIZE, **model_kwargs)
+    model.load_state_dict(load_file(str(weights)))
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name.split(".")[0] not in frozen)
+    optimizer = make(kind, model, **changes)
+    ema = ModelEmaV3(model, decay=EMA_DECAY)
+    rows: list[dict[str, Any]] = []
+    for step, (images, labels) in enumerate(batches, start=1):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        ema.update(model, step=step)
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    return Curve(rows, model.state_dict(), ema.module.state_dict())
+
+
+def train_plainly(folder: Path, kind: str = "adamw", *args: Any, steps: int = STEPS, **kwargs: Any) -> Curve:
+    """`train_on` the images of a folder, all of them in each step, from the weights that lie there."""
+    pixels = torchvision.transforms.Compose(
+        [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    )
+    data = torchvision.datasets.ImageFolder(str(folder / "train"), pixels)
+    images = torch.stack([image for image, _ in data])
+    labels = torch.tensor([label for _, label in data])
+    return train_on([(images, labels)] * steps, folder / "weights.safetensors", kind, *args, **kwargs)
+
+
+def command(
+    folder: Path,
+    kind: str,
+    layout: tuple[int, int, int, int],
+    output: Path,
+    *words: Any,
+    recipe: Sequence[Any] = PLAIN,
+    params: dict[str, Any] | None = None,
+    blocks: dict[str, Any] | None = None,
+    model_kwargs: dict[str, Any] = KWARGS,
+    num_images: int = NUM_IMAGES,
+) -> list[str]:
+    """The command line of our run, its batch in two micro-batches; its JSON is written next to the output.
+
+    Args:
+        folder: of images and weights.
+        kind: a row of `BLOCKS`.
+        layout: pp, dp, tp and the ZeRO stage.
+        output: the run's folder.
+        words: further flags, which win.
+        recipe: flags of data, augmentation and schedule.
+        params: of the optimizer, that differ.
+        blocks: of the JSON, that differ.
+        model_kwargs: of the model.
+        num_images: that `folder` has: the global batch.
+    """
+    pp, dp, tp, stage = layout
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    data["optimizer"] = {"type": BLOCKS[kind]["type"], "params": {**BLOCKS[kind]["params"], **(params or {})}}
+    data |= {"gradient_clipping": CLIP, **(blocks or {})}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    config = output.parent / f"{output.name}.json"
+    config.write_text(json.dumps(data))
+    argv = ["--model", MODEL, *kwargs_words(model_kwargs), "--img-size", IMG_SIZE, *recipe, "--log-interval", 1]
+    argv += [] if "--dataset" in words else ["--data-dir", folder]
+    argv += ["--workers", 0, "--initial-checkpoint", folder / "weights.safetensors"]
+    argv += ["--deepspeed_config", config, "--pp", pp, "--tp", tp, "-b", num_images // dp // 2, "--grad-accum-steps", 2]
+    argv += ["--output", output, "--model-ema", "--model-ema-decay", EMA_DECAY]
+    argv += ["--layer-decay", LAYER_DECAY] if kind == "layer decay" else []
+    return [str(word) for word in [*argv, *words]]
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The tensor that differs most, relative to its norm."""
+    assert a.keys() == b.keys()
+    parts = {n: (torch.linalg.norm(a[n] - b[n]) / torch.linalg.norm(b[n]).clamp_min(1e-12)).item() for n in a}
+    worst = max(parts, key=parts.get)
+    return parts[worst], worst

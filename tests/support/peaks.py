@@ -1,0 +1,61 @@
+"""The peak of what torch allocates on the CPU in a run: every storage, from the building of the model on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
+    """On a rank: train, and give the most bytes that torch's CPU allocator had out, and by which operations."""
+    import gc
+    from unittest import mock
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from ds_vit.models import BlockLayer
+    from ds_vit.train import main
+    from ds_vit.training import build
+    from ds_vit.training.trainer import Trainer
+
+    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    build_engine, train = build.build_engine, Trainer.train
+
+    def build_watched(*args: Any) -> Any:
+        watched.start()
+        return build_engine(*args)
+
+    def tidy(module: Any, inputs: Any) -> None:
+        """What lies in cycles goes when Python comes to it, else at another moment each time."""
+        if isinstance(module, BlockLayer):
+            gc.collect()
+
+    def train_watched(trainer: Trainer) -> None:
+        gc.collect()
+        gc.freeze()
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(tidy)
+        try:
+            train(trainer)
+        finally:
+            hook.remove()
+            watched.stop()
+
+    with mock.patch.object(build, "build_engine", build_watched), mock.patch.object(Trainer, "train", train_watched):
+        assert main(argv) == 0
+    return peak(watched.profiler.kineto_results.events())
+
+
+def peak(events: Any) -> tuple[int, dict[str, int]]:
+    """The highest sum of all allocations so far, and what was running then, outermost first."""
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held, most, moment = 0, 0, 0
+    for time, size in changes:
+        held += size
+        if held > most:
+            most, moment = held, time
+    running = [
+        (event.start_ns(), event.name())
+        for event in events
+        if event.name() != "[memory]" and event.start_ns() <= moment <= event.start_ns() + event.duration_ns()
+    ]
+    return most, [name for _, name in sorted(running)]

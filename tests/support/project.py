@@ -1,0 +1,39 @@
+"""Where the project lies, and which files belong to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def project_files() -> list[Path]:
+    """Every file that git tracks or would add, below `ROOT`; empty outside a git clone."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def give_a_clone(folder: Path) -> dict[str, str]:
+    """Link what pages use of a clone into a folder; the environment of a shell there, with this `ds-vit` and a CPU."""
+    for name in ("launch", "ds_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ds-vit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ds_vit.cli "$@"\n')
+    (folder / "bin" / "ds-vit").chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_shell(script: str, folder: Path, environ: dict[str, str]) -> str:
+    """What a script says on stdout; it must succeed."""
+    words = ["bash", "-e", "-o", "pipefail", "-c", script]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    return done.stdout

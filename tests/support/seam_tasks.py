@@ -1,0 +1,200 @@
+"""Three small tasks that use every part of the task seam: two coupled towers, a teacher, and a state.
+
+Ranks import this module, which enters the tasks into `TASKS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ds_vit import tasks
+from ds_vit.models import chain_towers, create_model
+from ds_vit.tasks import MAIN_TOWER, Coupled
+from ds_vit.tasks.classification import Classification
+
+
+def contrastive(left, right):
+    """CLIP's symmetric loss (Radford et al. 2021) at temperature 0.1; row i of both belongs together."""
+    logits = 10.0 * F.normalize(left.float()) @ F.normalize(right.float()).T
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+class TwoTowers(Classification):
+    """Two ViTs see an image and its mirror image; the loss couples all samples of the global batch."""
+
+    name = "two-towers"
+    coupled = True
+
+    @classmethod
+    def create_model(cls, spec, config, *, for_training):
+        """The second tower has half the blocks."""
+        whole = create_model(spec, for_training=for_training)
+        kwargs = {**spec.model_kwargs, "depth": len(whole.blocks) // 2}
+        whole.mirror = create_model(dataclasses.replace(spec, model_kwargs=kwargs), for_training=for_training)
+        whole.further_towers = ("mirror",)
+        return whole
+
+    def chain(self, towers):
+        """As `Task.chain`."""
+        return chain_towers(towers.values())
+
+    def fields(self, *, training):
+        """As `Task.fields`."""
+        images, targets = super().fields(training=training)
+        return images, dataclasses.replace(images, name="mirrored"), targets
+
+    def tensors(self, fields, micro_batch, *, training, device):
+        """As `Task.tensors`."""
+        made = super().tensors(fields, micro_batch, training=training, device=device)
+        return {name: value.flip(-1) if name == "mirrored" else value for name, value in made.items()}
+
+    def features(self, context, batch):
+        """The features of both towers, by name."""
+        inputs = {MAIN_TOWER: batch.get("images"), "mirror": batch.get("mirrored")}
+        return {name: context.forward(name, [seen], batch).float() for name, seen in inputs.items()}
+
+    def collect(self, context, batch):
+        """As `Task.collect`."""
+        return self.features(context, batch)
+
+    def couple(self, context, collected):
+        """As `Task.couple`."""
+        names, rows = list(collected[0]), len(collected[0][MAIN_TOWER])
+        own = {name: torch.cat([features[name] for features in collected]) for name in names}
+        with torch.enable_grad():
+            whole = {name: context.gather(features).detach().requires_grad_() for name, features in own.items()}
+            loss = contrastive(*whole.values())
+            gradients = torch.autograd.grad(loss, [*whole.values()])
+        first = context.groups.dp_rank * len(own[MAIN_TOWER])
+        pieces = [
+            {name: gradient[start : start + rows] for name, gradient in zip(names, gradients, strict=True)}
+            for start in range(first, first + len(own[MAIN_TOWER]), rows)
+        ]
+        return Coupled(loss, pieces)
+
+    def step(self, context, batch, piece=None):
+        """As `Task.step`."""
+        features = self.features(context, batch)
+        if piece is None:
+            return contrastive(*(context.gather(of_tower) for of_tower in features.values()))
+        share = sum((features[name] * piece[name]).sum() for name in features)
+        return context.groups.layout.dp * context.accumulation * share
+
+
+class WithTeacher(Classification):
+    """A student sees an image and its mirror image; both outputs follow its own average's, in addition to labels."""
+
+    name = "with-teacher"
+    teachers: ClassVar = {"teacher": MAIN_TOWER}
+    updates_after_step = True
+
+    @classmethod
+    def create_model(cls, spec, config, *, for_training):
+        """The teacher is a second model of the same kind, without drop-path."""
+        whole = create_model(spec, for_training=for_training)
+        whole.teacher = create_model(dataclasses.replace(spec, drop_path=0.0), for_training=for_training)
+        whole.teacher.requires_grad_(False)
+        whole.further_towers = ("teacher",)
+        return whole
+
+    def schedules(self, step, total_steps):
+        """As `Task.schedules`."""
+        return {"momentum": 0.5 + 0.5 * step / total_steps, "weight_decay": 0.05 + 0.1 * step / total_steps}
+
+    def step(self, context, batch, piece=None):
+        """As `Task.step`."""
+        images, targets = batch["images"], batch["targets"]
+        taught = context.forward("teacher", [images], batch, grad=False).float()
+        views = [context.forward(MAIN_TOWER, [view], batch).float() for view in (images, images.flip(-1))]
+        return F.cross_entropy(views[0], targets) + sum(10.0 * F.mse_loss(view, taught) for view in views)
+
+    def after_update(self, context):
+        """As `Task.after_update`."""
+        context.update_teachers(context.schedules["momentum"])
+
+    def weight_files(self):
+        """As `Task.weight_files`."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {"teacher": frozenset(name for name in names if name.startswith("teacher."))}
+
+
+class WithState(Classification):
+    """Classification of logits less their running mean over global batches (as DINO, Caron et al. 2021)."""
+
+    name = "with-state"
+    updates_after_step = True
+
+    def setup(self, context):
+        """As `Task.setup`."""
+        self.center = torch.zeros(self.num_classes, device=context.device)
+        self.seen = []
+
+    def step(self, context, batch, piece=None):
+        """As `Task.step`."""
+        logits = context.forward(MAIN_TOWER, [batch["images"]], batch).float()
+        self.seen.append(context.gather(logits.detach()).mean(0))
+        return F.cross_entropy(5.0 * (logits - self.center), batch["targets"])
+
+    def after_update(self, context):
+        """As `Task.after_update`."""
+        self.center = 0.8 * self.center + 0.2 * torch.stack(self.seen).mean(0)
+        self.seen = []
+
+    def state_dict(self):
+        """As `Task.state_dict`."""
+        return {"center": self.center}
+
+    def load_state_dict(self, state):
+        """As `Task.load_state_dict`."""
+        self.center = state["center"]
+
+
+for task in (TwoTowers, WithTeacher, WithState):
+    tasks.TASKS[task.name] = task
+
+
+# ---- breakages -------------------------------------------------------------------------------------------------------
+
+
+def gather_without_gradient():
+    """Rows of the other ranks have no gradient, as with torch's own `all_gather`."""
+    from ds_vit.parallel import rows
+
+    def backward(ctx, gradient):
+        own = gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+        return own, None
+
+    return mock.patch.object(rows._GatherRows, "backward", staticmethod(backward))
+
+
+def loss_of_each_rank():
+    """The loss couples the samples of one rank only."""
+    from ds_vit.engine.plain import PlainContext
+
+    return mock.patch.object(PlainContext, "gather", lambda self, rows: rows)
+
+
+@contextlib.contextmanager
+def teacher_before_the_step():
+    """The teacher moves towards the weights of the step before."""
+    step = WithTeacher.step
+
+    def update_first(task, context, batch, piece=None):
+        context.update_teachers(context.schedules["momentum"])
+        return step(task, context, batch, piece)
+
+    with mock.patch.object(WithTeacher, "step", update_first), mock.patch.object(WithTeacher, "after_update"):
+        yield
+
+
+def state_not_restored():
+    """A resumed run begins with the initial state."""
+    return mock.patch.object(WithState, "load_state_dict")

@@ -1,0 +1,38 @@
+"""A tiny run under each of ZeRO's wrappers: its command line, and its engine on a rank."""
+
+import json
+
+import oracle
+import torch
+from project import ROOT
+
+BF16 = {"bf16": {"enabled": True}}
+WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def words(folder, stage, changes, path):
+    """The command line of a tiny run."""
+    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    data |= {**changes, "gradient_clipping": oracle.CLIP}
+    path.write_text(json.dumps(data))
+    argv = ["--model", oracle.MODEL, *oracle.kwargs_words(oracle.DEEP_KWARGS), "--img-size", oracle.IMG_SIZE]
+    argv += ["--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
+    return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]
+
+
+def start(argv):
+    """An engine as a run builds it."""
+    from ds_vit import config as flags
+    from ds_vit.engine.start import init_distributed, quiet_deepspeed
+    from ds_vit.launching.process import discover, rendezvous
+    from ds_vit.parallel.groups import build_groups
+    from ds_vit.training.build import engine_config
+    from ds_vit.training.build_engine import build_engine
+    from ds_vit.training.resolve import resolve_run
+
+    quiet_deepspeed(False)
+    process = discover()
+    config, explicit = flags.parse([str(word) for word in argv])
+    plan = resolve_run(config, explicit, process, on_cpu=True)
+    init_distributed(rendezvous(process))
+    return build_engine(engine_config(plan), torch.device("cpu"), build_groups(plan.layout))

@@ -1,0 +1,119 @@
+"""Predicted and measured memory and time at a run's end: what is reported, and when."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from project import ROOT
+from runs import DIGITS
+
+from ds_vit.config import parse
+from ds_vit.launching.process import Process
+from ds_vit.training.build import engine_config
+from ds_vit.training.memory import estimate
+from ds_vit.training.prediction import Prediction
+from ds_vit.training.resolve import resolve_run
+
+
+@pytest.fixture
+def engine():
+    words = [*DIGITS, "--val-split", "", "--max-steps", "2", "--warmup-steps", "0", "-b", "4"]
+    words += ["--model-kwargs", "depth=2", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
+    config, explicit = parse(words)
+    return engine_config(resolve_run(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=True))
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.1, ""), (1.3, "+30%; the largest part predicted is "), (0.7, "-30%")])
+def test_a_large_deviation_is_reported(engine, share, said):
+    # Catches: a report of rounding, silence about a third, a deviation with the wrong sign.
+    prediction = Prediction(engine, torch.device("cpu"))
+    prediction.device = torch.device("cuda")  # only what is said of it: no driver is asked
+    [prediction.memory] = estimate(engine)
+    predicted = prediction.memory.together
+    figures = {
+        "memory": {"predicted_bytes": predicted, "measured_bytes": round(share * predicted)},
+        "step_seconds": {"predicted": 1.0, "measured": share},
+    }
+    (_, memory), (_, step) = prediction.end_rows(figures)
+    assert said in memory
+    assert ("%" in memory) == ("%" in step) == bool(said)
+    # A CPU's growth holds more than the step's memory.
+    on_cpu = Prediction(engine, torch.device("cpu"))
+    on_cpu.memory = prediction.memory
+    small = {**figures, "memory": {"predicted_bytes": 10**6, "measured_bytes": 10**8}}
+    assert [name for name, _ in on_cpu.end_rows(small)] == ["step"], "torch and the loader, no figure of the model"
+    large = {**figures, "memory": {"predicted_bytes": 10**9, "measured_bytes": 2 * 10**9}}
+    said = on_cpu.end_rows(large)[0][1]
+    assert "%" not in said
+    # One after the other, so that a person need not find out which number is which.
+    assert re.match(r"predicted [\d.]+ .B, measured [\d.]+ .B \(growth of the whole process", said)
+
+
+def fill_memory(megabytes):
+    """On a rank: the fullest rank's memory, after allocating some and after freeing it."""
+    import torch.distributed as dist
+
+    prediction = Prediction(None, torch.device("cpu"))
+    held = torch.ones(megabytes[dist.get_rank()] * 2**18)
+    full = prediction.memory_bytes()
+    del held
+    prediction.memory_bytes()  # of the moment in which it was freed
+    return full, prediction.memory_bytes(), prediction.figures(None)["memory"]["measured_bytes"]
+
+
+def test_memory_is_of_the_fullest_rank_and_of_a_row(ranks):
+    # Catches: rank 0's own memory, or the run's highest in each of its rows; a run's highest that a row forgets.
+    first, second = ranks.run(2, fill_memory, (0, 200))
+    assert first == second
+    full, emptied, of_the_run = first
+    assert full > 200 * 2**20 > 100 * 2**20 > emptied
+    assert of_the_run >= full
+
+
+def test_the_time_of_a_known_accelerator_is_predicted(engine):
+    # Catches: stages, types or a batch in the planner that differ from the run's.
+    from ds_vit.planner.hardware import accelerator_of_device
+    from ds_vit.training.prediction import PlannedTime
+
+    of_run = PlannedTime(engine)
+    fast, slow = (of_run.on(accelerator_of_device(name)) for name in ("NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
+    assert 0 < fast.seconds <= slow.seconds < 1
+    assert accelerator_of_device("NVIDIA GeForce GTX 1080") is None
+
+
+def test_a_chip_has_one_peak_for_each_form(monkeypatch):
+    # Catches: an H100 on a PCIe card that is taken for the faster one of a board, a chip with figures in two places.
+    from ds_vit.monitoring.throughput import _UNPLANNED_TFLOPS, peak_tflops
+    from ds_vit.planner.hardware import accelerator_of_device
+
+    def peak(name, precision):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        return peak_tflops(torch.device("cuda"), precision)
+
+    for name, half, single in (
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H20", 148, 44),
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA A10G", 125, 31.2),
+        ("NVIDIA L40S", 362, 91.6),
+        ("AMD Instinct MI300X", 1307, 163.4),
+        ("NVIDIA GeForce GTX 1080", None, None),
+    ):
+        assert (peak(name, "bf16"), peak(name, "fp32")) == (half, single), name
+    assert [name for name in _UNPLANNED_TFLOPS if accelerator_of_device(name)] == []
+
+
+def test_a_prediction_that_fails_ends_no_run(engine, monkeypatch):
+    # Catches: a run that ends because of a figure on the screen.
+    def broken(_):
+        raise RuntimeError("no meta kernel\nsecond line")
+
+    monkeypatch.setattr("ds_vit.training.prediction.estimate", broken)
+    prediction = Prediction(engine, torch.device("cpu"))
+    prediction.predict()
+    assert prediction.start_rows() == [("predicted", "warning: failed: RuntimeError: no meta kernel")]
+    figures = {"memory": {"predicted_bytes": 0, "measured_bytes": 1}, "step_seconds": {"predicted": None}}
+    assert prediction.end_rows(figures) == []

@@ -1,0 +1,96 @@
+"""The training loop without an engine: when which hook of a callback is called."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from ds_vit.engine.step_guard import Rejection
+from ds_vit.fault_tolerance.exit_codes import Diverged
+from ds_vit.training.callbacks import Callback, RollBack
+from ds_vit.training.trainer import Trainer
+
+
+class Recorder(Callback):
+    """Writes down which hook was called for which step; reads the results of even steps, and rejects some."""
+
+    def __init__(self, rejected=()):
+        self.events, self.rejected = [], list(rejected)
+
+    def before_training(self, step):
+        self.events.append(("start", step))
+
+    def before_step(self, step):
+        self.events.append(("before", step))
+
+    def needs_result(self, step):
+        return step % 2 == 0
+
+    def after_step(self, step):
+        self.events.append(("after", step.number))
+
+    def after_result(self, step):
+        if step.number in self.rejected:
+            self.rejected.remove(step.number)
+            raise RollBack(step.number, MagicMock(Rejection), Diverged("planted"))
+        self.events.append(("result", step.number))
+
+    def after_rollback(self, back):
+        self.events.append(("rollback", back.bad.step, back.step, back.skipped_batches))
+
+    def state_dict(self):
+        return {"events": len(self.events)}
+
+
+def make(recorder, saved=1):
+    """A trainer of four steps on nothing, with a checkpoint of one of them."""
+
+    def train_step(batches, meanwhile):
+        meanwhile()
+        return SimpleNamespace(applied=True)
+
+    task = SimpleNamespace(schedules=lambda step, total: {})
+    config = SimpleNamespace(total_steps=4, on_bad_image="skip", task=task)
+    skipped = SimpleNamespace(too_many=str, state_dict=dict)
+    inputs = SimpleNamespace(config=config, skipped=skipped, training=lambda *_: iter(()))
+    checkpoints = MagicMock(skipped_batches=0, num_failed=0, roll_back=lambda: (saved, {}) if saved else None)
+    evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
+    engine = MagicMock(train_step=train_step)
+    folder = SimpleNamespace(path=None)
+    return Trainer(
+        engine, inputs, None, 4, evaluations, [recorder], lambda _: checkpoints, MagicMock(), MagicMock(), folder
+    )
+
+
+def test_a_result_comes_late_unless_it_is_needed():
+    # Catches: a wait for the device at every step; a row written before a rejected step is known.
+    recorder = Recorder()
+    trainer = make(recorder)
+    trainer.train()
+    one_and_two = [("before", 1), ("after", 1), ("before", 2), ("result", 1), ("result", 2), ("after", 2)]
+    three_and_four = [("before", 3), ("after", 3), ("before", 4), ("result", 3), ("result", 4), ("after", 4)]
+    assert recorder.events == [("start", 0), *one_and_two, *three_and_four]
+
+
+def test_reading_the_state_changes_nothing():
+    # Catches: a save that moves the average, or that leaves training in the middle.
+    recorder = Recorder(rejected=[1])
+    trainer = make(recorder)
+    trainer.train_step(1, iter(()))
+    before = [*recorder.events]
+    assert trainer.state_dict() == trainer.state_dict() == {"events": 2}
+    assert recorder.events == before
+    with pytest.raises(RollBack):
+        trainer.conclude()
+
+
+def test_a_rollback_leaves_out_the_samples_since_the_checkpoint():
+    # Catches: the batch of the bad step trained on again; counts that start anew in a second rollback.
+    recorder = Recorder(rejected=[3, 3])
+    trainer = make(recorder)
+    trainer.train()
+    back = [event for event in recorder.events if event[0] in ("start", "rollback")]
+    assert back == [("start", 0), ("rollback", 3, 1, 2), ("start", 1), ("rollback", 3, 1, 2), ("start", 1)]
+    assert trainer.checkpoints.skipped_batches == 4
+    with pytest.raises(Diverged, match="planted; there is no checkpoint yet"):
+        make(Recorder(rejected=[1]), saved=None).train()

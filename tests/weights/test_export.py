@@ -1,0 +1,309 @@
+"""`ds-vit export` and `ds-vit import`: what other tools make of our weights, and we of theirs."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from vits import KINDS, images, shake, small_image_size, small_spec, timm_model
+
+from ds_vit import cli
+from ds_vit.models import create_model
+from ds_vit.weights import InitialCheckpoint, export, hf, import_weights
+
+SPEC = small_spec("vit_tiny_patch16_224", img_size=64)
+PIXELS = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic", "crop_pct": 0.9}
+PIXELS |= {"crop_mode": "center"}
+
+
+def run_folder(folder, spec, **more):
+    """What a run leaves of its model: config.yaml and model.safetensors. Returns timm's model with those weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = timm_model(spec).eval()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    recipe = {"model": spec.name, "model_kwargs": dict(spec.model_kwargs), "num_classes": spec.num_classes}
+    recipe |= {"img_size": spec.img_size} if spec.img_size else {}
+    recipe |= {"deepspeed_config": "deepspeed.json", "data_dir": "nowhere", "epochs": 3, **PIXELS, **more}
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+    return model
+
+
+def spec_of(kind):
+    """A small model of a kind, on images of few patches."""
+    return small_spec(KINDS[kind], img_size=small_image_size(KINDS[kind]))
+
+
+@torch.no_grad()
+def logits(model, spec, **kwargs):
+    return model(images(spec, **kwargs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_timm_reads_its_folder(tmp_path, kind):
+    """A folder without the arguments, the image size or the pixels of the run; timm loads it without ds_vit."""
+    spec = spec_of(kind)
+    reference = run_folder(tmp_path / "run", spec)
+    found = export(tmp_path / "run", "timm")
+    assert (found.largest, found.folder) == (0.0, tmp_path / "run" / "export-timm")
+    model = timm.create_model(f"local-dir:{found.folder}", pretrained=True).eval()
+    assert torch.equal(logits(model, spec), logits(reference, spec))
+    data = timm.data.resolve_data_config({}, model=model)
+    assert data["input_size"] == (3, spec.img_size, spec.img_size)
+    for name, value in PIXELS.items():
+        assert (list(data[name]) if isinstance(value, list) else data[name]) == value, name
+    text = (found.folder / "config.json").read_text()
+    assert not any(word in text for word in ('"license"', '"tag"')), "timm's claims about its own weights"
+
+
+HF_KINDS = {
+    "ViT": SPEC,
+    "DeiT": small_spec("deit_small_patch16_224", img_size=48),
+    "larger patches and no qkv bias": small_spec("vit_base_patch32_224", img_size=96, qkv_bias=False),
+    "positions of patches only": small_spec("vit_tiny_patch16_224", img_size=64, no_embed_class=True),
+    "tanh GELU": small_spec("vit_tiny_patch16_224", img_size=64, act_layer="gelu_tanh"),
+}
+
+
+@pytest.mark.parametrize("kind", HF_KINDS)
+def test_hugging_face_gives_the_same_logits(tmp_path, kind):
+    """Heads mixed up, query and key exchanged, an eps or an activation that is not the model's."""
+    transformers = pytest.importorskip("transformers")
+    spec = HF_KINDS[kind]
+    reference = run_folder(tmp_path / "run", spec)
+    found = export(tmp_path / "run", "hf", output=tmp_path / "hf")
+    model = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf").eval()
+    expected = logits(reference, spec)
+    with torch.no_grad():
+        given = model(pixel_values=images(spec)).logits
+    assert expected.abs().max() > 0.1
+    assert (given - expected).abs().max() < 1e-5
+    assert found.largest < 1e-5
+    # And back, through --initial-checkpoint's reader, to the very same weights.
+    again = create_model(spec, for_training=False, device="cpu")
+    if kind != "positions of patches only":
+        InitialCheckpoint(tmp_path / "hf", create_model(spec)).load(again)
+        assert all(
+            torch.equal(a, b) for a, b in zip(again.state_dict().values(), reference.state_dict().values(), strict=True)
+        )
+
+
+@pytest.mark.parametrize(("mode", "crop_pct"), [("center", 64 / 72), ("center", 1.0), ("squash", 0.8)])
+def test_hugging_face_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
+    """Pixels of another crop, filter or scale: a model that is right and an accuracy that is not.
+
+    The margins are even: of an odd one torchvision cuts the larger half before the crop, transformers behind it.
+    """
+    transformers = pytest.importorskip("transformers")
+    run_folder(tmp_path / "run", SPEC, crop_mode=mode, crop_pct=crop_pct)
+    export(tmp_path / "run", "hf", output=tmp_path / "hf")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", use_fast=False)
+    transform = timm.data.create_transform(
+        (3, 64, 64), mean=PIXELS["mean"], std=PIXELS["std"], interpolation="bicubic", crop_pct=crop_pct, crop_mode=mode
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((200, 150), Image.Resampling.BILINEAR)
+    given = processor(image, return_tensors="pt").pixel_values[0]
+    torch.testing.assert_close(given, transform(image), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("vit_small_patch14_reg4_dinov2", {}, "blocks.*.ls1.gamma; blocks.*.ls2.gamma; reg_token"),
+        ("vit_base_patch16_gap_224", {}, "no cls_token; global_pool 'avg'"),
+        ("vit_base_patch16_siglip_224", {}, "attn_pool"),
+        ("vit_base_patch16_clip_224", {}, "norm_pre"),
+        ("vit_giant_patch14_dinov2", {}, "the MLP GluMlp"),
+        ("vit_base_patch16_rpn_224", {}, "the block ResPostBlock"),
+        ("eva02_tiny_patch14_224", {}, "timm's class Eva"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, "blocks.*.attn.q_norm"),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "fc_norm": False}, "global_pool 'avg'"),
+        ("vit_tiny_patch16_224", {"act_layer": "relu"}, "the activation ReLU"),
+        ("vit_tiny_patch16_224", {"pos_embed": "none"}, "no pos_embed"),
+        ("vit_tiny_patch16_224", {"proj_bias": False}, "no blocks.*.attn.proj.bias"),
+        ("vit_tiny_r_s16_p8_224", {}, "patch_embed.backbone.conv.weight"),
+    ],
+)
+def test_what_hugging_face_has_no_class_for_is_refused(tmp_path, name, kwargs, message):
+    """Another function under the same names."""
+    pytest.importorskip("transformers")
+    model = timm_model(small_spec(name, **kwargs))
+    assert message in "; ".join(hf.obstacles(model))
+    run_folder(tmp_path / "run", small_spec(name, **kwargs))
+    with pytest.raises(ValueError, match="has no counterpart of"):
+        export(tmp_path / "run", "hf")
+    assert not (tmp_path / "run" / "export-hf").exists()
+
+
+ONNX_FAST = ("class token", "Eva with rotary tables", "attention pool")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ONNX_FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_onnx_takes_a_batch_of_any_size(tmp_path, kind, capfd):
+    """A batch, or a table, that was burnt into the graph; pages of the exporter's warnings."""
+    runtime = pytest.importorskip("onnxruntime")
+    spec = spec_of(kind)
+    reference = run_folder(tmp_path / "run", spec)
+    found = export(tmp_path / "run", "onnx", output=tmp_path / "onnx")
+    assert found.within
+    assert "onnxruntime" in found.reader
+    assert capfd.readouterr() == ("", "")
+    session = runtime.InferenceSession(str(tmp_path / "onnx" / "model.onnx"), providers=["CPUExecutionProvider"])
+    [graph_input] = session.get_inputs()
+    assert (graph_input.name, graph_input.shape[1:]) == ("images", [3, spec.img_size, spec.img_size])
+    for batch in (1, 2, 5):
+        pixels = torch.randn(batch, 3, spec.img_size, spec.img_size)
+        with torch.no_grad():
+            expected = reference(pixels)
+        [given] = session.run(None, {"images": pixels.numpy()})
+        assert np.abs(given - expected.numpy()).max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_averaged_weights_and_a_bare_file(tmp_path):
+    """`--weights ema` that exports the raw ones; weights that no run made."""
+    model = run_folder(tmp_path / "run", SPEC)
+    shake(model, seed=1)
+    save_file(model.state_dict(), tmp_path / "run" / "ema.safetensors")
+    found = export(tmp_path / "run", "timm", weights="ema")
+    again = timm.create_model(f"local-dir:{found.folder}", pretrained=True).eval()
+    assert torch.equal(logits(again, SPEC), logits(model, SPEC))
+    settings = {"model": SPEC.name, "model_kwargs": dict(SPEC.model_kwargs), "img_size": 64}
+    bare = tmp_path / "w.safetensors"
+    save_file(model.state_dict(), bare)
+    with pytest.raises(ValueError, match="give the --num-classes that it has"):
+        export(bare, "timm", **settings)
+    assert export(bare, "timm", **settings, num_classes=10).largest == 0.0
+    with pytest.raises(ValueError, match="give --model"):
+        export(bare, "timm", output=tmp_path / "x")
+
+
+def test_an_export_that_differs_is_not_kept(tmp_path, monkeypatch, capsys):
+    """A check that cannot fail."""
+    pytest.importorskip("transformers")
+    run_folder(tmp_path / "run", SPEC)
+    names = hf.hf_names
+
+    def swapped(name):
+        found = names(name)
+        return (found[1], found[0], found[2]) if len(found) == 3 else found
+
+    monkeypatch.setattr(hf, "hf_names", swapped)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 1
+    out, err = capsys.readouterr()
+    assert "largest difference of the logits" in out
+    assert "is not kept" in err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "model.safetensors"}
+    monkeypatch.setattr(hf, "hf_names", names)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
+    assert "export-hf exists already" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
+    """A traceback of an import."""
+    run_folder(tmp_path / "run", SPEC)
+    monkeypatch.setattr(sys.modules[export.__module__], "find_spec", lambda name: None)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "hf"]) == 2
+    assert capsys.readouterr().err.endswith("--to hf needs transformers: bash launch/setup.sh export\n")
+
+
+def test_hugging_face_weights_start_a_run(tmp_path):
+    """A checkpoint that transformers made: the same logits in timm's model, and what no shape shows refused."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=96, num_hidden_layers=2, num_attention_heads=3, intermediate_size=384, image_size=64, num_labels=10
+    )
+    torch.manual_seed(0)
+    theirs = transformers.ViTForImageClassification(config).eval()
+    shake(theirs)
+    theirs.save_pretrained(tmp_path / "hf")
+    line = import_weights(tmp_path / "hf", tmp_path / "w.safetensors", model=SPEC.name, **_settings())
+    assert "which fits vit_tiny_patch16_224" in line
+    with torch.no_grad():
+        expected = theirs(pixel_values=images(SPEC)).logits
+    for source in (tmp_path / "hf", tmp_path / "hf" / "model.safetensors", tmp_path / "w.safetensors"):
+        model = create_model(SPEC, for_training=False, device="cpu").eval()
+        InitialCheckpoint(source, create_model(SPEC)).load(model)
+        # Hugging Face's default eps is 1e-12, timm's 1e-6.
+        assert (logits(model, SPEC) - expected).abs().max() < 1e-4
+    # A decoder's tensors in the same file are left out, under these names too.
+    (tmp_path / "with").mkdir()
+    tensors = load_file(tmp_path / "hf" / "model.safetensors") | {"decoder_pred.bias": torch.zeros(3)}
+    save_file(tensors, tmp_path / "with" / "model.safetensors")
+    assert InitialCheckpoint(tmp_path / "with", create_model(SPEC)).left_out == ("decoder_pred.bias",)
+    heads = create_model(small_spec(SPEC.name, img_size=64, num_heads=6))
+    with pytest.raises(ValueError, match="it has 3 heads and the model 6; give --model-kwargs num_heads=3"):
+        InitialCheckpoint(tmp_path / "hf", heads)
+    with pytest.raises(ValueError, match="hidden_act is gelu and the model's MLP has ReLU"):
+        InitialCheckpoint(tmp_path / "hf", create_model(small_spec(SPEC.name, img_size=64, act_layer="relu")))
+
+
+def _settings():
+    return {"model_kwargs": dict(SPEC.model_kwargs), "img_size": 64, "num_classes": 10}
+
+
+def save_with_deepspeed(folder, stage, dtype):
+    """On a rank: a plain timm module, one DeepSpeed step, DeepSpeed's own checkpoint, and rank 0's fp32 weights."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    torch.manual_seed(0)
+    model = timm_model(SPEC)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": dtype == "bf16"}}
+    config |= {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100000, "allgather_bucket_size": 100000}}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    loss = torch.nn.functional.cross_entropy(engine(images(SPEC).to(kind)[:2]).float(), torch.tensor([1, 2]))
+    engine.backward(loss)
+    engine.step()
+    engine.save_checkpoint(folder, tag="global_step1")
+    full = {}
+    for name, parameter in engine.module.named_parameters():
+        value = safe_get_full_fp32_param(parameter) if stage else parameter.detach()
+        full[name] = value.float().cpu().numpy().copy()
+    return full
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_deepspeeds_own_checkpoints_are_converted(ranks, tmp_path, stage, dtype):
+    """Weights of one rank only, of 16 bits, or of the step before."""
+    full, _ = ranks.run(2, save_with_deepspeed, str(tmp_path / "ds"), stage, dtype)
+    with pytest.raises(ValueError, match=r"are pickles; if you trust it, convert it: ds-vit import"):
+        InitialCheckpoint(tmp_path / "ds", create_model(SPEC))
+    for number, source in enumerate((tmp_path / "ds", tmp_path / "ds" / "global_step1")):
+        to = tmp_path / f"{number}.safetensors"
+        assert "which fits vit_tiny" in import_weights(source, to, model=SPEC.name, **_settings())
+        state = load_file(to)
+        assert state.keys() == full.keys()
+        for name, tensor in state.items():
+            np.testing.assert_allclose(tensor.float().numpy(), full[name], rtol=0, atol=0)
+
+
+def test_import_refuses_in_one_line(tmp_path, capsys):
+    """An overwritten file, weights of another model, a flag that does nothing."""
+    save_file(timm_model(SPEC).state_dict(), tmp_path / "a.safetensors")
+    source, to = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    for words, message in (
+        (["--to", source], "exists already"),
+        (["--to", "b.pth"], "must end in .safetensors"),
+        (["--to", str(tmp_path / "no" / "b.safetensors")], "not a folder that can be written to"),
+        (["--to", to, "--img-size", "64"], "--img-size has no effect without --model"),
+        (["--to", to, "--model", "vit_base_patch16_224"], "does not fit vit_base_patch16_224"),
+    ):
+        assert cli.main(["import", source, *words]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+    assert cli.main(["import", source, "--to", to]) == 0
+    assert "32 tensors" in capsys.readouterr().out
