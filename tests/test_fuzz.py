@@ -194,15 +194,15 @@ def step_lost():
 @contextlib.contextmanager
 def image_counted_twice():
     """Evaluation counts an image too many."""
-    from ds_vit.training import validation
+    from ds_vit.training import evaluation
 
-    evaluate = validation.evaluate
+    evaluate = evaluation.evaluate
 
     def one_more(*args, **kwargs):
         figures = evaluate(*args, **kwargs)
         return {**figures, "images": figures["images"] + 1}
 
-    with mock.patch.object(validation, "evaluate", one_more):
+    with mock.patch.object(evaluation, "evaluate", one_more):
         yield
 
 

@@ -72,16 +72,16 @@ def stop_in_evaluation(argv: list[str], rank: int) -> tuple[int, str]:
     import torch.distributed as dist
 
     from ds_vit.train import main
-    from ds_vit.training import validation
+    from ds_vit.training import evaluation
 
-    plain = validation.evaluate
+    plain = evaluation.evaluate
 
     def evaluate(*args, **kwargs):
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(*args, **kwargs)
 
-    validation.evaluate = evaluate
+    evaluation.evaluate = evaluate
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(argv)
