@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean
 
 
 class Scope(enum.Flag):
@@ -150,7 +150,8 @@ def problem_of(field: dataclasses.Field, value: Any) -> str:
     """Why a flag rejects a value, for people; empty if it is valid."""
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        return f"{spelling_of(field)} {value} is none of {', '.join(choices)}"
+        near = did_you_mean(str(value), choices)
+        return f"{spelling_of(field)} {value} is none of {', '.join(choices)}{near}"
     for rule in (field.metadata["span"], field.metadata["rule"]):
         if rule and not rule.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value

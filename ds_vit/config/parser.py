@@ -247,7 +247,8 @@ def _from_yaml(name: str, value: Any, path: str) -> Any:
     except (TypeError, ValueError):
         raise UserError(f"{path}: {name}: {value!r} is not a value of {spelling(name)}") from None
     if meta["choices"] and out[0] not in (*meta["choices"], default):
-        raise UserError(f"{path}: {name}: {out[0]!r} is not one of {', '.join(meta['choices'])}")
+        near = did_you_mean(str(out[0]), meta["choices"])
+        raise UserError(f"{path}: {name}: {out[0]!r} is not one of {', '.join(meta['choices'])}{near}")
     return out[0] if meta["nargs"] is None else out
 
 

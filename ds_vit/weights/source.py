@@ -16,7 +16,7 @@ from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
 from ds_vit.data import ImageConfig
 from ds_vit.data.settings import resolve_pixels
-from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text
 from ds_vit.models import ModelSpec, TimmViT, create_model, image_size
 from ds_vit.tasks import task_of
 from ds_vit.weights.files import StoredWeights
@@ -27,6 +27,7 @@ Predict = Callable[[torch.Tensor], torch.Tensor]
 
 MODEL_FLAGS = ("model", "model_kwargs", "num_classes", "img_size")
 _RUN_FLAGS = names_with(Scope.WEIGHTS)
+_OF_PROGRAMS = ("weights", "checkpoint", "labels", "output", "top_k", "batch_size", "workers", "device")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,13 @@ def load_source(
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
 
     Raises:
-        UserError: the weights are damaged or do not fit the model, there is no model, or another number of labels
-            than classes.
+        UserError: the weights are damaged or do not fit the model, there is no model, another number of labels than
+            classes, or an unknown setting.
     """
+    for name in settings:
+        if name not in flags.FIELDS:
+            near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
+            raise UserError(f'there is no setting "{name}"{near}')
     weights.verify()
     stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
     values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}

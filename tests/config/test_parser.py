@@ -348,7 +348,7 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
         ("epochs: 2.5\n", "epochs: 2.5 is not a value of --epochs"),
         ("no_aug: 1\n", "no_aug: 1 is not a value of --no-aug"),
         ("scale: [0.1]\n", "scale: [0.1] is not a value of --scale"),
-        ("sched: cosin\n", "'cosin' is not one of cosine"),
+        ("sched: cosin\n", "'cosin' is not one of cosine, linear, constant, wsd; the nearest is cosine"),
         ("a: [1\n", "line 2, column 1: malformed YAML"),
         ("- 1\n", "a recipe is a table of flags, not a list"),
     ],

@@ -280,7 +280,7 @@ def _files(root: Path) -> None:
     """What the cases of `REFUSED` name."""
     for name, files in {
         "empty": ("train/a/",), "heic": ("train/a/x.heic",), "flat": ("train/1.png", "train/2.png"),
-        "both": ("train/a/1.png",),
+        "both": ("train/a/1.png",), "pets": ("ant/1.png",),
     }.items():  # fmt: skip
         for file in files:
             path = root / name / file
@@ -306,6 +306,7 @@ REFUSED = [
     ("", "empty", "train", r"holds no images in class folders \(files found: none"),
     ("", "heic", "train", r"files found: 1 .heic; supported are .bmp .gif"),
     ("", "flat/train", "train", r"flat.train has no train/ .*; give the folder above it, \S+/flat$"),
+    ("", "pets", "train", r"no splits: --data-dir \S+ --train-split pets --val-fraction 0.1 "),
     ("", "flat", "val", r"no val.tar .*validation.* it holds train; .* each class: val/<class>/<image>$"),
     ("", "flat", "train", "holds 2 images but no class folders"),
     ("", "packed", "train", "holds 2 images but no class folders"),

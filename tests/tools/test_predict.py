@@ -174,6 +174,8 @@ def test_from_python(run, data, by_timm):
     assert best.name == NAMES[best.number]
     assert best.number == int(by_timm[files[0]][0].argmax())
     assert predict(run / "model.safetensors", files, top_k=1) == found, "the file finds its run"
+    with pytest.raises(ValueError, match='there is no setting "topk"; the nearest is top_k'):
+        predict(run, files, topk=1)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, ArraySource, Source, shortened
-from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
 
 # timm's torch/ names of fixed data sets; torch/inaturalist (needs a target type) and torch/image_folder
 # (the meaning of --data-dir without --dataset) are left out.
@@ -207,9 +206,8 @@ def open_source(
         source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
     else:
         known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
-        nearest = difflib.get_close_matches(dataset, known, n=1, cutoff=0.5)
-        hint = f"; the nearest is {nearest[0]}" if nearest else ""
-        raise UserError(f"unknown data set {dataset!r}{hint}; known are {', '.join(known)}, or --data-dir without it")
+        near = did_you_mean(dataset, known)
+        raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
     return source if percent == 100 else first_part(source, percent)

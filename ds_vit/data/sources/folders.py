@@ -10,7 +10,9 @@ import contextlib
 import csv
 import os
 import posixpath
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -72,7 +74,19 @@ def find_split(data_dir: str, split: str) -> str:
     hint = f"a split has a folder for each class: {split}/<class>/<image>"
     if own in (*TRAIN_NAMES, *VAL_NAMES):
         hint = f"give the folder above it, {parent or '.'}"
+    elif _holds_classes(data_dir):
+        if not own.strip("."):
+            parent, own = os.path.normpath(os.path.join(data_dir, "..")), Path(data_dir).resolve().name
+        words = shlex.join(["--data-dir", parent or ".", "--train-split", own])
+        hint = f"it holds class folders and no splits: {words} --val-fraction 0.1 trains on nine tenths of each class"
     raise no_such_split(data_dir, split, f"{split}/ and no {split}.tar", f"; {hint}")
+
+
+def _holds_classes(folder: str) -> bool:
+    """Whether a folder holds folders of images, none of them named as a split."""
+    inside = [path for path in Path(folder).iterdir() if path.is_dir()]
+    has_split = any(path.name in (*TRAIN_NAMES, *VAL_NAMES) for path in inside)
+    return not has_split and any(is_image(name) for path in inside for name in os.listdir(path))
 
 
 def _walk(root: str) -> list[str]:
