@@ -7,9 +7,12 @@ result = train(deepspeed_config="ds_configs/cpu_zero1_fp32.json", dataset="digit
 
 from __future__ import annotations
 
+import contextlib
+import io
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_vit import config as flags
 from ds_vit.config.schema import OF_THE_PROGRAM
@@ -72,6 +75,7 @@ def train(
     on_step: Listener | None = None,
     on_evaluation: Listener | None = None,
     on_checkpoint: Listener | None = None,
+    quiet: bool = False,
     **settings: Any,
 ) -> TrainResult:
     """Train as `launch/train.py` does.
@@ -87,6 +91,7 @@ def train(
         on_step: is called with each row of kind "train" of metrics.jsonl; `log_interval=1` makes that every step.
         on_evaluation: with each row of kind "eval" and "eval_ema".
         on_checkpoint: with each row of kind "checkpoint" whose checkpoint is complete, and its "path".
+        quiet: print no tables and no progress, only warnings (on stderr); every file is written as ever.
         settings: the command line's flags, underscores for dashes; `deepspeed_config` is a path, or the file's
             contents.
 
@@ -102,10 +107,30 @@ def train(
         sources = _sources(train_data, val_data, settings)
     values = flags.over_recipe(flags.load_recipe(str(recipe)), settings) if recipe else settings
     given = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
-    listeners = {kind: listener for kind, listener in given.items() if listener is not None}
+    listeners = {kind: _printing(listener, sys.stdout) for kind, listener in given.items() if listener is not None}
     config, explicit = flags.from_values(values)
-    summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
+    with contextlib.redirect_stdout(_Warnings()) if quiet else contextlib.nullcontext():
+        summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
     return TrainResult(summary, folder)
+
+
+def _printing(listener: Listener, stdout: TextIO) -> Listener:
+    """A callback that prints to the program's own stdout, in a quiet run too."""
+
+    def call(row: Row) -> None:
+        with contextlib.redirect_stdout(stdout):
+            listener(row)
+
+    return call
+
+
+class _Warnings(io.StringIO):
+    """A stdout that passes warnings to stderr and drops the rest."""
+
+    def write(self, text: str) -> int:
+        if text.lower().startswith("warning") or "[WARNING]" in text:
+            print(text.rstrip("\n"), file=sys.stderr, flush=True)
+        return len(text)
 
 
 def _sources(train_data: Any, val_data: Any, settings: dict[str, Any]) -> tuple[Source, Source | None]:

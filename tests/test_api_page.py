@@ -12,10 +12,15 @@ from project import ROOT
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
 REPORT = """
-import json
+import contextlib, io, json
 from pathlib import Path
+shown = io.StringIO()
+with contextlib.redirect_stdout(shown):
+    calm = {"quiet": True, "eval_metric": "loss", "log_interval": 1, "on_step": lambda row: print(row["step"])}
+    quiet = train(dataset="digits", output="runs/quiet", **calm, **settings)
 print("REPORT", json.dumps({
     "first": dict(result),
+    "quiet": [shown.getvalue(), quiet.completed, quiet["best_loss"] == quiet["last_loss"], quiet.weights.is_file()],
     "second": dict(second),
     "completed": [result.completed, second.completed],
     "rows": [row["loss"] for row in second.folder.rows("train")],
@@ -51,6 +56,7 @@ def test_the_page_runs_in_one_process(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(next(line[7:] for line in done.stdout.splitlines() if line.startswith("REPORT ")))
     assert report["completed"] == [True, True]
+    assert report["quiet"] == ["1\n2\n3\n", True, True, True]
     assert report["first"] == json.loads((tmp_path / "runs" / "first" / "summary.json").read_text())
     assert report["second"]["class_names"] == ["upright", "level"]
     assert len(report["losses"]) == 3

@@ -85,7 +85,7 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             yield f"{written(pair[0])} and {written(pair[1])} are both given; keep one"
     values = parse_set(config.set)
     for name, key in KEY_OF_FLAG.items():
-        if key in values and getattr(config, name) is not None:
+        if key in values and getattr(config, name) != default_of(name):
             yield f"{written(name)} and --set {key} are both given; keep one"
     if config.drop and "drop_rate" in config.model_kwargs:
         rate = config.model_kwargs["drop_rate"]
@@ -129,11 +129,13 @@ _NEEDED_BY = {
     "compile": "compile_mode",
     "auto_batch": "memory",
     "color_jitter": "color_jitter_prob",
+    "wandb": "wandb_project",
 }
 _AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
 _NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))
 _OF_VALIDATION = (
-    "val_fraction eval_interval validation_batch_size crop_pct crop_mode eval_knn eval_linear_probe interpolation"
+    "val_fraction eval_interval eval_metric validation_batch_size crop_pct crop_mode eval_knn eval_linear_probe "
+    "interpolation"
 )
 # (flags, the condition under which they have no effect, the end of "--flag has no effect …"); the first reason counts.
 _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (

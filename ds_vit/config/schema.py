@@ -107,7 +107,19 @@ class RunSettings:
         FREE,
         span=STEPS_FROM_1,
     )
+    wandb: bool = flag(
+        False,
+        'also log to Weights & Biases, as the JSON\'s "wandb": {"enabled": true}',
+        FREE | EVALUATION,
+        short=("--log-wandb",),
+        key="wandb.enabled",
+    )
+    wandb_project: str = flag("", "--wandb: project of the run", FREE | EVALUATION, key="wandb.project")
     eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,), span=EPOCHS)
+    eval_metric: str = flag(
+        "",
+        "the metric of evaluation that decides which weights are the best: loss, top5, … (default: the task's first)",
+    )
     validation_batch_size: int | None = flag(
         None, "images a rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
     )

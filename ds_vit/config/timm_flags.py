@@ -214,16 +214,13 @@ _HINTS: Mapping[str, str | _Entry] = {
     "val_interval": _flag("--eval-interval", "in epochs"),
     "num_evals": "--eval-interval N, in epochs",
     "num_logs": "--log-interval N, in optimizer steps",
-    "eval_metric": "the best checkpoint is the one of the task's own metric, top-1 in classification; drop it",
     "tta": "evaluation uses one crop; drop it",
-    "log_wandb wandb": lambda words, given: Answer("TensorBoard is written anyway", values={"wandb.enabled": True}),
-    "wandb_project": lambda words, given: Answer(values={"wandb.enabled": True, "wandb.project": " ".join(words)}),
-    "wandb_*": 'it is decided by the DeepSpeed JSON: "wandb": {"enabled": true, "group": …, "team": …}',
+    "wandb_tags wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
 }
 _SWITCHES = """
     amp native_amp apex_amp no_resume_opt torchscript channels_last fast_norm no_ddp_bb synchronize_step model_ema_v2
     model_ema_force_cpu sched_on_updates warmup_prefix layer_decay_no_opt_scale jsd_loss resplit sync_bn split_bn
-    pin_mem no_prefetcher use_multi_epochs_loader worker_seeding save_images log_wandb wandb naflex_loader
+    pin_mem no_prefetcher use_multi_epochs_loader worker_seeding save_images naflex_loader
     dataset_trust_remote_code
 """
 _SEVERAL = "opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.data import ImageConfig, MicroBatch, Source, finish_images, finish_targets
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
@@ -127,7 +128,7 @@ class Task(ABC):
         evaluates_outputs: whether the task's metrics are computed.
 
     Raises:
-        UserError: an evaluator that does not support this data.
+        UserError: an evaluator that does not support this data, or an --eval-metric that nothing evaluates.
     """
 
     name: ClassVar[str]
@@ -144,7 +145,8 @@ class Task(ABC):
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     figures: tuple[Figure, ...]
-    """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators."""
+    """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
+    puts that of --eval-metric first."""
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         assert config.num_classes is not None, "num_classes is not resolved"
@@ -157,7 +159,8 @@ class Task(ABC):
         self.model = model
         self.evaluators = chosen_evaluators(config, source)
         self.evaluates_outputs = True
-        self.figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
+        figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
+        self.figures = _best_first(figures, config.eval_metric)
 
     def evaluate_features_only(self) -> None:
         """Leave out the task's own metrics: the weights lack what comes after the features."""
@@ -308,6 +311,15 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, device: torch.device) -> Metrics:
         """Counters for one evaluation."""
+
+
+def _best_first(figures: Sequence[Figure], name: str) -> tuple[Figure, ...]:
+    """The figures with the one of --eval-metric first; as they are where it is empty."""
+    known = {figure.name: figure for figure in figures}
+    if name and name not in known:
+        raise UserError(f"--eval-metric {name} is no metric of this run; it has {', '.join(known)}")
+    first = [replace(known.pop(name), summed_up=True)] if name else []
+    return (*first, *known.values())
 
 
 class ChainTask(Task):

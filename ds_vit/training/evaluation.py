@@ -259,7 +259,7 @@ class Evaluations:
             raise
         self.evaluated_step = step
         figure = self.inputs.config.task.figures[0]
-        values = [evaluation[figure.name] for evaluation in self.evaluations]
+        values = [evaluation[figure.name] for evaluation in self.evaluations if figure.name in evaluation]
         return values[-1] == figure.best(*values)
 
     def _evaluate(

@@ -72,6 +72,7 @@ REFUSED = [
     ("", {"train_batch_size": 10, "gradient_accumulation_steps": 1}, ["10 is not micro-batch 4 x", "= 4", "or choose"]),
     ("--batch-size 7", {}, ["7", "6"]),
     ("--mixup 0.8 --batch-size 3", {}, ["odd", "3"]),
+    ("--eval-metric knn_top1", {}, ["--eval-metric knn_top1", "top1, top5, loss"]),
     ("--num-classes 1", {}, ["--num-classes 1 is smaller than the 2 classes of the data"]),
     ("", {"fp16": {"enabled": True}}, ["fp16 needs a GPU"]),
     ("--layer-decay 0.7", RPROP, ["--layer-decay does not work with Rprop"]),

@@ -13,13 +13,13 @@ from curves import assert_same_curve, train_in
 from project import ROOT
 from published_files import ZERO2, ZERO3
 
-from ds_vit.config import deepspeed_json, deepspeed_keys, deepspeed_rules, parse
+from ds_vit.config import RunConfig, deepspeed_json, deepspeed_keys, deepspeed_rules, parse
 from ds_vit.config.batch import BatchSizes, batch_sizes
 from ds_vit.config.deepspeed_json import overlay, parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.resolve import resolve_run
-from ds_vit.training.resolve.deepspeed import _auto_precision
+from ds_vit.training.resolve.deepspeed import _auto_precision, read
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
@@ -161,6 +161,9 @@ def test_a_monitor_whose_package_is_missing(monkeypatch):
     data = {"comet": {"enabled": True}, "wandb": {"enabled": "off"}}
     with pytest.raises(UserError, match='"comet" needs the package comet_ml: pip install comet_ml'):
         deepspeed_json.check_and_read(data, "c.json")
+    for settings in ({"wandb": True, "wandb_project": "p"}, {"set": ["wandb.enabled=true"]}):
+        with pytest.raises(UserError, match='"wandb" needs the package wandb: pip install wandb'):
+            read(RunConfig(deepspeed_config={}, **settings), on_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import leaves, overlay, parse_set
 from ds_vit.config.deepspeed_keys import idle_keys, switched_on, without_idle
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back
+from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 
@@ -67,14 +68,16 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
     """
     source: Mapping[str, Any] | str = config.deepspeed_config  # the contents, from a program
     given, of_a_run = parse_set(config.set), False
+    monitor = {KEY_OF_FLAG[name]: value for name in ("wandb", "wandb_project") if (value := getattr(config, name))}
     if isinstance(source, Mapping):
         path, stored = "deepspeed_config", copy.deepcopy(dict(source))
     else:
         path, stored = source, deepspeed_json.load_json(source)
         of_a_run = deepspeed_json.derived_path(source).is_file()
-    file = data = overlay(stored, given, path)
+    file = data = overlay(stored, given | monitor, path)
     if given:
         path += f" with --set {' '.join(config.set)}"
+    path += " with --wandb" if monitor else ""
     data = deepspeed_json.check_and_read(data, path)
     precision = deepspeed_rules.precision(_with_auto_precision(data, on_cpu), path, on_cpu=on_cpu)
     deepspeed_rules.check_types(data, precision, path)
@@ -88,9 +91,8 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
         data, filled = deepspeed_json.with_optimizer(data, path, lr=config.lr)
         notes += filled
     checkpointing = deepspeed_rules.activation_checkpointing(data, path, flag=config.grad_checkpointing)
-    return DeepSpeedSettings(
-        path, data, precision, checkpointing, file, of_a_run, dict.fromkeys(leaves(given), "--set"), tuple(notes)
-    )
+    origins = {**dict.fromkeys(leaves(given), "--set"), **dict.fromkeys(monitor, "--wandb")}
+    return DeepSpeedSettings(path, data, precision, checkpointing, file, of_a_run, origins, tuple(notes))
 
 
 def _check_types(config: RunConfig, precision: Precision, on_cpu: bool) -> None:
