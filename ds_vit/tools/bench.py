@@ -229,7 +229,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
                 name,
                 str(side.images) if differ else "",
                 f"{side.images_per_second:.2f}",
-                *(f"{r.images_per_second:.3f} ({r.low:.2f} to {r.high:.2f})" if r else "" for r in cells),
+                *(f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for r in cells),
                 str(side.counts.operations),
                 str(side.counts.waits),
                 f"{side.counts.allocated_bytes / 1e6:.0f}",

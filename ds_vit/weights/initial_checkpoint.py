@@ -18,8 +18,8 @@ from typing import Any
 
 import timm
 import torch
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 from timm.models import vision_transformer
 from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 from torch import nn
@@ -258,10 +258,23 @@ def find_pretrained(model: TimmViT) -> tuple[Path, str]:
     return Path(path), f"{name} ({repository}, revision {Path(path).parent.name[:12]})"
 
 
+def _no_hub(repository: str, file: str) -> str:
+    """Why the Hub cannot be reached; empty if it answers. One try: `hf_hub_download` retries each file for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, file))
+    except HfHubHTTPError:
+        return ""  # an answer
+    except (HTTPError, OSError) as error:
+        return first_line(error)
+    return ""
+
+
 def _download(name: str, repository: str, files: list[str]) -> str:
     """The first of the files that the repository has; UserError if none can be downloaded."""
-    reasons = ["HF_HUB_OFFLINE is set"] if constants.HF_HUB_OFFLINE else []
-    for file in files:
+    reasons = [reason] if (reason := _no_hub(repository, files[0])) else []
+    for file in files if not reasons else []:
         try:
             return hf_hub_download(repository, file)
         except (EntryNotFoundError, HfHubHTTPError, OSError) as error:

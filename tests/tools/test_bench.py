@@ -5,13 +5,16 @@ import functools
 import io
 import itertools
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from project import ROOT
 
-from ds_vit.tools.bench import RUNGS
+from ds_vit.tools.bench import RUNGS, table
 from ds_vit.tools.counting import count_step
+from ds_vit.tools.measure import Ratio
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -218,3 +221,13 @@ def test_the_ladder_refuses_what_its_rungs_set(ranks):
         1, functools.partial(run_bench, kind="ladder"), "--deepspeed_config", config, "--model-kwargs", "depth=2"
     )
     assert (code, "bench ladder sets --model-kwargs" in said) == (2, True)
+
+
+def test_a_ratio_is_printed_within_its_range():
+    """1.047 (1.05 to 1.07): the bound rounded up, and the figure not."""
+    counts = SimpleNamespace(operations=1, waits=0, allocated_bytes=1)
+    side = SimpleNamespace(images=1, images_per_second=1.0, counts=counts, memory_bytes=None, mfu=None)
+    ratios = {"ours": {"timm": Ratio(1.047, 1.0468, 1.0712, 1.0, 1.0)}}
+    printed = " ".join(table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, ratios=ratios))[-1])
+    figure, low, high = map(float, re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", printed).groups())
+    assert low <= figure <= high

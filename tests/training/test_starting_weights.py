@@ -13,6 +13,7 @@ import timm
 import torch
 import torch.distributed as dist
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError
 from project import ROOT
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.train import main
 from ds_vit.training.resolve import resolve_run
+from ds_vit.weights import initial_checkpoint
 
 NAME = "vit_tiny_patch16_224"
 TAGGED = f"{NAME}.augreg_in21k_ft_in1k"  # timm's default weights of the name
@@ -88,6 +90,10 @@ def test_pretrained_from_a_cache_without_a_network(tmp_path):
     assert re.search(r"^mean:\n- 0.5\n- 0.5\n- 0.5\n", config, re.MULTILINE), "not the tag's own"
 
 
+def _no_network(url):
+    raise HTTPError("no route to host")
+
+
 def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     # Catches: a traceback of the Hub's client, a sentence whose file and place do not help.
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -97,6 +103,10 @@ def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     place = in_cache(tmp_path, "main")
     assert "cannot be downloaded (HF_HUB_OFFLINE is set)" in line
     assert f"download https://huggingface.co/timm/{TAGGED}/resolve/main/model.safetensors to {place}" in line
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(initial_checkpoint, "get_hf_file_metadata", _no_network)
+    monkeypatch.setattr(initial_checkpoint, "hf_hub_download", None)  # it would retry for minutes
+    assert "cannot be downloaded (no route to host)" in refusal(capsys, [*argv, "--dry-run"])
     weights(place)
     assert f"weights from {TAGGED} (timm/{TAGGED}, revision main): 17 of 20 tensors taken" in notes(argv)
 
@@ -168,6 +178,7 @@ def test_pixels_outside_all_patches():
     argv[argv.index("--img-size") + 1] = "38"
     patch = KWARGS["patch_size"]
     inside = 38 // patch * patch
-    wanted = f"patches of {patch} x {patch} in {inside} x {inside} of them; the rest is not seen: use --img-size"
+    rest = 38 - inside
+    wanted = f"no patch of {patch} x {patch}, {rest} at the bottom and {rest} on the right: use --img-size {inside} or"
     assert (wanted in notes(argv)) == (inside < 38)
     assert inside < 38

@@ -160,9 +160,10 @@ def _few_patches(whole: TimmViT) -> list[str]:
     notes = []
     if rows * patch[0] < height or columns * patch[1] < width:
         nearest = f"{rows * patch[0]} or {(rows + 1) * patch[0]}"
+        dropped = f"{height - rows * patch[0]} at the bottom and {width - columns * patch[1]} on the right"
         notes.append(
-            f"images of {height} x {width} pixels have patches of {patch[0]} x {patch[1]} in {rows * patch[0]} x "
-            f"{columns * patch[1]} of them; the rest is not seen: use --img-size {nearest}"
+            f"images of {height} x {width} pixels: timm's PatchEmbed drops those that fill no patch of {patch[0]} x "
+            f"{patch[1]}, {dropped}: use --img-size {nearest}"
         )
     number = rows * columns
     if number < 4:
