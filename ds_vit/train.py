@@ -138,7 +138,7 @@ def _run_ranks(
 
     from ds_vit.parallel.groups import build_groups
     from ds_vit.run_folder import RunFolder
-    from ds_vit.training.build import build_training, run_evaluation
+    from ds_vit.training.build import Training, run_evaluation
     from ds_vit.training.output import move_unsaved_run
 
     config, process, is_main = resolved.config, resolved.process, resolved.process.rank == 0
@@ -160,7 +160,7 @@ def _run_ranks(
             return run_evaluation(resolved, folder, groups, started, watchdog), folder
 
         # ---- model, engine, and everything around the steps ---------------------------------------------------------
-        training = build_training(resolved, folder, groups, started, watchdog, signals, listeners)
+        training = Training(resolved, folder, groups, started, watchdog, signals, listeners)
 
         # ---- steps --------------------------------------------------------------------------------------------------
         exit_word = training.run()

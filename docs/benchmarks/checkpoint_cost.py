@@ -66,6 +66,7 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     from ds_vit import config as flags
     from ds_vit.checkpoint.rank_share import RankShare
     from ds_vit.engine.start import device_of, quiet_deepspeed
+    from ds_vit.fault_tolerance.signals import Signals
     from ds_vit.launching.process import discover
     from ds_vit.models import names_and_shapes
     from ds_vit.monitoring.throughput import Throughput
@@ -96,8 +97,9 @@ def measure(model: str, folder: str, rounds: int) -> dict[str, float]:
     shapes, config = names_and_shapes(plan.model.whole), checkpoint_config(plan)
     parent = RunFolder(Path(folder)).checkpoints
     checkpoint_manager = CheckpointManager(
-        config, parent, engine, plan.model.task, shapes, average, throughput, None, nothing, rows
+        config, parent, engine, plan.model.task, shapes, average, throughput, Signals(), rows
     )
+    checkpoint_manager.trainer = nothing
     share = RankShare(engine.zero_map, average.tensors, shapes)
 
     def timed(action: Any) -> float:

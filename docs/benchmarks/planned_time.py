@@ -31,7 +31,7 @@ from ds_vit.planner.cost import StepTime
 from ds_vit.tools.calibrate import Calibration
 from ds_vit.tools.measure import make_ours, ranks_met, resolve_engine, versions
 from ds_vit.training.build_engine import EngineConfig
-from ds_vit.training.prediction import PlannedTime
+from ds_vit.training.cost import Cost
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 8
@@ -97,12 +97,12 @@ def main() -> int:
         turns = measured(plans, calibration, arguments.turns)
     if process.rank:
         return 0
-    looked_at = {name: PlannedTime(config) for name, config in plans.items()}
+    looked_at = {name: Cost(config) for name, config in plans.items()}
     planned: dict[str, list[StepTime]] = {name: [] for name in plans}
     for turn in turns:
         seconds = turn["calibrated"]
         for name, one in looked_at.items():
-            planned[name].append(one.on(calibration.accelerator(seconds), calibration.link(seconds)))
+            planned[name].append(one.step_time(calibration.accelerator(seconds), calibration.link(seconds)))
     show(arguments, planned, {name: [turn["layouts"][name] for turn in turns] for name in plans})
     return 0
 

@@ -14,27 +14,32 @@ flag, so that a run that resumes elsewhere searches again, with the same global 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_vit.config.batch import BatchSizes, ways_to_share
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.launching.process import Process
-from ds_vit.planner.memory import in_host_memory, on_device
+from ds_vit.models import BlockLayer, Layer, initialise, run_layers
+from ds_vit.parallel.tensor import TensorParallel
+from ds_vit.planner.counting import cost_key, kept_by_layers
+from ds_vit.planner.memory import on_device
 from ds_vit.tasks import ChainTask
 from ds_vit.training.build_engine import EngineConfig
-from ds_vit.training.memory import by_stage
-from ds_vit.training.trial_step import TrialStep
+from ds_vit.training.cost import Cost
 
 # An estimate lacks some temporary memory. On a CPU, ViT-S in fp32 grew by 15 to 21 % more than its estimate; there is
 # no error to catch: the system kills a process that uses too much.
@@ -132,22 +137,12 @@ def legal(config: EngineConfig) -> tuple[BatchSizes, ...]:
 
 def by_estimate(config: EngineConfig, memory: Memory) -> Found:
     """The largest micro-batch whose estimate, with a quarter more, is within `memory` in every pipeline stage."""
-    stages, in_host = by_stage(config), in_host_memory(config.json)
-
-    def needs(batch: BatchSizes) -> int:
-        return round(_ALLOWANCE * max(on_device(stage.of(batch), in_host).together for stage in stages))
-
-    batches = legal(config)
-    fitting = [batch for batch in batches if needs(batch) <= memory.bytes]
-    larger = batches[len(fitting)] if len(fitting) < len(batches) else None
-    return Found(
-        micro_batch=fitting[-1].micro_batch if fitting else 0,
-        needs=needs(fitting[-1] if fitting else batches[0]),
-        larger=larger.micro_batch if larger else None,
-        larger_needs=needs(larger) if larger else 0,
-        memory=memory,
-        how=_ESTIMATED,
-    )
+    cost, batches = Cost(config), legal(config)
+    needs = [round(_ALLOWANCE * cost.fullest(batch).together) for batch in batches]
+    number = sum(need <= memory.bytes for need in needs)
+    larger, larger_needs = (batches[number].micro_batch, needs[number]) if number < len(batches) else (None, 0)
+    fits = batches[number - 1].micro_batch if number else 0
+    return Found(fits, needs[max(0, number - 1)], larger, larger_needs, memory, _ESTIMATED)
 
 
 def by_trying(config: EngineConfig, memory: Memory, try_one: Try) -> Found:
@@ -158,21 +153,17 @@ def by_trying(config: EngineConfig, memory: Memory, try_one: Try) -> Found:
         memory: what this rank may take.
         try_one: raises torch.OutOfMemoryError where the device has too little.
     """
-    batches, in_host = legal(config), in_host_memory(config.json)
-    stage = by_stage(config)[config.stage]
-
-    def estimated(batch: BatchSizes) -> int:
-        return on_device(stage.of(batch), in_host).together
-
-    fits, needs, larger = 0, 0, None
-    for batch in batches:
+    cost = Cost(config)
+    stage = cost.stages[config.stage]
+    fits, needs = 0, 0
+    for batch in legal(config):
         taken = _taken(try_one, batch)
         if taken is None or taken > memory.bytes:
-            larger = batch.micro_batch
-            before = estimated(BatchSizes(batch.global_batch, fits, batch.accumulation, batch.dp)) if fits else 0
+            before = replace(batch, micro_batch=fits)
+            step = cost.on_device(stage, batch).together - (cost.on_device(stage, before).together if fits else 0)
             # The device has not said how much more it would have taken: what was measured, and the estimate's step.
-            larger_needs = taken or needs + estimated(batch) - before
-            return Found(fits, needs or larger_needs, larger, larger_needs, memory, "measured" if fits else _ESTIMATED)
+            more = taken or needs + step
+            return Found(fits, needs or more, batch.micro_batch, more, memory, "measured" if fits else _ESTIMATED)
         fits, needs = batch.micro_batch, taken
     return Found(fits, needs, None, 0, memory, "measured")
 
@@ -219,7 +210,8 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
     batches = {batch.micro_batch: batch for batch in legal(config)}
     if not found.micro_batch:
         smallest = min(batches)
-        states = max(on_device(stage.states, in_host_memory(config.json)).states for stage in by_stage(config))
+        cost = Cost(config)
+        states = max(on_device(stage.states, cost.in_host).states for stage in cost.stages)
         raise UserError(
             f"--auto-batch: not even a micro-batch of {smallest} fits: it needs {in_words(found.needs)} ({found.how}), "
             f"{in_words(states)} of it for weights, gradients and the optimizer, and there are {there}; use a higher "
@@ -235,3 +227,127 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
         then = f"a larger one would leave fewer micro-batches than the {config.layout.pp} pipeline stages"
     note = f"--auto-batch: {batch}; {in_words(found.needs)} ({found.how}) of {there}; {then}"
     return Choice(batch, note)
+
+
+# ---- a trial on a device ---------------------------------------------------------------------------------------------
+
+_STAYS_FREE = 0.05  # of the device
+
+
+class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
+    """A training step's memory, allocated temporarily without the other ranks; `with` gives it back.
+
+    A rank that runs out of memory inside a collective would leave the others waiting in it, so this is no step of
+    DeepSpeed's. The layers of this rank's stage run for real, in the run's types, forward for as many micro-batches as
+    its place in the pipeline has under way, and backward; of blocks that are alike one is built and stands for all.
+    Weights, gradients, masters, the optimizer's state and ZeRO's bucket are held as one piece of the size that the
+    estimate says, which is exact for them, and a twentieth of the device stays free for collectives, the allocator's
+    gaps and other temporary memory of a step.
+
+    Args:
+        config: of the engine.
+        device: where it will train.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        cost, task = Cost(config), config.model.task
+        self.cost = cost
+        found = cost.stages[config.stage]
+        self.stage = found.of_several or found  # of which there is the more to hold
+        start, stop = config.model.bounds[config.stage : config.stage + 2]
+        self.inputs = kept_by_layers(config.model.whole, cost.layers, config.dtype)[start].inputs
+        self.layers = self._build(cost.layers[start:stop], start)
+        assert isinstance(task, ChainTask), "resolve_model rejects --auto-batch for other tasks"
+        tp = TensorParallel(0, config.layout.tp, None, config.sequence_parallel)
+        self.loss = task.loss(tp if config.model.class_parallel else None)
+        built = nn.ModuleList(dict.fromkeys(self.layers))
+        here = 0 if config.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
+        states = on_device(self.stage.states, cost.in_host).states + self._bytes_of_zero()
+        self.margin = round(_STAYS_FREE * get_accelerator().total_memory(device.index))
+        self.held_bytes = max(0, states - here)
+
+    def _bytes_of_zero(self) -> int:
+        """What ZeRO holds in addition to the states while activations are at their peak."""
+        states, rules = self.stage.states, self.stage.rules
+        # At stage 2 the partition that a second micro-batch is reduced into, next to the sum so far.
+        return states.buckets + states.gathered + (states.gradients if rules.stage == 2 else 0)
+
+    def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
+        """The stage's layers on the device; those of blocks that are alike are one and the same."""
+        model = self.config.model
+        fresh = model.task.layers(model.whole)[start : start + len(on_meta)]
+        first: dict[str, Layer] = {}
+        layers = []
+        for number, (layer, shape) in enumerate(zip(fresh, on_meta, strict=True)):
+            name = str(cost_key(shape.block)) if isinstance(shape, BlockLayer) else str(number)
+            layers.append(first.setdefault(name, layer))
+
+        def on_layer(layer: Layer) -> None:
+            self.cost.of_rank([layer])
+            layer.train()
+
+        initialise(model.whole, [*first.values()], seed=self.config.seed, device=self.device, on_layer=on_layer)
+        return layers
+
+    def __exit__(self, *_: object) -> None:
+        del self.layers
+        _give_back()
+
+    def __call__(self, batch: BatchSizes) -> int:
+        """Take the memory of a micro-batch.
+
+        Returns:
+            The bytes that this rank had at most, without what stays free.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too few.
+        """
+        _give_back()  # what an earlier try left behind
+        accelerator = get_accelerator()
+        accelerator.reset_peak_memory_stats()
+        held = torch.empty(self.held_bytes + self.margin, dtype=torch.uint8, device=self.device)
+        under_way = [self._forward(batch.micro_batch) for _ in range(min(self.stage.ahead, batch.accumulation))]
+        while under_way:
+            outputs = under_way.pop(0)
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+        accelerator.synchronize()
+        taken = accelerator.max_memory_allocated() - self.margin
+        del held
+        for layer in self.layers:
+            layer.zero_grad()
+        return max(0, taken)
+
+    def _forward(self, rows: int) -> list[torch.Tensor]:
+        """What a micro-batch's backward pass begins with: the loss, or what the next stage sends gradients of."""
+        precision = self.config.precision.name
+        inputs = tuple(self._like(tensor, rows if place < 2 else None) for place, tensor in enumerate(self.inputs))
+        autocast = precision.removeprefix("autocast-")
+        type_of_autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(autocast)
+        enabled = autocast != precision
+        with torch.autocast(self.device.type, dtype=type_of_autocast, enabled=enabled):
+            outputs = run_layers(self.layers, inputs, self.config.checkpointing.interval, self.config.recompute)
+            if not isinstance(outputs, tuple):
+                outputs = (self.loss(outputs, self._targets(rows, inputs[1])),)
+        return [tensor for tensor in outputs if tensor.requires_grad]
+
+    def _like(self, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
+        """Zeros of a micro-batch in place of a tensor on the meta device; None: as many rows as it has."""
+        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+        made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+        return made.requires_grad_(self.config.stage > 0 and made.is_floating_point())
+
+    def _targets(self, rows: int, keys: torch.Tensor) -> dict[str, Any]:
+        """The inputs of the loss other than the outputs."""
+        fields = [field for field in self.config.model.task.fields(training=True) if field.stage == "last"]
+        made = {
+            field.name: torch.zeros(rows, *field.shape, dtype=field.dtype or self.config.dtype, device=self.device)
+            for field in fields
+        }
+        return {**made, "keys": keys}
+
+
+def _give_back() -> None:
+    """Let go of what nothing refers to."""
+    gc.collect()
+    get_accelerator().empty_cache()

@@ -1,24 +1,21 @@
-"""From a resolved run to its components: each gets its own config, and `build_training` puts them together."""
+"""From a resolved run to its components: each gets its own config, and `Training` puts them together."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from ds_vit.config import RunConfig
 from ds_vit.config.units import Interval, parse_steps
 from ds_vit.data import Source
-from ds_vit.engine.base import Engine
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -47,14 +44,13 @@ from ds_vit.training.callbacks import (
     SetImageSize,
 )
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
-from ds_vit.training.dry_run import show_dry_run
+from ds_vit.training.cost import Prediction
 from ds_vit.training.evaluation import Evaluations, Phases, Watch, build_and_evaluate
 from ds_vit.training.inputs import InputConfig, InputPipeline, reads_of
-from ds_vit.training.prediction import Prediction
 from ds_vit.training.resolve import Resolved, resolve_run, resolved_flags
-from ds_vit.training.start_rows import Rows, settings_of, start_rows
+from ds_vit.training.start import settings_of, show_dry_run, show_start
 from ds_vit.training.step_log import StepLog
-from ds_vit.training.summary import show_end, show_start, summarise, write_settings
+from ds_vit.training.summary import show_end, summarise
 from ds_vit.training.trainer import Trainer
 
 
@@ -158,44 +154,74 @@ def _flops_by_size(resolved: Resolved) -> dict[int | None, Flops]:
 # ---- a training run --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Training:
-    """A run that is ready to train, on this rank.
+    """A run that is ready to train, on this rank: shown, built, its checkpoint restored (collectives, as all methods).
 
-    Attributes:
-        trainer: its loop.
-        config: of its engine.
-        process: this rank.
-        folder: of its output.
-        clock: of its time.
-        prediction: of its memory and time.
-        reporter: of rank 0.
+    Args:
+        resolved: the run.
+        folder: of the output, shared by all ranks; rank 0 writes to it.
+        groups: of the run.
+        started: `time.perf_counter()` when the program began.
+        watchdog: receives every bit of progress.
+        signals: received by this rank, or None where they are not listened for.
+        listeners: as for `Reporter`.
     """
 
-    trainer: Trainer
-    config: EngineConfig
-    process: Process
-    folder: RunFolder
-    clock: Clock
-    prediction: Prediction
-    reporter: Reporter | None
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunFolder,
+        groups: Groups,
+        started: float,
+        watchdog: Watchdog,
+        signals: Signals | None = None,
+        listeners: Listeners = MappingProxyType({}),
+    ) -> None:
+        order, device = resolved.data.order, device_of(resolved.process.local_rank)
+        self.resolved, self.folder, self.watchdog, self.signals = resolved, folder, watchdog, signals
+        self.config = engine_config(resolved)
+        self.clock = Clock(Throughput(), order.global_batch, started)
+        self.prediction = Prediction(self.config, device, predict_time=resolved.image_sizes is None)
+        self.flops: dict[int | None, Flops] = {}
+        self.reporter = reporter = None
+        if resolved.process.rank == 0:
+            self.flops = _flops_by_size(resolved)
+            self.reporter = reporter = Reporter(
+                folder,
+                total_steps=resolved.training.total_steps,
+                console=make_console(),
+                stamp=lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": self.clock.wall_seconds},
+                listeners=listeners,
+            )
+        console, more = (reporter.console, self.prediction.start_rows()) if reporter else (None, ())
+        hosts = show_start(resolved, folder, device, self.flops.get(None), console, more)
+        with self._doing("building the model"):
+            self.engine = build_engine(self.config, device, groups)
+            self.trainer = self._build_trainer()
+        with self._doing("reading the checkpoint") if resolved.resume else contextlib.nullcontext():
+            self.trainer.restore()
+        if reporter:
+            reporter.start(self.trainer.step, self.engine.write_events)
+            reporter.settings(*settings_of(resolved))
+            precision, zero_stage = resolved.deepspeed.precision.name, resolved.deepspeed.zero_stage
+            schedule = resolved.training.schedule
+            note_start(folder, self.trainer.step, resolved.layout, zero_stage, device, hosts, schedule, precision)
 
     def run(self) -> str:
-        """Train and save (a collective); gives the word that summary.json ends with."""
-        engine = self.trainer.engine
+        """Train and save; gives the word that summary.json ends with."""
         try:
             exit_word = self.trainer.run()
         finally:
-            engine.on_close.close()
+            self.engine.on_close.close()
             if self.reporter:
                 self.reporter.close()
         lost = self.reporter.num_lost if self.reporter else 0
-        if engine.sum(torch.tensor(lost, device=engine.device)) and exit_word == "completed":
+        if self.engine.sum(torch.tensor(lost, device=self.engine.device)) and exit_word == "completed":
             return "not all saved"
         return exit_word
 
     def finish(self, exit_word: str) -> dict[str, Any]:
-        """Write summary.json and the report, and show the end (a collective); gives what summary.json holds."""
+        """Write summary.json and the report, and show the end; gives what summary.json holds."""
         trainer, throughput = self.trainer, self.clock.throughput
         evaluations, skipped = trainer.evaluations, trainer.inputs.skipped.state_dict()
         summary = summarise(
@@ -208,185 +234,82 @@ class Training:
             steps=trainer.step,
             exit_word=exit_word,
         )
-        images, batch = throughput.total_images, trainer.inputs.config.order.global_batch
+        images, batch = throughput.total_images, self.config.batch.global_batch
         summary |= self.prediction.figures(batch * throughput.total_seconds / images if images else None)
-        console = self.reporter.console if self.reporter else None
-        rows = self.prediction.end_rows(summary) if console else ()
-        show_end(self.config, self.process, self.folder, summary, console, trainer.checkpoints.stopped, rows)
-        trainer.engine.close()
+        if self.reporter:
+            stopped, more = trainer.checkpoints.stopped, self.prediction.end_rows(summary)
+            show_end(self.config, self.resolved.process, self.folder, summary, self.reporter.console, stopped, more)
+        self.engine.close()
         return summary
 
+    def _doing(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """Tell the watchdog; a line on rank 0's terminal for the block."""
+        self.watchdog.beat(0, what, patience=4)
+        return self.reporter.line.doing(what) if self.reporter else contextlib.nullcontext()
 
-def build_training(
-    resolved: Resolved,
-    folder: RunFolder,
-    groups: Groups,
-    started: float,
-    watchdog: Watchdog,
-    signals: Signals | None = None,
-    listeners: Listeners = MappingProxyType({}),
-) -> Training:
-    """Show a run, build its engine and everything around it, and restore its checkpoint (a collective).
-
-    Args:
-        resolved: the run.
-        folder: of the output, shared by all ranks; rank 0 writes to it.
-        groups: of the run.
-        started: `time.perf_counter()` when the program began.
-        watchdog: receives every bit of progress.
-        signals: received by this rank, or None where they are not listened for.
-        listeners: as for `Reporter`.
-    """
-    order, device = resolved.data.order, device_of(resolved.process.local_rank)
-    clock = Clock(Throughput(), order.global_batch, started)
-    reporter = None
-    if resolved.process.rank == 0:
-        reporter = Reporter(
-            folder,
-            total_steps=resolved.training.total_steps,
-            console=make_console(),
-            stamp=lambda step: {"epoch": order.epoch_of(max(step - 1, 0)), "wall_seconds": clock.wall_seconds},
-            listeners=listeners,
-        )
-    config = engine_config(resolved)
-    prediction = Prediction(config, device, predict_time=resolved.image_sizes is None)
-    flops = _flops_by_size(resolved) if reporter else {}
-    more: Rows = ()
-    if reporter:
-        prediction.predict()
-        more = prediction.start_rows()
-    hosts = _show(resolved, folder, device, flops.get(None), reporter.console if reporter else None, more)
-    with _doing(reporter, "building the model"):
-        watchdog.beat(0, "building the model", patience=4)
-        engine = build_engine(config, device, groups)
-        trainer = _build_trainer(resolved, engine, folder, clock, flops, watchdog, signals, prediction, reporter)
-    with _doing(reporter, "reading the checkpoint") if resolved.resume else contextlib.nullcontext():
-        watchdog.beat(0, "reading the checkpoint", patience=4)
-        trainer.restore()
-    if reporter:
-        reporter.start(trainer.step, engine.write_events)
-        reporter.settings(*settings_of(resolved))
-        precision, zero_stage = resolved.deepspeed.precision.name, resolved.deepspeed.zero_stage
-        schedule = resolved.training.schedule
-        note_start(folder, trainer.step, resolved.layout, zero_stage, device, hosts, schedule, precision)
-    return Training(trainer, config, resolved.process, folder, clock, prediction, reporter)
-
-
-def _show(
-    resolved: Resolved,
-    folder: RunFolder,
-    device: torch.device,
-    flops: Flops | None,
-    console: Console | None,
-    more: Rows = (),
-) -> list[str]:
-    """Write the settings files and show the start (a collective); gives the host of each rank.
-
-    Args:
-        resolved: the run.
-        folder: of its output.
-        device: of this rank.
-        flops: of an image, on rank 0.
-        console: of rank 0; None on the others.
-        more: further rows of the table.
-    """
-    rows: Rows = ()
-    if console is not None and flops is not None:
-        deepspeed = resolved.deepspeed
-        write_settings(folder, resolved_flags(resolved), deepspeed.json, deepspeed.origins, resolved.model.task)
-        rows = [*start_rows(resolved, flops, device, folder.path), *more]
-    return show_start(console, resolved.notes, rows, resolved.layout, resolved.process)
-
-
-def _build_trainer(
-    resolved: Resolved,
-    engine: Engine,
-    folder: RunFolder,
-    clock: Clock,
-    flops: Mapping[int | None, Flops],
-    watchdog: Watchdog,
-    signals: Signals | None,
-    prediction: Prediction,
-    reporter: Reporter | None,
-) -> Trainer:
-    """The loop around an engine: inputs, callbacks, evaluations, checkpoints (a collective)."""
-    config, model = resolved.config, resolved.model
-    ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
-    if config.spike_factor is not None:
-        engine.guard.watch_spikes(config.spike_factor)
-    samples = folder.samples if config.log_samples else None
-    inputs = InputPipeline(input_config(resolved), engine, clock.throughput, samples, folder.skipped)
-    if reporter and config.log_images:
-        names, number = model.task.class_names, resolved.data.batch.accumulation
-        sheet = TrainingSheet(model.image, resolved.data.train_source, names, config.log_images, number)
-        inputs.look = partial(sheet.add, save=reporter.training_images)
-    phases = Phases(watchdog, resolved.first_patience)
-    precision, layout = resolved.deepspeed.precision.name, resolved.layout
-    step_log = StepLog(engine, inputs, resolved.log_interval, precision, flops, clock.throughput, prediction, reporter)
-    sees_images = layout.pp == 1 and not config.sequence_parallel and resolved.share.dp_rank == 0
-    draws = sees_images and bool(model.task.class_names)
-    evaluations = Evaluations(engine, inputs, ema, config.eval_interval, draws, watchdog, phases, reporter)
-
-    def make_checkpoints(trainer: Trainer) -> CheckpointManager:
-        return CheckpointManager(
-            checkpoint_config(resolved),
-            folder.checkpoints,
+    def _build_trainer(self) -> Trainer:
+        """The loop around the engine: inputs, callbacks, evaluations, checkpoints (a collective)."""
+        resolved, engine, folder, reporter = self.resolved, self.engine, self.folder, self.reporter
+        config, model, throughput = resolved.config, resolved.model, self.clock.throughput
+        ema = Ema(engine.zero_map, config.model_ema_decay, config.model_ema_warmup) if config.model_ema else None
+        if config.spike_factor is not None:
+            engine.guard.watch_spikes(config.spike_factor)
+        samples = folder.samples if config.log_samples else None
+        inputs = InputPipeline(input_config(resolved), engine, throughput, samples, folder.skipped)
+        if reporter and config.log_images:
+            names, number = model.task.class_names, resolved.data.batch.accumulation
+            sheet = TrainingSheet(model.image, resolved.data.train_source, names, config.log_images, number)
+            inputs.look = partial(sheet.add, save=reporter.training_images)
+        phases = Phases(self.watchdog, resolved.first_patience)
+        sees_images = resolved.layout.pp == 1 and not config.sequence_parallel and resolved.share.dp_rank == 0
+        draws = sees_images and bool(model.task.class_names)
+        return Trainer(
             engine,
-            model.task,
-            names_and_shapes(model.whole),
-            engine.teachers or ema,
-            clock.throughput,
-            signals,
-            trainer,
-            reporter,
+            inputs,
+            resolved.training.schedule,
+            resolved.training.horizon,
+            Evaluations(engine, inputs, ema, config.eval_interval, draws, self.watchdog, phases, reporter),
+            self._callbacks(inputs, ema),
+            CheckpointManager(
+                checkpoint_config(resolved),
+                folder.checkpoints,
+                engine,
+                model.task,
+                names_and_shapes(model.whole),
+                engine.teachers or ema,
+                throughput,
+                self.signals or Signals(),
+                reporter,
+            ),
+            self.watchdog,
+            phases,
+            folder,
         )
 
-    callbacks = _callbacks(resolved, engine, ema, clock, step_log, folder, watchdog, reporter)
-    schedule, horizon = resolved.training.schedule, resolved.training.horizon
-    return Trainer(
-        engine, inputs, schedule, horizon, evaluations, callbacks, make_checkpoints, watchdog, phases, folder
-    )
-
-
-def _callbacks(
-    resolved: Resolved,
-    engine: Engine,
-    ema: Ema | None,
-    clock: Clock,
-    step_log: StepLog,
-    folder: RunFolder,
-    watchdog: Watchdog,
-    reporter: Reporter | None,
-) -> list[Callback]:
-    """What happens around each step, in this order."""
-    config, sizes = resolved.config, resolved.image_sizes
-    bad_steps = BadSteps(
-        engine,
-        reporter,
-        stop=config.on_nonfinite == "stop",
-        max_rollbacks=config.rollback,
-        fp16="fp16" in resolved.deepspeed.precision.name,
-    )
-    callbacks: list[Callback] = [bad_steps]
-    if ema is not None:
-        callbacks.append(AverageWeights(ema))
-    if sizes is not None:
-        callbacks.append(SetImageSize(engine, sizes, resolved.model.whole.patch_embed.patch_size))
-    if config.grad_stats_interval:
-        callbacks.append(GradientStatistics(engine, config.grad_stats_interval, bad_steps, reporter))
-    callbacks.append(clock)
-    if config.check_replicas:
-        callbacks.append(CheckReplicas(engine, config.check_replicas))
-    callbacks.append(step_log)
-    if steps := parse_steps(config.profile_steps, "--profile-steps"):
-        profiler = StepProfiler(steps, folder.profile, engine.groups, engine.device)
-        callbacks.append(Profile(profiler, clock.throughput, watchdog, reporter))
-    return callbacks
-
-
-def _doing(reporter: Reporter | None, what: str) -> contextlib.AbstractContextManager[object]:
-    """A line on rank 0's terminal for the block."""
-    return reporter.line.doing(what) if reporter else contextlib.nullcontext()
+    def _callbacks(self, inputs: InputPipeline, ema: Ema | None) -> list[Callback]:
+        """What happens around each step, in this order."""
+        resolved, engine, reporter = self.resolved, self.engine, self.reporter
+        config, sizes, precision = resolved.config, resolved.image_sizes, resolved.deepspeed.precision.name
+        throughput = self.clock.throughput
+        stops = config.on_nonfinite == "stop"
+        bad_steps = BadSteps(engine, reporter, stop=stops, max_rollbacks=config.rollback, fp16="fp16" in precision)
+        callbacks: list[Callback] = [bad_steps]
+        if ema is not None:
+            callbacks.append(AverageWeights(ema))
+        if sizes is not None:
+            callbacks.append(SetImageSize(engine, sizes, resolved.model.whole.patch_embed.patch_size))
+        if config.grad_stats_interval:
+            callbacks.append(GradientStatistics(engine, config.grad_stats_interval, bad_steps, reporter))
+        callbacks.append(self.clock)
+        if config.check_replicas:
+            callbacks.append(CheckReplicas(engine, config.check_replicas))
+        callbacks.append(
+            StepLog(engine, inputs, resolved.log_interval, precision, self.flops, throughput, self.prediction, reporter)
+        )
+        if steps := parse_steps(config.profile_steps, "--profile-steps"):
+            profiler = StepProfiler(steps, self.folder.profile, engine.groups, engine.device)
+            callbacks.append(Profile(profiler, throughput, self.watchdog, reporter))
+        return callbacks
 
 
 # ---- evaluation only -------------------------------------------------------------------------------------------------
@@ -395,21 +318,18 @@ def _doing(reporter: Reporter | None, what: str) -> contextlib.AbstractContextMa
 def run_evaluation(
     resolved: Resolved, folder: RunFolder, groups: Groups, started: float, watchdog: Watchdog
 ) -> dict[str, Any]:
-    """`--eval-only`: evaluate, and write a run's files (a collective); the arguments are those of `build_training`.
+    """`--eval-only`: evaluate, and write a run's files (a collective); the arguments are those of `Training`.
 
     Returns:
         What summary.json holds, on every rank.
     """
     device, task, first_patience = device_of(resolved.process.local_rank), resolved.model.task, resolved.first_patience
-
-    def stamp(step: int) -> dict[str, float]:
-        return {"epoch": 0, "wall_seconds": time.perf_counter() - started}
-
     reporter, console, flops = None, None, None
     if resolved.process.rank == 0:
+        stamp = lambda step: {"epoch": 0, "wall_seconds": time.perf_counter() - started}  # noqa: E731
         reporter = Reporter(folder, total_steps=0, console=make_console(), stamp=stamp)
         console, flops = reporter.console, count_flops(resolved.model.whole)
-    _show(resolved, folder, device, flops, console)
+    show_start(resolved, folder, device, flops, console)
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
         watchdog.beat(0, "evaluation", patience=first_patience)
@@ -420,15 +340,15 @@ def run_evaluation(
     watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
     config = engine_config(resolved)
     engine, figures = build_and_evaluate(config, input_config(resolved), device, groups, watch, folder.skipped)
+    seconds = time.perf_counter() - started
+    skipped = {"skipped_images": len(resolved.data.validation) - int(figures["images"])}
+    summary = summarise(config, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
     if reporter:
         reporter.start(events=engine.write_events)
         reporter.eval({"step": 0, **figures}, task.figures)
         reporter.pictures(0, pictures)
         reporter.close()
-    seconds = time.perf_counter() - started
-    skipped = {"skipped_images": len(resolved.data.validation) - int(figures["images"])}
-    summary = summarise(config, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
-    show_end(config, resolved.process, folder, summary, console)
+        show_end(config, resolved.process, folder, summary, reporter.console)
     engine.close()
     return summary
 
@@ -436,12 +356,4 @@ def run_evaluation(
 def run_dry(resolved: Resolved, device_type: str, folder: Path) -> None:
     """`--dry-run`: show the run and what it would need and write."""
     flops = count_flops(resolved.model.whole, resolved.model.frozen)
-    show_dry_run(
-        engine_config(resolved),
-        resolved.notes,
-        start_rows(resolved, flops, torch.device(device_type), folder),
-        resolved.rates if resolved.optimizer else {},
-        folder,
-        resolved.config.checkpoint_interval,
-        resolved.config.keep_checkpoints,
-    )
+    show_dry_run(resolved, engine_config(resolved), flops, torch.device(device_type), folder)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,10 +94,11 @@ class CheckpointConfig:
     flags: Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class CheckpointManager:
     """Saves and restores one run.
 
-    Args:
+    Attributes:
         config: of the run's checkpoints.
         parent: the folder `checkpoints`, shared by all ranks.
         engine: running, with the groups that saving takes.
@@ -105,45 +106,37 @@ class CheckpointManager:
         shapes: timm name → whole shape, of all parameters in the model's order.
         ema: the moving average, or None.
         throughput: is paused while training waits for a save.
-        signals: received by this rank; None where they are not listened for.
-        trainer: its state is saved and restored.
+        signals: received by this rank.
         reporter: of rank 0; None elsewhere.
+        trainer: its state is saved and restored; it sets itself.
+        num_failed: checkpoints that could not be written, the weights of the end among them.
+        stopped_unsaved: the run was stopped, and the step that it stopped at could not be written.
+        stopped: what stopped the run before its end, and where its last step is saved; for people.
+        skipped_batches: global batches that rollbacks have left out so far: step `s` trains on batch
+            `s + skipped_batches`.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        parent: Path,
-        engine: Engine,
-        task: Task,
-        shapes: Mapping[str, torch.Size],
-        ema: Ema | None,
-        throughput: Throughput,
-        signals: Signals | None,
-        trainer: Stateful,
-        reporter: Reporter | None = None,
-    ) -> None:
-        self.config = config
-        self.parent = parent
-        self.engine = engine
-        self.task = task
-        self.ema = ema
-        self.throughput = throughput
-        self.reporter = reporter
-        self.num_failed = 0
-        """Checkpoints that could not be written, the weights of the end among them."""
-        self.stopped_unsaved = False
-        """The run was stopped, and the step that it stopped at could not be written."""
-        self.stopped = ""
-        """What stopped the run before its end, and where its last step is saved; for people."""
-        self.skipped_batches = 0
-        """Global batches that rollbacks have left out so far: step `s` trains on batch `s + skipped_batches`."""
-        self._signals = signals or Signals()
-        self._trainer = trainer
+    config: CheckpointConfig
+    parent: Path
+    engine: Engine
+    task: Task
+    shapes: InitVar[Mapping[str, torch.Size]]
+    ema: Ema | None
+    throughput: Throughput
+    signals: Signals
+    reporter: Reporter | None = None
+    trainer: Stateful = field(init=False)
+    num_failed: int = 0
+    stopped_unsaved: bool = False
+    stopped: str = ""
+    skipped_batches: int = 0
+
+    def __post_init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        config, engine, ema, task = self.config, self.engine, self.ema, self.task
         self._every_steps = config.interval.steps or config.interval.epochs * config.order.steps_per_epoch
         self._ballot = Ballot(engine.groups.ballots)
         self._saver = Saver(
-            parent,
+            self.parent,
             RankShare(engine.zero_map, ema.tensors if ema else None, shapes),
             config.keep,
             engine.groups.files,
@@ -180,7 +173,7 @@ class CheckpointManager:
         if resume is None:
             return 0
         step, state = self._load(self._open_intact(resume.checkpoint.path, falls_back=resume.falls_back))
-        self._trainer.load_state_dict(state)
+        self.trainer.load_state_dict(state)
         return step
 
     def roll_back(self) -> tuple[int, Mapping[str, Any]] | None:
@@ -273,7 +266,7 @@ class CheckpointManager:
         seconds = self.config.interval.seconds
         elapsed = bool(seconds) and time.monotonic() - self._saved_at >= seconds
         number, late, busy, clock = self._ballot.largest(
-            (self._signals.received, self.config.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
+            (self.signals.received, self.config.deadline.passed, self._saver.busy, elapsed and dist.get_rank() == 0)
         )
         self._collect()
         if number or late:
@@ -297,7 +290,7 @@ class CheckpointManager:
 
     def asked_to_stop(self) -> bool:
         """Whether any rank has received a signal or reached the time limit (a collective); call `boundary` next."""
-        return any(self._ballot.largest((self._signals.received, self.config.deadline.passed)))
+        return any(self._ballot.largest((self.signals.received, self.config.deadline.passed)))
 
     def end_save(self) -> None:
         """Complete the checkpoint that is being written, before this process ends with an error."""
@@ -363,7 +356,7 @@ class CheckpointManager:
 
     def _start_save(self, step: int, *, due: bool = True) -> None:
         """Start a save; `due`: an uninterrupted run saves this step too."""
-        self._trainer.conclude()
+        self.trainer.conclude()
         self.throughput.pause()
         self._due = False
         back = folder_name(step) if due or self._rollback_to is None else self._rollback_to.name
@@ -431,7 +424,7 @@ class CheckpointManager:
             "optimizer": optimizer_scalars(self.engine.zero_map),
             "engine": self.engine.progress(),
             "ema_updates": self.ema.updates if self.ema else None,
-            "history": self._trainer.state_dict(),
+            "history": self.trainer.state_dict(),
             "task": tensors_as_json(self.task.state_dict()),
             "run": config.identity,
             "config": config.flags,

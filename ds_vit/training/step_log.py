@@ -14,24 +14,8 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Lagging, Throughput, peak_tflops
 from ds_vit.planner.counting import Flops
 from ds_vit.training.callbacks import Callback, RolledBack, Step
+from ds_vit.training.cost import Prediction
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.prediction import Prediction
-
-_FEW_ROWS = 12  # of which a curve is hardly one
-
-
-def few_rows(total_steps: int, interval: int) -> list[tuple[str, str]]:
-    """A row for the start's table where the curves of a run will have few points; none elsewhere.
-
-    Args:
-        total_steps: of the run.
-        interval: optimizer steps between two rows of metrics.jsonl, which the first step and the last have too.
-    """
-    due = range(interval, total_steps + 1, interval)
-    number = len(due) + sum(step not in due for step in {1, total_steps})
-    if number >= min(_FEW_ROWS, total_steps):
-        return []
-    return [("metrics", f"{number} rows, one every {interval} steps; --log-interval 1 writes each step down")]
 
 
 class StepLog(Callback):
@@ -107,7 +91,7 @@ class StepLog(Callback):
         loss, epoch_loss = self.engine.mean(losses).tolist()
         norm = _norm(step.result)
         rate, waiting = self.throughput.window(count=number > 1)
-        memory = self.prediction.memory_bytes()
+        memory = self.prediction.measured_bytes()
         skipped = {"skipped_images": self.inputs.skipped.gather()} if config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return

@@ -1,61 +1,28 @@
-"""The files and tables of a run's start and end, and summary.json."""
+"""A run's end: summary.json, its table and the report."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 
-from ds_vit import config as flags
 from ds_vit.checkpoint.folder import marked
-from ds_vit.config.deepspeed_json import derived_path
-from ds_vit.engine.patches.process import version_warnings
-from ds_vit.fault_tolerance.errors import NotSaved, UserError
+from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
 from ds_vit.monitoring.metrics import print_table
 from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.starts import num_starts
 from ds_vit.monitoring.throughput import Throughput
-from ds_vit.parallel.layout import Layout
-from ds_vit.parallel.placement import Placement
 from ds_vit.run_folder import BEST, RunFolder, write_json
-from ds_vit.tasks import Figure, Task
+from ds_vit.tasks import Figure
 from ds_vit.training.build_engine import EngineConfig
-from ds_vit.training.start_rows import Rows, resume_command
+from ds_vit.training.start import Rows, resume_command
 
 Quality = dict[str, float | None]
-
-
-def write_settings(
-    folder: RunFolder, values: Mapping[str, Any], json: Mapping[str, Any], origins: Mapping[str, str], task: Task
-) -> None:
-    """Write the settings files of a run: enough to run it again.
-
-    Args:
-        folder: of the run.
-        values: of config.yaml.
-        json: of deepspeed.json.
-        origins: of deepspeed.derived.json: dotted name of a value → where it came from.
-        task: has the names of classes.json.
-
-    Raises:
-        UserError: the folder cannot be written to.
-    """
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(flags.to_yaml(dict(values)))
-        write_json(folder.deepspeed, json)
-        write_json(derived_path(folder.deepspeed), origins)
-        if task.has_classes:
-            write_json(folder.classes, task.class_names)
-    except OSError as error:
-        raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
 
 
 def summarise(
@@ -158,59 +125,29 @@ def _saved_rows(folder: RunFolder) -> Rows:
     return [("checkpoints", f"{folder.checkpoints}/ ({found})")] if found else []
 
 
-def show_start(
-    console: Console | None, notes: Sequence[str], rows: Rows, layout: Layout, process: Process
-) -> list[str]:
-    """Show the run: lines for people and the start table (a collective).
-
-    Args:
-        console: of rank 0; None on the others.
-        notes: lines for people.
-        rows: of the table.
-        layout: degrees of parallelism.
-        process: this rank.
-
-    Returns:
-        The host's name of each rank; empty where all are on one.
-    """
-    if console is not None:
-        for note in (*notes, *version_warnings()):
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-        print_table(console, "ds_vit", rows)
-    if not process.spans_hosts:
-        return []
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    if console is not None and len(set(hosts)) > 1:
-        print_table(console, "placement", Placement(layout, tuple(hosts)).rows())
-    return hosts
-
-
 def show_end(
     config: EngineConfig,
     process: Process,
     folder: RunFolder,
     summary: dict[str, Any],
-    console: Console | None,
+    console: Console,
     stopped: str = "",
     more: Rows = (),
 ) -> None:
-    """Write summary.json and show it, where there is a console; then report.html, as far as the disk takes it.
+    """Write summary.json and show it, on rank 0; then report.html, as far as the disk takes it.
 
     Args:
         config: of the engine.
         process: this rank.
         folder: its output folder.
         summary: the contents.
-        console: of rank 0; None on the others.
+        console: of rank 0.
         stopped: by what the run was interrupted, and where it is saved; the last line then says how to go on.
         more: rows for the table.
 
     Raises:
         NotSaved: the file could not be written.
     """
-    if console is None:
-        return
     rows = [*end_rows(config, summary, folder.path), *more]
     if stopped and config.optimizer is not None:
         place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"

@@ -7,7 +7,8 @@ saves in checkpoint_manager.py; build.py puts them together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -26,51 +27,40 @@ from ds_vit.training.evaluation import Evaluations, Phases, Stopped
 from ds_vit.training.inputs import InputPipeline
 
 
+@dataclass(eq=False)
 class Trainer:
     """The loop of one run, on this rank; all ranks do the same things in the same order.
 
-    Args:
+    Attributes:
         engine: runs the model.
         inputs: of the run.
         schedule: of the learning rate; None where the JSON's scheduler sets it.
         horizon: steps that the schedules are made for; the run may be shorter.
         evaluations: of the run.
         callbacks: are called around each step, in this order.
-        make_checkpoints: makes the manager that saves and restores this trainer.
+        checkpoints: saves and restores this trainer.
         watchdog: receives every bit of progress.
         phases: announces what comes next to the watchdog.
         folder: of the run; its weights are written there.
-
-    Attributes:
         step: optimizer steps that are done.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        inputs: InputPipeline,
-        schedule: Schedule | None,
-        horizon: int,
-        evaluations: Evaluations,
-        callbacks: Sequence[Callback],
-        make_checkpoints: Callable[[Trainer], CheckpointManager],
-        watchdog: Watchdog,
-        phases: Phases,
-        folder: RunFolder,
-    ) -> None:
-        self.engine = engine
-        self.inputs = inputs
-        self.schedule = schedule
-        self.horizon = horizon
-        self.total_steps = inputs.config.total_steps
-        self.evaluations = evaluations
-        self.callbacks = callbacks
-        self.checkpoints = make_checkpoints(self)
-        self.watchdog = watchdog
-        self.phases = phases
-        self.folder = folder
-        self.step = 0
-        self._open: Step | None = None  # the last step, until it is known whether it was applied
+    engine: Engine
+    inputs: InputPipeline
+    schedule: Schedule | None
+    horizon: int
+    evaluations: Evaluations
+    callbacks: Sequence[Callback]
+    checkpoints: CheckpointManager
+    watchdog: Watchdog
+    phases: Phases
+    folder: RunFolder
+    step: int = 0
+    _open: Step | None = None  # the last step, until it is known whether it was applied
+
+    def __post_init__(self) -> None:
+        self.total_steps = self.inputs.config.total_steps
+        self.checkpoints.trainer = self
 
     def run(self) -> str:
         """Train and save (a collective).

@@ -17,7 +17,6 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.throughput import Lagging
 from ds_vit.run_folder import RunFolder
-from ds_vit.training.step_log import few_rows
 
 
 def terminal(width=80, *, is_terminal=True):
@@ -117,14 +116,6 @@ def test_tensorboard_gets_every_step_of_a_short_run(ranks, tmp_path):
     assert sorted(points) == [1, 2, 3, 4, 5]
     assert points[3] == pytest.approx(train_rows(rows)[1]["loss"])
     assert [event.step for event in events.Scalars("time/images_per_second")] == [1, 3, 5]
-
-
-def test_a_run_of_few_rows_says_how_to_get_more():
-    """Curves of three points, and no word of the flag; a word in runs that have enough, or cannot have more."""
-    [(_, said)] = few_rows(120, 50)
-    assert said == "4 rows, one every 50 steps; --log-interval 1 writes each step down"
-    assert few_rows(10, 50)[0][1].startswith("2 rows")
-    assert few_rows(880, 50) == few_rows(3, 1) == few_rows(2, 50) == few_rows(1, 50) == []
 
 
 def test_a_loader_that_is_too_slow_is_told_once(tmp_path):

@@ -12,7 +12,7 @@ from project import ROOT
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.training.build import engine_config
-from ds_vit.training.memory import estimate
+from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve_run
 
 SIZES = {
@@ -104,7 +104,7 @@ def predicted(words: list[str]) -> list[int]:
     """Bytes of a rank of each stage."""
     config, explicit = parse(words)
     plan = resolve_run(config, explicit, Process("env", 0, 2, 0, 2), on_cpu=True)
-    return [stage.together for stage in estimate(engine_config(plan))]
+    return [stage.together for stage in Cost(engine_config(plan)).memory()]
 
 
 def test_there_are_enough_combinations():

@@ -21,7 +21,7 @@ from ds_vit.models.large_sizes import SIZES
 from ds_vit.planner import counting, hardware
 from ds_vit.tools import plan as plan_tool
 from ds_vit.training.build import engine_config
-from ds_vit.training.memory import estimate
+from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve_run
 
 BASE = ["plan", "--model", "vit_base_patch16_224", "--gpus", "16", "--gpu", "a100"]
@@ -162,7 +162,7 @@ def test_what_is_written_starts(capsys, tmp_path):
     plan = resolve_run(config, explicit, Process("env", 0, 4, 0, 4), on_cpu=False)
     assert plan.data.batch.global_batch == 64
     assert list(plan.model.bounds) == best["bounds"]
-    fullest = max(estimate(engine_config(plan)), key=lambda memory: memory.together)
+    fullest = Cost(engine_config(plan)).fullest(plan.data.batch)
     assert fullest.together == pytest.approx(best["memory"]["together"], rel=1e-3)
 
 

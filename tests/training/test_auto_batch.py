@@ -18,11 +18,10 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.planner.counting import saved_bytes
 from ds_vit.train import main
-from ds_vit.training.auto_batch import Memory, by_trying, legal
+from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, legal
 from ds_vit.training.build import engine_config
-from ds_vit.training.memory import by_stage
+from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve_run
-from ds_vit.training.trial_step import TrialStep
 
 RUN = [
     *(*DIGITS, "--val-split", ""),
@@ -44,7 +43,7 @@ def memory_for(micro_batch, world, *words):
     """Bytes that this micro-batch needs on the fullest rank, as --memory takes them."""
     config = engine_of(world, "--auto-batch", *words)
     [batch] = [batch for batch in legal(config) if batch.micro_batch == micro_batch]
-    return str(round(1.25 * max(stage.of(batch).together for stage in by_stage(config))))
+    return str(round(1.25 * Cost(config).fullest(batch).together))
 
 
 def batch_in(folder):
@@ -195,7 +194,7 @@ def test_trying_stops_at_the_first_that_fails():
     found = by_trying(config, plenty, attempt)
     assert tried == [1, 2, 3, 4, 6]
     assert (found.micro_batch, found.needs, found.larger, found.how) == (4, 400, 6, "measured")
-    [stage] = by_stage(config)
+    [stage] = Cost(config).stages
     by_micro_batch = {batch.micro_batch: batch for batch in legal(config)}
     step = stage.of(by_micro_batch[6]).together - stage.of(by_micro_batch[4]).together
     assert found.larger_needs == 400 + step

@@ -13,7 +13,7 @@ from ds_vit.checkpoint.folder import Checkpoint
 from ds_vit.checkpoint.snapshot import Save
 from ds_vit.config.units import Interval
 from ds_vit.data import SampleOrder
-from ds_vit.fault_tolerance.signals import Deadline, Interrupted
+from ds_vit.fault_tolerance.signals import Deadline, Interrupted, Signals
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.training import checkpoint_manager, skipped_images
 from ds_vit.training.checkpoint_manager import CheckpointConfig, CheckpointManager
@@ -99,7 +99,9 @@ def manager(monkeypatch, tmp_path, said, request) -> CheckpointManager:
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
     trainer = SimpleNamespace(conclude=lambda: None)
     reporter = SimpleNamespace(say=said.append, checkpoint=lambda _: None)
-    return CheckpointManager(config, tmp_path, engine, task, {}, None, Throughput(), None, trainer, reporter)
+    made = CheckpointManager(config, tmp_path, engine, task, {}, None, Throughput(), Signals(), reporter)
+    made.trainer = trainer
+    return made
 
 
 def resume_from(manager: CheckpointManager, step: int, parent: Path | None = None, **state: object) -> None:
@@ -215,7 +217,7 @@ def test_an_interruption_does_not_choose_the_step_to_return_to(manager):
     # Catches: a rollback of a resumed run that returns to the step of the interruption, where the run without one
     # returns to the step before that fell due; that step's checkpoint, removed for the one of the interruption.
     with_rollback(manager).boundary(4)
-    manager._signals.received = signal.SIGTERM
+    manager.signals.received = signal.SIGTERM
     with pytest.raises(Interrupted):
         manager.boundary(6)
     due, at_the_stop = manager._saver.saves[4], manager._saver.saves[6]

@@ -116,10 +116,9 @@ def test_auto_batch_finds_the_edge_by_trying():
     """A trial that takes another memory than training, an error not caught, and memory that is not given back."""
     from ds_vit.config import parse
     from ds_vit.launching.process import Process
-    from ds_vit.training.auto_batch import by_trying, legal, memory_of_rank
+    from ds_vit.training.auto_batch import TrialStep, by_trying, legal, memory_of_rank
     from ds_vit.training.build import engine_config
     from ds_vit.training.resolve import resolve_run
-    from ds_vit.training.trial_step import TrialStep
 
     argv = ["--dataset", "digits", "--model", "vit_small_patch16_224", "--set", "train_batch_size=128", "--auto-batch"]
     argv += ["--warmup-steps", "2", "--max-steps", "8", "--deepspeed_config"]

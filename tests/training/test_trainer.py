@@ -57,9 +57,7 @@ def make(recorder, saved=1):
     evaluations = MagicMock(is_due=lambda step: False, state_dict=dict)
     engine = MagicMock(train_step=train_step)
     folder = SimpleNamespace(path=None)
-    return Trainer(
-        engine, inputs, None, 4, evaluations, [recorder], lambda _: checkpoints, MagicMock(), MagicMock(), folder
-    )
+    return Trainer(engine, inputs, None, 4, evaluations, [recorder], checkpoints, MagicMock(), MagicMock(), folder)
 
 
 def test_a_result_comes_late_unless_it_is_needed():

@@ -1,30 +1,41 @@
-"""The table of a run's start, and its settings for TensorBoard's hparams."""
+"""A run's start: its table, its settings files, TensorBoard's hparams; and `--dry-run`, which starts nothing."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from rich.console import Console
 
 from ds_vit import config as flags
+from ds_vit.config.deepspeed_json import derived_path
 from ds_vit.config.schema import KEY_OF_FLAG
-from ds_vit.config.units import Interval
+from ds_vit.config.units import Interval, in_words
 from ds_vit.engine.gradient_statistics import layers_of
+from ds_vit.engine.patches.process import version_warnings
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, launch_words
 from ds_vit.models import count_kept, no_weight_decay_names, num_parameters
-from ds_vit.optim.build import rules_of
+from ds_vit.monitoring.metrics import make_console, print_columns, print_table
+from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.parallel.placement import Placement
 from ds_vit.planner.counting import Flops
-from ds_vit.run_folder import RunFolder
-from ds_vit.training.resolve import OptimizerConfig, Resolved
+from ds_vit.planner.memory import num_states
+from ds_vit.run_folder import RunFolder, write_json
+from ds_vit.training.build_engine import EngineConfig
+from ds_vit.training.cost import Cost
+from ds_vit.training.resolve import OptimizerConfig, Resolved, resolved_flags
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
-from ds_vit.training.step_log import few_rows
 
 Rows = Sequence[tuple[str, str]]
 
@@ -58,7 +69,7 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
     in_training = "" if resolved.optimizer is None else f", {flops.training / 1e9:.3f} G in training"
-    return [
+    rows = [
         ("model", resolved.config.model),
         ("parameters", _parameters(resolved)),
         ("FLOPs an image", f"{flops.forward / 1e9:.3f} G forward" + in_training),
@@ -66,22 +77,17 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
         ("precision", _precision(resolved, device)),
         ("data", images),
         ("global batch", f"{data.batch}{_batch_origins(deepspeed)}"),
-        *(_update_rows(resolved, resolved.optimizer, device) if resolved.optimizer is not None else []),
-        *(
-            [("--workers auto", f"{resolved.workers} a rank ({resolved.workers_reason})")]
-            if resolved.workers_reason
-            else []
-        ),
-        *([("--set", " ".join(resolved.config.set))] if resolved.config.set else []),
-        ("output", str(folder)),
-        *([("if it ends early", resume_command(folder, resolved.process))] if resolved.optimizer else []),
     ]
-
-
-def _workers(resolved: Resolved) -> Rows:
-    """How --workers auto was resolved."""
-    reason = resolved.workers_reason
-    return [("--workers auto", f"{resolved.workers} a rank ({reason})")] if reason else []
+    if resolved.optimizer is not None:
+        rows += _update_rows(resolved, resolved.optimizer, device)
+    if resolved.workers_reason:
+        rows.append(("--workers auto", f"{resolved.workers} a rank ({resolved.workers_reason})"))
+    if resolved.config.set:
+        rows.append(("--set", " ".join(resolved.config.set)))
+    rows.append(("output", str(folder)))
+    if resolved.optimizer is not None:
+        rows.append(("if it ends early", resume_command(folder, resolved.process)))
+    return rows
 
 
 def settings_of(resolved: Resolved) -> tuple[dict[str, str | float], str, list[str]]:
@@ -133,10 +139,8 @@ def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.d
     clip = optimizer.clip
     return [
         ("steps", f"{optimizer.total_steps:,} ({course})"),
-        *few_rows(optimizer.total_steps, resolved.log_interval),
         ("checkpoints", _checkpoints(resolved)),
         ("optimizer", update + (f", clipped at {clip:g}" if clip else ", no clipping") + f" ({of['clip_grad']})"),
-        *_image_sizes(resolved),
         *_drop_path(resolved, device),
         *_rules(resolved, optimizer),
     ]
@@ -160,13 +164,6 @@ def _precision(resolved: Resolved, device: torch.device) -> str:
     return f"{name}, TF32 matrix products" if resolved.config.tf32 else name
 
 
-def _image_sizes(resolved: Resolved) -> Rows:
-    """Which images are trained on from which step on."""
-    if (sizes := resolved.image_sizes) is None:
-        return []
-    return [("image size", f"{sizes.in_words}; FLOPs and memory are those of {sizes.sizes[-1]}")]
-
-
 def _drop_path(resolved: Resolved, device: torch.device) -> Rows:
     """How many branches are run only on the samples that drop-path keeps."""
     micro_batch = resolved.data.batch.micro_batch
@@ -179,9 +176,11 @@ def _drop_path(resolved: Resolved, device: torch.device) -> Rows:
 
 
 def _rules(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
-    """What single parameters get: weight decay, their layer's learning rate, an average."""
+    """The sizes of images; what single parameters get: weight decay, their layer's learning rate, an average."""
     rows: list[tuple[str, str]] = []
     model = resolved.model.whole
+    if sizes := resolved.image_sizes:
+        rows.append(("image size", f"{sizes.in_words}; FLOPs and memory are those of {sizes.sizes[-1]}"))
     trained = [name for name, _ in model.named_parameters() if name not in resolved.model.frozen]
     if optimizer.weight_decay:
         free = no_weight_decay_names(model).intersection(trained)
@@ -215,3 +214,144 @@ def resume_command(folder: Path, process: Process) -> str:
         program = f"{launcher} {shlex.quote(program)}"
     words = ("--recipe", str(RunFolder(folder).config), "--output", str(folder), "--resume", "auto")
     return f"{program} {shlex.join(words)}"
+
+
+def show_start(
+    resolved: Resolved,
+    folder: RunFolder,
+    device: torch.device,
+    flops: Flops | None,
+    console: Console | None,
+    more: Rows = (),
+) -> list[str]:
+    """Write the settings files and show the run (a collective).
+
+    Args:
+        resolved: the run.
+        folder: of its output.
+        device: of this rank.
+        flops: of an image, on rank 0.
+        console: of rank 0; None on the others.
+        more: further rows of the table.
+
+    Returns:
+        The host's name of each rank; empty where all are on one.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    if console is not None and flops is not None:
+        _write_settings(resolved, folder)
+        for note in (*resolved.notes, *version_warnings()):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_table(console, "ds_vit", [*start_rows(resolved, flops, device, folder.path), *more])
+    if not resolved.process.spans_hosts:
+        return []
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    if console is not None and len(set(hosts)) > 1:
+        print_table(console, "placement", Placement(resolved.layout, tuple(hosts)).rows())
+    return hosts
+
+
+def _write_settings(resolved: Resolved, folder: RunFolder) -> None:
+    """Write the settings files of a run: enough to run it again."""
+    deepspeed, task = resolved.deepspeed, resolved.model.task
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(flags.to_yaml(resolved_flags(resolved)))
+        write_json(folder.deepspeed, deepspeed.json)
+        write_json(derived_path(folder.deepspeed), deepspeed.origins)
+        if task.has_classes:
+            write_json(folder.classes, task.class_names)
+    except OSError as error:
+        raise UserError(f"--output {folder.path} cannot be written to: {error.strerror or error}") from error
+
+
+# ---- --dry-run -------------------------------------------------------------------------------------------------------
+
+_BAR = 40  # characters of the highest rate
+_POINTS = 9  # of the schedule, in addition to the end of warm-up
+
+
+def show_dry_run(resolved: Resolved, config: EngineConfig, flops: Flops, device: torch.device, folder: Path) -> None:
+    """Show the start table, the schedule, the memory of a rank and the files.
+
+    Args:
+        resolved: the run.
+        config: of its engine.
+        flops: of an image.
+        device: where it would compute.
+        folder: where it would write.
+    """
+    console = make_console()
+    for note in resolved.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    print_table(console, "dry run: nothing is started", start_rows(resolved, flops, device, folder))
+    if resolved.optimizer is not None:
+        print_table(console, "learning rate", _schedule_rows(resolved, resolved.optimizer))
+    print_columns(console, "memory", _memory_lines(Cost(config)))
+    without = "the loader, what collectives take, and 2 to 3 GB of a GPU's own"
+    console.print(f"  not counted: {without}", markup=False, highlight=False, soft_wrap=True)
+    print_table(console, "would be written", _file_rows(resolved, RunFolder(folder)))
+
+
+def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
+    """The learning rate at a few steps, as numbers and as bars."""
+    if (schedule := optimizer.schedule) is None:
+        rates = resolved.rates
+        params = ", ".join(f"{name} {value}" for name, value in rates.get("params", {}).items())
+        return [("the JSON's", f"{rates['type']} ({params})")]
+    last = optimizer.total_steps - 1
+    steps = sorted({*(last * i // (_POINTS - 1) for i in range(_POINTS)), min(schedule.warmup_steps, last)})
+    highest = max(schedule.lr(step) for step in steps) or 1.0
+    bars = {step: "█" * round(_BAR * schedule.lr(step) / highest) for step in steps}
+    return [(f"step {step + 1:,}", f"{schedule.lr(step):.3e}  {bars[step]}") for step in steps]
+
+
+def _memory_lines(cost: Cost) -> list[list[str]]:
+    """The bytes of a rank of each stage, with a header."""
+    stages = cost.memory()
+    named = {
+        **{field: field for field in ("weights", "gradients", "masters")},
+        "optimizer": "optimizer state",
+        "average": "average",
+        "buckets": "ZeRO's buckets",
+        "gathered": "gathered weights",
+        "activations": "activations",
+        "going_back": "going back, with gradients by then",
+        "updating": "updating, with gradients",
+    }
+    header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
+    lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
+    for field, name in named.items():
+        sizes = [getattr(stage, field) for stage in stages]
+        if any(sizes):
+            lines.append([f"{name} (in host memory)" if field in cost.in_host else name, *map(in_words, sizes)])
+    most = (cost.on_device(stage, cost.config.batch).together for stage in cost.stages)
+    return [*lines, ["at most", *map(in_words, most)]]
+
+
+def _file_rows(resolved: Resolved, folder: RunFolder) -> Rows:
+    """What would be written where, and how large the large ones are."""
+    config, optimizer, model = resolved.config, resolved.optimizer, resolved.model
+    rows = [("folder", str(folder.path))]
+    if optimizer is None:
+        return [*rows, ("settings", f"{folder.config.name}, {folder.deepspeed.name}"), ("figures", folder.metrics.name)]
+    weights = 4 * num_parameters(model.whole)
+    sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
+    each = states_per_element(optimizer.cls, optimizer.arguments)
+    states = 4 * num_states(each, optimizer.fallback or frozenset(), sizes)
+    average = weights if config.model_ema else 0
+    interval, keep = config.checkpoint_interval, config.keep_checkpoints
+    often = {"0": "when it is interrupted", "epoch": "at each epoch's end"}.get(
+        interval, f"every {interval}{' steps' * interval.isdigit()}"
+    )
+    kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
+    return [
+        *rows,
+        ("settings", f"{folder.config.name}, {folder.deepspeed.name}, deepspeed.derived.json"),
+        ("figures", f"{folder.metrics.name}, {folder.summary.name}, {folder.tensorboard.name}/"),
+        ("weights", f"{in_words(weights + average)} at the end"),
+        (f"{folder.checkpoints.name}/", f"{in_words(weights + states + average)} each, {often}{kept}"),
+    ]
