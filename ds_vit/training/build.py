@@ -16,6 +16,7 @@ import torch
 from ds_vit.config import RunConfig
 from ds_vit.config.units import Interval, parse_steps
 from ds_vit.data import Source
+from ds_vit.engine.gradient_statistics import GradientHealth
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -299,7 +300,8 @@ class Training:
         if sizes is not None:
             callbacks.append(SetImageSize(engine, sizes, resolved.model.whole.patch_embed.patch_size))
         if config.grad_stats_interval:
-            callbacks.append(GradientStatistics(engine, config.grad_stats_interval, bad_steps, reporter))
+            health = GradientHealth(engine.zero_map, engine.clipped_by)
+            callbacks.append(GradientStatistics(health, config.grad_stats_interval, bad_steps, reporter))
         callbacks.append(self.clock)
         if config.check_replicas:
             callbacks.append(CheckReplicas(engine, config.check_replicas))

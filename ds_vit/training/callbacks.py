@@ -127,10 +127,11 @@ class Callback:
 MAX_SKIPS = 50
 
 
+@dataclass(eq=False)
 class BadSteps(Callback):
     """Counts steps that were not applied; too many or too bad ones end the run or return it to a checkpoint.
 
-    Args:
+    Attributes:
         engine: runs the model; its guard rejects steps.
         reporter: of rank 0.
         stop: a rejected step ends the run (--on-nonfinite stop); else it is skipped.
@@ -138,17 +139,14 @@ class BadSteps(Callback):
         fp16: a step without a reason is an overflow under a loss scale.
     """
 
-    def __init__(
-        self, engine: Engine, reporter: Reporter | None, *, stop: bool, max_rollbacks: int, fp16: bool
-    ) -> None:
-        self.skipped = 0
-        self.rollbacks = 0
-        self._in_a_row = 0
-        self._engine = engine
-        self._reporter = reporter
-        self._stop = stop
-        self._max_rollbacks = max_rollbacks
-        self._fp16 = fp16
+    engine: Engine
+    reporter: Reporter | None
+    stop: bool
+    max_rollbacks: int
+    fp16: bool
+    skipped: int = 0
+    rollbacks: int = 0
+    in_a_row: int = 0
 
     def after_result(self, step: Step) -> None:
         """Count a step that was not applied, report it, and stop where that is wanted.
@@ -158,143 +156,144 @@ class BadSteps(Callback):
             Diverged: the run shall end.
         """
         if step.result.applied:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return
-        loss = float(self._engine.mean(step.result.loss))
+        loss = float(self.engine.mean(step.result.loss))
         self.skipped += 1
-        self._in_a_row += 1
+        self.in_a_row += 1
         rejection, number = step.result.rejection, step.number
-        overflow = self._fp16 and (rejection is None or rejection.reason == "nonfinite")
+        overflow = self.fp16 and (rejection is None or rejection.reason == "nonfinite")
         reason = "overflow" if overflow or rejection is None else rejection.reason
-        if self._reporter:
-            norm, layer, layer_norm = (None, None, None)
-            if rejection is not None:
-                norm, (layer, layer_norm) = rejection.grad_norm, rejection.layer
+        if self.reporter:
+            norm, (layer, layer_norm) = (rejection.grad_norm, rejection.layer) if rejection else (None, (None, None))
             row = {"step": number, "reason": reason, "loss": loss, "grad_norm": norm, "layer": layer}
             row |= {"layer_norm": layer_norm, "loss_scale": step.loss_scale, "skipped_steps": self.skipped}
-            self._reporter.skip(row, str(rejection) if rejection and not overflow else None)
+            self.reporter.skip(row, str(rejection) if rejection and not overflow else None)
         saved = "what was saved before is intact; lower the learning rate, warm up for longer or clip harder"
-        if not overflow and self._stop:
+        if not overflow and self.stop:
             diverged = Diverged(
                 f"step {number}: {rejection}; the update was not applied; {saved}, or continue past such steps "
                 "with --on-nonfinite skip"
             )
-        elif self._in_a_row >= MAX_SKIPS:
-            diverged = Diverged(f"step {number}: {self._in_a_row} steps in a row were skipped ({reason}); {saved}")
+        elif self.in_a_row >= MAX_SKIPS:
+            diverged = Diverged(f"step {number}: {self.in_a_row} steps in a row were skipped ({reason}); {saved}")
         else:
             return
-        if rejection is not None and self.rollbacks < self._max_rollbacks:
+        if rejection is not None and self.rollbacks < self.max_rollbacks:
             raise RollBack(number, rejection, diverged)
         raise diverged
 
     def after_rollback(self, back: RolledBack) -> None:
         """Count it; the guard forgets what it measured since the checkpoint."""
-        self._engine.guard.remember(back.state["spikes"])
+        self.engine.guard.remember(back.state["spikes"])
         self.rollbacks += 1
-        self._in_a_row = 0
-        if self._reporter:
+        self.in_a_row = 0
+        if self.reporter:
             row = {"step": back.bad.step, "reason": back.bad.rejection.reason, "layer": back.bad.rejection.layer[0]}
             row |= {"to_step": back.step, "skipped_batches": back.skipped_batches, "number": self.rollbacks}
-            self._reporter.rollback(row)
+            self.reporter.rollback(row)
 
     def state_dict(self) -> dict[str, Any]:
         """As `Callback.state_dict`."""
         return {
             "skipped_steps": self.skipped,
-            "skipped_in_a_row": self._in_a_row,
+            "skipped_in_a_row": self.in_a_row,
             "rollbacks": self.rollbacks,
-            "spikes": self._engine.guard.recent(),
+            "spikes": self.engine.guard.recent(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Callback.load_state_dict`."""
         self.skipped, self.rollbacks = state["skipped_steps"], state["rollbacks"]
-        self._in_a_row = state.get("skipped_in_a_row", 0)  # not in older checkpoints
-        self._engine.guard.remember(state["spikes"])
+        self.in_a_row = state.get("skipped_in_a_row", 0)  # not in older checkpoints
+        self.engine.guard.remember(state["spikes"])
 
 
+@dataclass(eq=False)
 class AverageWeights(Callback):
     """Updates the moving average of the weights after each applied step (--model-ema)."""
 
-    def __init__(self, ema: Ema) -> None:
-        self._ema = ema
+    ema: Ema
 
     def after_result(self, step: Step) -> None:
         """As `Callback.after_result`."""
         if step.result.applied:
-            self._ema.update()
+            self.ema.update()
 
 
+@dataclass(eq=False)
 class SetImageSize(Callback):
     """Sets the size of the images that the model takes: each step's in training, the largest in evaluation."""
 
-    def __init__(self, engine: Engine, sizes: ImageSizes, patch_size: tuple[int, int]) -> None:
-        self._engine = engine
-        self._sizes = sizes
-        self._patch_size = patch_size
-        self._size = sizes.sizes[-1]
+    engine: Engine
+    sizes: ImageSizes
+    patch_size: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        self._size = self.sizes.sizes[-1]
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
-        self._set(self._sizes.at(step - 1))
+        self._set(self.sizes.at(step - 1))
 
     def before_evaluation(self, step: int) -> None:
         """As `Callback.before_evaluation`."""
-        self._set(self._sizes.sizes[-1])
+        self._set(self.sizes.sizes[-1])
 
     def _set(self, size: int) -> None:
         if size != self._size:
-            self._engine.take_images_of(size, self._patch_size)
+            self.engine.take_images_of(size, self.patch_size)
             self._size = size
 
 
+@dataclass(eq=False)
 class GradientStatistics(Callback):
     """Writes a row of kind "gradients" every `interval` steps (--grad-stats-interval)."""
 
-    def __init__(self, engine: Engine, interval: int, bad_steps: BadSteps, reporter: Reporter | None) -> None:
-        self._health = GradientHealth(engine.zero_map, engine.clipped_by)
-        self._interval = interval
-        self._bad_steps = bad_steps
-        self._reporter = reporter
+    health: GradientHealth
+    interval: int
+    bad_steps: BadSteps
+    reporter: Reporter | None
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
         if self.needs_result(step):
-            self._health.arm()
+            self.health.arm()
 
     def needs_result(self, step: int) -> bool:
         """As `Callback.needs_result`."""
-        return (step - 1) % self._interval == 0
+        return (step - 1) % self.interval == 0
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`."""
         if not self.needs_result(step.number):
             return
-        row = self._health.finish()
-        if self._reporter and step.result.applied:
-            further = {"loss_scale": step.loss_scale, "skipped_steps": self._bad_steps.skipped}
-            self._reporter.gradients({"step": step.number, **row, **further})
+        row = self.health.finish()
+        if self.reporter and step.result.applied:
+            further = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
+            self.reporter.gradients({"step": step.number, **row, **further})
 
 
+@dataclass(eq=False)
 class Clock(Callback):
     """Measures the time of all processes that a run has had, and of its training steps.
 
-    Args:
+    Attributes:
         throughput: counts images and seconds of training.
         images: of an optimizer step.
         started: `time.perf_counter()` when this process began.
+        before: seconds of the run up to the checkpoint that it resumed from.
     """
 
-    def __init__(self, throughput: Throughput, images: int, started: float) -> None:
-        self.throughput = throughput
-        self._images = images
-        self._started = started
-        self._before = 0.0  # seconds of the run up to the checkpoint that it resumed from
+    throughput: Throughput
+    images: int
+    started: float
+    before: float = 0.0
 
     @property
     def wall_seconds(self) -> float:
         """Of all processes that this run has had, until now."""
-        return self._before + time.perf_counter() - self._started
+        return self.before + time.perf_counter() - self.started
 
     def before_training(self, step: int) -> None:
         """As `Callback.before_training`."""
@@ -302,7 +301,7 @@ class Clock(Callback):
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`."""
-        self.throughput.step(self._images)
+        self.throughput.step(self.images)
 
     def before_evaluation(self, step: int) -> None:
         """As `Callback.before_evaluation`."""
@@ -319,37 +318,35 @@ class Clock(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Callback.load_state_dict`."""
-        self._before = state["wall_seconds"]
+        self.before = state["wall_seconds"]
         self.throughput.total_images = state["trained_images"]
         self.throughput.total_seconds = state["trained_seconds"]
 
 
+@dataclass(eq=False)
 class Profile(Callback):
     """Records steps with torch's profiler (--profile-steps)."""
 
-    def __init__(
-        self, profiler: StepProfiler, throughput: Throughput, watchdog: Watchdog, reporter: Reporter | None
-    ) -> None:
-        self._profiler = profiler
-        self._throughput = throughput
-        self._watchdog = watchdog
-        self._reporter = reporter
+    profiler: StepProfiler
+    throughput: Throughput
+    watchdog: Watchdog
+    reporter: Reporter | None
 
     def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """As `Callback.batches`."""
-        return self._profiler.batches(batches)
+        return self.profiler.batches(batches)
 
     def before_step(self, step: int) -> None:
         """As `Callback.before_step`."""
-        self._profiler.before(step)
+        self.profiler.before(step)
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`; the last step writes the profile (a collective)."""
-        if self._profiler.after(step.number):
-            self._throughput.pause()
-            self._watchdog.beat(step.number, "writing the profile", patience=4)
-            self._profiler.finish(self._reporter.say if self._reporter else None)
-            self._throughput.resume()
+        if self.profiler.after(step.number):
+            self.throughput.pause()
+            self.watchdog.beat(step.number, "writing the profile", patience=4)
+            self.profiler.finish(self.reporter.say if self.reporter else None)
+            self.throughput.resume()
 
 
 # ---- do the ranks that should hold the same weights hold the same weights? -------------------------------------------
@@ -357,6 +354,7 @@ class Profile(Callback):
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@dataclass(eq=False)
 class CheckReplicas(Callback):
     """Compares the weights of ranks that should hold the same ones, bitwise, every `interval` steps (--check-replicas).
 
@@ -364,14 +362,13 @@ class CheckReplicas(Callback):
     it shows in the loss.
     """
 
-    def __init__(self, engine: Engine, interval: int) -> None:
-        self._engine = engine
-        self._interval = interval
+    engine: Engine
+    interval: int
 
     def after_step(self, step: Step) -> None:
         """As `Callback.after_step`; see `check_replicas`."""
-        if step.number % self._interval == 0:
-            check_replicas(self._engine, step.number)
+        if step.number % self.interval == 0:
+            check_replicas(self.engine, step.number)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -169,31 +169,33 @@ class Stopped(Exception):
     """Leaves an evaluation in the middle, on all ranks at the same batch."""
 
 
+@dataclass(eq=False)
 class Phases:
     """Announces what comes next to the watchdog; in its first time a phase may have to be compiled.
 
-    Args:
+    Attributes:
         watchdog: of the run.
         first_patience: how many times `stall_seconds` a phase may take in its first time.
+        seen: the phases that there have been.
     """
 
-    def __init__(self, watchdog: Watchdog, first_patience: float) -> None:
-        self._watchdog = watchdog
-        self._first_patience = first_patience
-        self._seen: set[str] = set()
+    watchdog: Watchdog
+    first_patience: float
+    seen: set[str] = field(default_factory=set)
 
     def begin(self, step: int, phase: str) -> float:
         """Announce a phase; returns how many times `stall_seconds` it may take."""
-        patience = 1.0 if phase in self._seen else self._first_patience
-        self._seen.add(phase)
-        self._watchdog.beat(step, phase, patience=patience)
+        patience = 1.0 if phase in self.seen else self.first_patience
+        self.seen.add(phase)
+        self.watchdog.beat(step, phase, patience=patience)
         return patience
 
 
+@dataclass(eq=False)
 class Evaluations:
     """The evaluations of a run, on this rank; all ranks do the same things in the same order.
 
-    Args:
+    Attributes:
         engine: runs the model.
         inputs: of the run.
         ema: the average, which is evaluated too, or None.
@@ -204,28 +206,17 @@ class Evaluations:
         reporter: of rank 0.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        inputs: InputPipeline,
-        ema: Ema | None,
-        interval: int,
-        draws_token_maps: bool,
-        watchdog: Watchdog,
-        phases: Phases,
-        reporter: Reporter | None,
-    ) -> None:
-        self.engine = engine
-        self.inputs = inputs
-        self.ema = ema
-        self.interval = interval
-        self.draws_token_maps = draws_token_maps
-        self.watchdog = watchdog
-        self.phases = phases
-        self.reporter = reporter
-        self.evaluations: list[dict[str, float]] = []
-        self.ema_evaluations: list[dict[str, float]] = []
-        self.evaluated_step = 0
+    engine: Engine
+    inputs: InputPipeline
+    ema: Ema | None
+    interval: int
+    draws_token_maps: bool
+    watchdog: Watchdog
+    phases: Phases
+    reporter: Reporter | None
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    ema_evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluated_step: int = 0
 
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated, and have not been yet."""

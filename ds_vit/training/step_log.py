@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from ds_vit.training.cost import Prediction
 from ds_vit.training.inputs import InputPipeline
 
 
+@dataclass(eq=False)
 class StepLog(Callback):
     """Writes steps down: rows, points and the progress line; all ranks call it, because figures are means over them.
 
-    Args:
+    Attributes:
         engine: runs the model.
         inputs: of the run.
         interval: steps between rows of metrics.jsonl.
@@ -32,30 +34,22 @@ class StepLog(Callback):
         reporter: of rank 0; None elsewhere.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        inputs: InputPipeline,
-        interval: int,
-        precision: str,
-        flops: Mapping[int | None, Flops],
-        throughput: Throughput,
-        prediction: Prediction,
-        reporter: Reporter | None,
-    ) -> None:
-        self.engine = engine
-        self.inputs = inputs
-        self.interval = interval
+    engine: Engine
+    inputs: InputPipeline
+    interval: int
+    precision: str
+    flops: Mapping[int | None, Flops]
+    throughput: Throughput
+    prediction: Prediction
+    reporter: Reporter | None
+
+    def __post_init__(self) -> None:
         # TensorBoard gets 200 points of a short run too.
-        self.point_interval = max(1, min(interval, inputs.config.total_steps // 200))
-        self.flops = flops
-        self.throughput = throughput
-        self.prediction = prediction
-        self.reporter = reporter
-        self.epoch_loss = EpochMean(engine.device)
+        self.point_interval = max(1, min(self.interval, self.inputs.config.total_steps // 200))
+        self.epoch_loss = EpochMean(self.engine.device)
         self._since = 0  # the step of the last row
-        self._peak = peak_tflops(engine.device, precision)
-        self._late_loss = Lagging(engine.device)
+        self._peak = peak_tflops(self.engine.device, self.precision)
+        self._late_loss = Lagging(self.engine.device)
 
     def before_training(self, step: int) -> None:
         """As `Callback.before_training`."""

@@ -6,11 +6,11 @@ parts are resolved in this order:
     deepspeed.py    the JSON, read
     engine.py       degrees of parallelism, compilation
     data.py         the splits, the batch arithmetic, the order of the samples
-    model.py        the model, the task, the pipeline stages (fastest_cut.py)
+    model.py        the model, the task, the pipeline stages
     optimizer.py    the optimizer, its rate, the number of steps
     deepspeed.py    the JSON, written out with the resolved numbers
 
-Only training/build.py, training/start_rows.py and train.py receive the result. Every component takes a small config of
+Only training/build.py, training/start.py and train.py receive the result. Every component takes a small config of
 its own, which training/build.py makes from it.
 """
 
@@ -40,8 +40,7 @@ from ds_vit.training.resolve.data import with_batch as data_with_batch
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, write_out
 from ds_vit.training.resolve.deepspeed import with_batch as json_with_batch
 from ds_vit.training.resolve.engine import check_compilation, resolve_layout
-from ds_vit.training.resolve.fastest_cut import cut_by_playing
-from ds_vit.training.resolve.model import ModelConfig, resolve_model
+from ds_vit.training.resolve.model import ModelConfig, find_fastest_stages, resolve_model
 from ds_vit.training.resolve.optimizer import DEFAULT_EPOCHS, OptimizerConfig, resolve_optimizer
 from ds_vit.training.resume import Resume, check_same_run, check_same_schedule
 from ds_vit.training.resume import find as find_resume
@@ -224,7 +223,7 @@ def resolve_run(
     if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)
-    model = cut_by_playing(model, deepspeed, layout, data.batch)
+    model = find_fastest_stages(model, deepspeed, layout, data.batch)
     config = model.task.config
     numbers: dict[str, Any] = {}
     optimizer = None if config.eval_only else resolve_optimizer(config, explicit, deepspeed, data, model)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.batch import BatchSizes
 from ds_vit.config.image_sizes import all_sizes
 from ds_vit.data import ImageConfig
 from ds_vit.data.augment.on_device import worker_transform
@@ -26,10 +28,13 @@ from ds_vit.models import (
     tower_names,
     tower_of,
 )
+from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import check_cut, pays
-from ds_vit.planner.pipeline import stage_bounds
+from ds_vit.planner.memory import layers_of_rank
+from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks import Task
 from ds_vit.training.resolve.data import DataConfig
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.weights import InitialCheckpoint, find_pretrained
 
 
@@ -193,3 +198,41 @@ def _class_parallel(config: RunConfig, num_classes: int) -> bool:
     if config.tp == 1 or config.class_parallel == "off":
         return False
     return config.class_parallel == "on" or pays(num_classes, config.tp)
+
+
+def find_fastest_stages(
+    model: ModelConfig, deepspeed: DeepSpeedSettings, layout: Layout, batch: BatchSizes
+) -> ModelConfig:
+    """`--pp-partition auto`: the model with the stages of the fastest step, once the batch is known.
+
+    Args:
+        model: with balanced stages.
+        deepspeed: the JSON's types, and what is recomputed.
+        layout: degrees.
+        batch: micro-batches of a step.
+
+    Raises:
+        UserError: more stages than layers, or a stage with nothing to train whatever the bounds.
+    """
+    config = model.task.config
+    if config.pp_partition != "auto" or layout.pp == 1:
+        return model
+    layers = layers_of_rank(
+        model.task.layers(model.whole),
+        tp=layout.tp,
+        sequence_parallel=config.sequence_parallel,
+        class_parallel=model.class_parallel,
+        compute=deepspeed.precision.compute,
+        norms_fp32=config.norm_dtype == "float32",
+        frozen=model.frozen,
+    )
+    bounds, note = fastest_stages(
+        model.whole,
+        layers,
+        model.bounds,
+        batch.accumulation,
+        frozen=model.frozen,
+        dtype=getattr(torch, deepspeed.precision.compute),
+        recomputed=deepspeed.checkpointing.interval > 0 and not deepspeed.checkpointing.selective,
+    )
+    return dataclasses.replace(model, bounds=bounds, notes=(*model.notes, note))
