@@ -18,12 +18,12 @@ import torch
 from ds_vit.engine.base import EVAL_CHUNK, Engine
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
+from ds_vit.monitoring import token_maps
 from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import MAIN_TOWER, Batch, FeatureBank, Metrics
-from ds_vit.training import token_maps
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
 

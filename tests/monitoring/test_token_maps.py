@@ -14,7 +14,7 @@ from PIL import Image
 from project import ROOT
 
 from ds_vit.models import SequentialViT, compiled, take_apart
-from ds_vit.training import token_maps
+from ds_vit.monitoring import token_maps
 
 RUN = [*("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", 16, "--dataset", "digits", "--workers", 0)]
 RUN += ["--max-steps", 1, "--warmup-steps", 0, "-b", 16, "--model-kwargs", "patch_size=4", "embed_dim=32", "depth=2"]
