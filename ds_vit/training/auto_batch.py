@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -79,11 +79,8 @@ class Found:
     how: str
 
 
-class Choice(NamedTuple):
-    """The batch arithmetic with the micro-batch that fits, and a line that says why."""
-
-    batch: BatchSizes
-    note: str
+Choice = tuple[BatchSizes, str]
+"""The batch arithmetic with the micro-batch that fits, and a line that says why."""
 
 
 def choose_batch(config: EngineConfig, memory: str, process: Process, *, on_cpu: bool) -> Choice:
@@ -226,7 +223,7 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
     else:
         then = f"a larger one would leave fewer micro-batches than the {config.layout.pp} pipeline stages"
     note = f"--auto-batch: {batch}; {in_words(found.needs)} ({found.how}) of {there}; {then}"
-    return Choice(batch, note)
+    return batch, note
 
 
 # ---- a trial on a device ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """From `EngineConfig` to a running engine: layers, initial values, tensor shards, stages, optimizer, loss, DeepSpeed.
 
 A converter changes a layer in place between its initial values and the engine, one layer at a time, so that no rank
-holds more than one layer whole. A new one (fp8, other norms) is a function here and a line in `_IN_ORDER`.
+holds more than one layer whole. A new one (fp8, other norms) is a line of `layer_converters`.
 """
 
 from __future__ import annotations
@@ -222,58 +222,41 @@ def _build_optimizer(
 # ---- what is done to each layer -------------------------------------------------------------------------------------
 
 
-def layer_converters(config: EngineConfig, groups: Groups) -> tuple[Converter, ...]:
-    """The converters of a run, in the order in which each layer passes them."""
-    made = (make(config, groups) for make in _IN_ORDER)
-    return tuple(converter for converter in made if converter is not None)
+def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
+    """The converters of a run, in the order in which each layer passes them.
+
+    ZeRO-3 partitions what the converters before it left: weights that are sharded, cast and frozen.
+    """
+    converters: list[Converter] = []
+    if (tp := groups.tensor_parallel(sequence_parallel=config.sequence_parallel)) is not None:
+        converters.append(partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel))
+    if config.dtype != torch.float32:
+        converters.append(partial(cast_block_buffers, dtype=config.dtype))  # DeepSpeed casts only parameters
+        if config.norms_fp32:
+            converters.append(norms_in_fp32)
+    converters.append(partial(freeze, names=config.model.frozen))
+    if config.model.reads_class_token:
+        converters.append(compute_class_token)
+    if config.drop_path_compute != "all":
+        converters.append(partial(_compute_kept, config=config))
+    if config.zero_stage == 3:
+        converters.append(_partition(config, groups))
+    if config.compile_mode:
+        converters.append(partial(compile_block, function=compile_function(config.compile_mode)))
+    return converters
 
 
-def _shard(config: EngineConfig, groups: Groups) -> Converter | None:
-    """This rank's tensor shard of the layer."""
-    tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel)
-    return None if tp is None else partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel)
-
-
-def _cast_buffers(config: EngineConfig, groups: Groups) -> Converter | None:
-    """Buffers of the blocks in the type that the model computes in; DeepSpeed casts only parameters."""
-    return None if config.dtype == torch.float32 else partial(cast_block_buffers, dtype=config.dtype)
-
-
-def _keep_norms(config: EngineConfig, groups: Groups) -> Converter | None:
-    """Norms that compute in fp32 in a model in half precision."""
-    return norms_in_fp32 if config.dtype != torch.float32 and config.norms_fp32 else None
-
-
-def _freeze(config: EngineConfig, groups: Groups) -> Converter | None:
-    """Parameters that are not trained."""
-    return partial(freeze, names=config.model.frozen)
-
-
-def _read_class_token(config: EngineConfig, groups: Groups) -> Converter | None:
-    """The last block for only the class token, where the head reads no other; a sharded block computes all."""
-    return compute_class_token if config.model.reads_class_token else None
-
-
-def _compute_kept(config: EngineConfig, groups: Groups) -> Converter | None:
-    """Branches that run only on the samples that drop-path keeps; after the sharding, whose forwards they call.
+def _compute_kept(layer: Layer, config: EngineConfig) -> None:
+    """Run branches only on the samples that drop-path keeps; after the sharding, whose forwards they call.
 
     Estimates and trials of memory leave it out: all rows of a micro-batch may be kept, which takes the most.
     """
-    choice, micro_batch = config.drop_path_compute, config.batch.micro_batch
-    if choice == "all":
-        return None
-
-    def convert(layer: Layer) -> None:
-        device = next(layer.parameters()).device.type
-        compute_kept(layer, lambda rate: wants_kept(choice, rate, micro_batch, device))
-
-    return convert
+    device = next(layer.parameters()).device.type
+    compute_kept(layer, lambda rate: wants_kept(config.drop_path_compute, rate, config.batch.micro_batch, device))
 
 
-def _partition(config: EngineConfig, groups: Groups) -> Converter | None:
-    """ZeRO-3's share of each parameter, of what the converters before it left."""
-    if config.zero_stage != 3:
-        return None
+def _partition(config: EngineConfig, groups: Groups) -> Converter:
+    """ZeRO-3's share of each parameter."""
     secondary = secondary_partition_group(config.json)
     return lambda layer: deepspeed.zero.Init(
         module=layer,
@@ -282,11 +265,3 @@ def _partition(config: EngineConfig, groups: Groups) -> Converter | None:
         mpu=groups.grid,
         zero_param_parallel_group=secondary,
     )
-
-
-def _compile(config: EngineConfig, groups: Groups) -> Converter | None:
-    """Blocks that run compiled."""
-    return partial(compile_block, function=compile_function(config.compile_mode)) if config.compile_mode else None
-
-
-_IN_ORDER = (_shard, _cast_buffers, _keep_norms, _freeze, _read_class_token, _compute_kept, _partition, _compile)

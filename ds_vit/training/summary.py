@@ -88,7 +88,7 @@ def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Row
         ("model", summary["model"]),
         ("layout", config.text),
     ]
-    task = config.model.task
+    run, task = RunFolder(folder), config.model.task
     figure = task.figures[0]
     for suffix, label, over in (
         ("", figure.label, f" over {summary['eval_images']:,} images"),
@@ -104,25 +104,20 @@ def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Row
         instead = "do not count" if config.optimizer is None else "were replaced"
         said = f"{summary['skipped_images']} could not be decoded and {instead}"
         if files := len(summary.get("skipped_by_file", ())):
-            said += f" ({files} file{'s' if files > 1 else ''}: {RunFolder(folder).skipped.name})"
+            said += f" ({files} file{'s' if files > 1 else ''}: {run.skipped.name})"
         rows.append(("skipped images", said))
     apart = task.weight_files()
     names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
-    launches = num_starts(RunFolder(folder))
+    launches = num_starts(run)
+    marks = {label: marked(run.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
+    saved = ", ".join(f"{label} {name}" for label, name in marks.items() if name)
     weights = "".join(f"{name}, " for name in names if any(folder.glob(f"{name}*")))
     rows += [
         ("wall time", f"{summary['wall_seconds']:.0f} s" + (f" in {launches} launches" if launches > 1 else "")),
-        *_saved_rows(RunFolder(folder)),
+        *([("checkpoints", f"{run.checkpoints}/ ({saved})")] if saved else []),
         ("files", f"{folder}/ ({weights}report.html, metrics.jsonl, summary.json, tensorboard/)"),
     ]
     return rows
-
-
-def _saved_rows(folder: RunFolder) -> Rows:
-    """The newest and the best checkpoint, where there are any."""
-    marks = {label: marked(folder.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
-    found = ", ".join(f"{label} {name}" for label, name in marks.items() if name)
-    return [("checkpoints", f"{folder.checkpoints}/ ({found})")] if found else []
 
 
 def show_end(
