@@ -151,7 +151,11 @@ class ModelSettings:
     decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
     decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
-    model: str = flag("vit_base_patch16_224", "timm name of a VisionTransformer or Eva model", WEIGHTS)
+    model: str = flag(
+        "vit_base_patch16_224",
+        "timm name of a VisionTransformer or Eva model, hf-hub:ORG/NAME or local-dir:FOLDER",
+        WEIGHTS,
+    )
     model_kwargs: Mapping[str, Any] = flag(
         {}, "arguments of the model's constructor", WEIGHTS, nargs="*", metavar="K=V"
     )
@@ -179,7 +183,7 @@ class ModelSettings:
         choices=("auto", "all", "kept"),
     )
     pretrained: bool = flag(
-        False, "start from timm's weights of this name (Hugging Face cache or Hub)", FREE | EVALUATION
+        False, "start from the weights of this --model (Hugging Face cache or Hub, or its folder)", FREE | EVALUATION
     )
     initial_checkpoint: str = flag(
         "", "weights to start from: .safetensors or .pth in timm's names", FREE | EVALUATION, metavar="FILE"

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import large_sizes
+from ds_vit.models.hub import Described, describe
 
 TimmViT: TypeAlias = VisionTransformer | Eva
 
@@ -44,8 +45,8 @@ class ModelSpec:
     """Which timm model, in timm's own words.
 
     Attributes:
-        name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`), or one of
-            large_sizes.py.
+        name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`), one of
+            large_sizes.py, `local-dir:FOLDER` or `hf-hub:ORG/NAME`.
         num_classes: outputs of the classifier.
         img_size: height and width in pixels, one number for a square; None is the model's own.
         drop_path: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
@@ -71,7 +72,7 @@ def require_supported_name(name: str) -> None:
     Raises:
         UserError: names the nearest.
     """
-    architecture = name.split(".")[0]
+    architecture = describe(name).architecture
     if timm.is_model(architecture) and timm.models.is_model_in_modules(architecture, _MODULES):
         return
     near = difflib.get_close_matches(architecture, supported_names(), n=3, cutoff=0.5)
@@ -85,9 +86,9 @@ def require_supported_name(name: str) -> None:
     )
 
 
-def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
+def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
     """timm's keyword arguments of a spec; UserError for names that timm does not have or that a flag owns."""
-    kind = Eva if timm.models.is_model_in_modules(spec.name.split(".")[0], ("eva",)) else VisionTransformer
+    kind = Eva if timm.models.is_model_in_modules(model.architecture, ("eva",)) else VisionTransformer
     parameters = inspect.signature(kind.__init__).parameters
     legal = [name for name in parameters if name != "self"]
     for key, value in spec.model_kwargs.items():
@@ -99,11 +100,12 @@ def _constructor_arguments(spec: ModelSpec) -> dict[str, Any]:
         types = {parameters[key].annotation, *get_args(parameters[key].annotation)}
         if isinstance(value, str) and bool in types and str not in types:
             raise UserError(f"model_kwargs {key}={value!r}: it is true or false; write {key}=true or {key}=false")
-    if spec.model_kwargs.get("in_chans", 3) != 3:
-        raise UserError(f"model_kwargs in_chans={spec.model_kwargs['in_chans']}: images are read in three colours")
+    given = {**model.arguments, **spec.model_kwargs}
+    if given.get("in_chans", 3) != 3:
+        raise UserError(f"model_kwargs in_chans={given['in_chans']}: images are read in three colours")
     if spec.num_classes < 0:
         raise UserError(f"num_classes {spec.num_classes} must not be negative")
-    arguments: dict[str, Any] = {"num_classes": spec.num_classes, "dynamic_img_size": False, **spec.model_kwargs}
+    arguments: dict[str, Any] = {**given, "num_classes": spec.num_classes, "dynamic_img_size": False}
     if spec.img_size is not None:
         arguments["img_size"] = spec.img_size
     if spec.drop_path is not None:
@@ -196,10 +198,13 @@ def create_model(
             (for training) the model has BatchNorm, attention dropout, random RoPE or no classifier.
     """
     require_supported_name(spec.name)
-    arguments = _constructor_arguments(spec)
+    described = describe(spec.name)
+    arguments = _constructor_arguments(spec, described)
     try:
         with NothingToFill():
-            model = timm.create_model(spec.name, pretrained=False, device=device, **arguments)
+            model = timm.create_model(
+                described.name, pretrained_cfg=described.pretrained_cfg, device=device, **arguments
+            )
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UserError(f"timm cannot build {spec.name!r} with {shown}: {first_line(error)}") from error

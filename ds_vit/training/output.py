@@ -32,8 +32,8 @@ _SETTLE_SECONDS = 0.5  # of two that replace the lock of a dead owner at the sam
 
 
 def default_folder(model: str) -> str:
-    """`runs/<time>-<model>`."""
-    return f"{DEFAULT_PARENT}/{time.strftime('%Y%m%d-%H%M%S')}-{model.split('/')[-1]}"
+    """`runs/<time>-<model>`; of a folder or a repository with its own name."""
+    return f"{DEFAULT_PARENT}/{time.strftime('%Y%m%d-%H%M%S')}-{Path(model.partition(':')[2] or model).name}"
 
 
 def make_default_folder(model: str) -> str:

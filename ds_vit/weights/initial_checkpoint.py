@@ -3,9 +3,6 @@
 Names and shapes are compared with the model's before anything is loaded. Position embeddings of another size, and on
 request patch kernels, are resampled by timm's own `checkpoint_filter_fn`, which also translates foreign names. The
 result for each tensor is kept, to be reported.
-
-timm's weights come from huggingface_hub's cache ($HF_HUB_CACHE, $HF_HOME/hub; a cached file is used without the
-network) or from the Hub. Of the processes of a host one downloads; the others wait at huggingface_hub's file lock.
 """
 
 from __future__ import annotations
@@ -18,13 +15,12 @@ from typing import Any
 
 import timm
 import torch
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
 from timm.models import vision_transformer
 from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models.hub import hub_file
 from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import TimmViT, names_and_shapes
@@ -231,19 +227,22 @@ class InitialCheckpoint:
 
 
 def find_pretrained(model: TimmViT) -> tuple[Path, str]:
-    """timm's weights of a model's name, downloaded if they are not in the cache.
+    """The weights that a model's name stands for: timm's or a repository's, downloaded if they are not in the cache, or
+    those in its folder.
 
     Args:
         model: from `create_model`; its `pretrained_cfg` says which: the tag given, else timm's default.
 
     Returns:
-        The file in the cache; the name with its tag, the repository and the revision, for people.
+        The file in the cache, or the folder; the name with its tag, the repository and the revision, for people.
 
     Raises:
         UserError: timm has none of that name, or they are neither cached nor can be downloaded; the message names
             the file and where to put it.
     """
     cfg = model.pretrained_cfg
+    if cfg.get("source") == "local-dir":
+        return Path(cfg["file"]), cfg["file"]
     name = f"{cfg['architecture']}.{cfg['tag']}" if cfg.get("tag") else cfg["architecture"]
     repository = cfg.get("hf_hub_id")
     if not repository:
@@ -253,35 +252,6 @@ def find_pretrained(model: TimmViT) -> tuple[Path, str]:
         raise UserError(f"--pretrained: timm has no weights of {name} on the Hugging Face Hub; {way_out}")
     whole = cfg.get("hf_hub_filename") or HF_WEIGHTS_NAME
     files = [*_get_safe_alternatives(whole), whole]  # timm's order: safetensors first
-    cached = (try_to_load_from_cache(repository, file) for file in files)
-    path = next((path for path in cached if isinstance(path, str)), None) or _download(name, repository, files)
-    return Path(path), f"{name} ({repository}, revision {Path(path).parent.name[:12]})"
-
-
-def _no_hub(repository: str, file: str) -> str:
-    """Why the Hub cannot be reached; empty if it answers. One try: `hf_hub_download` retries each file for minutes."""
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        get_hf_file_metadata(hf_hub_url(repository, file))
-    except HfHubHTTPError:
-        return ""  # an answer
-    except (HTTPError, OSError) as error:
-        return first_line(error)
-    return ""
-
-
-def _download(name: str, repository: str, files: list[str]) -> str:
-    """The first of the files that the repository has; UserError if none can be downloaded."""
-    reasons = [reason] if (reason := _no_hub(repository, files[0])) else []
-    for file in files if not reasons else []:
-        try:
-            return hf_hub_download(repository, file)
-        except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
-            reasons.append(first_line(error.__cause__ or error))
-    folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", "main")
-    raise UserError(
-        f"--pretrained: the weights of {name} are not in the Hugging Face cache and cannot be downloaded "
-        f"({reasons[0]}): download {constants.ENDPOINT}/{repository}/resolve/main/{files[0]} to {folder / files[0]}, "
-        "or give that file by --initial-checkpoint in place of --pretrained"
-    )
+    what = f"--pretrained: the weights of {name} are"
+    path = hub_file(repository, files, what, ", or give that file by --initial-checkpoint in place of --pretrained")
+    return path, f"{name} ({repository}, revision {path.parent.name[:12]})"

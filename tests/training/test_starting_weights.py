@@ -12,16 +12,18 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from curves import assert_same_curve, train_in
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from project import ROOT
 from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
 
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
+from ds_vit.models import hub
 from ds_vit.train import main
 from ds_vit.training.resolve import resolve_run
-from ds_vit.weights import initial_checkpoint
 
 NAME = "vit_tiny_patch16_224"
 TAGGED = f"{NAME}.augreg_in21k_ft_in1k"  # timm's default weights of the name
@@ -104,11 +106,33 @@ def test_pretrained_that_is_not_here(tmp_path, monkeypatch, capsys):
     assert "cannot be downloaded (HF_HUB_OFFLINE is set)" in line
     assert f"download https://huggingface.co/timm/{TAGGED}/resolve/main/model.safetensors to {place}" in line
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(initial_checkpoint, "get_hf_file_metadata", _no_network)
-    monkeypatch.setattr(initial_checkpoint, "hf_hub_download", None)  # it would retry for minutes
+    monkeypatch.setattr(hub, "get_hf_file_metadata", _no_network)
+    monkeypatch.setattr(hub, "hf_hub_download", None)  # it would retry for minutes
     assert "cannot be downloaded (no route to host)" in refusal(capsys, [*argv, "--dry-run"])
     weights(place)
     assert f"weights from {TAGGED} (timm/{TAGGED}, revision main): 17 of 20 tensors taken" in notes(argv)
+
+
+def test_a_model_in_a_folder_or_a_repository(ranks, tmp_path, monkeypatch, capsys):
+    # Catches: saved arguments that are passed over, other weights, a network that is asked, a layout that needs a name.
+    folder = tmp_path / "tiny"
+    torch.manual_seed(3)
+    save_for_hf(timm.create_model(NAME, img_size=16, num_classes=10, **KWARGS), folder)
+    named = train_in(ranks, 1, words("--model", NAME, "--initial-checkpoint", folder, "--max-steps", 3))
+    argv = words("--model-kwargs", "--pretrained", "--max-steps", 3, "--model")  # without arguments
+    for layout in ("--tp", "--pp"):
+        found = train_in(ranks, 2, [*argv, f"local-dir:{folder}", layout, "2"])
+        assert_same_curve(named, found, rtol=1e-5)
+    assert "starts from nothing" in notes([*argv, f"local-dir:{folder}", "--no-pretrained"])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_model = f"hf-hub:timm/{TAGGED}"
+    assert "its config.json is not in the Hugging Face cache" in refusal(capsys, [*argv, hub_model])
+    in_cache(tmp_path, "main").parent.parent.mkdir(parents=True)
+    folder.rename(in_cache(tmp_path, "main").parent)
+    assert f"(timm/{TAGGED}, revision main): 20 of 20 tensors taken as they are" in notes([*argv, hub_model])
+    in_cache(tmp_path, "main").with_name("config.json").write_text('{"architectures": ["ViT"]}')
+    assert "it names no timm architecture; `ds-vit import`" in refusal(capsys, [*argv, hub_model])
 
 
 def test_names_without_weights(capsys):

@@ -140,7 +140,7 @@ def _initial_weights(
 ) -> tuple[InitialCheckpoint | None, list[str]]:
     """The source of the weights, and lines for people about it; None for random weights."""
     if not config.pretrained and not config.initial_checkpoint:
-        if "." not in config.model:
+        if not {".", ":"}.intersection(config.model):
             return None, []
         return None, [
             f"--model {config.model} names weights, and training starts from nothing: add --pretrained to use them"

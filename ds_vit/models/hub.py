@@ -1,0 +1,112 @@
+"""Models by the folder or repository that holds them, as timm names them: `local-dir:FOLDER` and `hf-hub:ORG/NAME`.
+
+Their config.json names the architecture, the arguments of its constructor and how its images are prepared; the weights
+are next to it. Files of the Hub come from huggingface_hub's cache ($HF_HUB_CACHE, $HF_HOME/hub; a cached file is used
+without the network) or are downloaded. Of the processes of a host one downloads; the others wait at huggingface_hub's
+file lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
+from timm.models import parse_model_name
+from timm.models._hub import load_model_config_from_path
+
+from ds_vit.fault_tolerance.errors import UserError, first_line
+
+
+class Described(NamedTuple):
+    """A model as timm's factory takes it.
+
+    Attributes:
+        name: a timm name, with its tag if one was given.
+        pretrained_cfg: of its config.json; None for timm's own.
+        arguments: of the constructor, from its config.json.
+    """
+
+    name: str
+    pretrained_cfg: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] = {}
+
+    @property
+    def architecture(self) -> str:
+        """The name without the tag."""
+        return self.name.split(".")[0]
+
+
+def describe(model: str) -> Described:
+    """Read what a --model names.
+
+    Raises:
+        UserError: a malformed name; no such folder or repository, or a config.json that is not timm's.
+    """
+    try:
+        source, where = parse_model_name(model)
+    except ValueError as error:
+        raise UserError(f"--model {model}: {first_line(error)}") from None
+    if source is None:
+        return Described(model)
+    if source == "hf-hub":
+        folder = hub_file(where, ["config.json"], f"--model {model}: its config.json is").parent
+    else:
+        folder = Path(where)
+    try:
+        pretrained_cfg, name, arguments = load_model_config_from_path(folder)
+    except FileNotFoundError:
+        raise UserError(f"--model {model}: there is no {folder / 'config.json'}") from None
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        reason = "it names no timm architecture" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(
+            f"--model {model}: {folder / 'config.json'} is not timm's: {reason}; `ds-vit import` reads other tools'"
+        ) from None
+    if source == "hf-hub":
+        pretrained_cfg |= {"source": source, "hf_hub_id": where, "file": None}
+    return Described(name, pretrained_cfg, arguments)
+
+
+def hub_file(repository: str, files: Sequence[str], what: str, way_out: str = "") -> Path:
+    """The first of some files that a repository has, downloaded if it is not in the cache.
+
+    Args:
+        repository: ORG/NAME, or ORG/NAME@REVISION.
+        files: names, the preferred one first.
+        what: the beginning of the error, as in "its config.json is".
+        way_out: the end of the error.
+
+    Raises:
+        UserError: none is in the cache or can be downloaded; the message names the file and where to put it.
+    """
+    repository, _, revision = repository.partition("@")
+    cached = (try_to_load_from_cache(repository, file, revision=revision or None) for file in files)
+    if path := next((path for path in cached if isinstance(path, str)), None):
+        return Path(path)
+    reasons = [reason] if (reason := _no_hub(repository, files[0])) else []
+    for file in files if not reasons else []:
+        try:
+            return Path(hf_hub_download(repository, file, revision=revision or None))
+        except (EntryNotFoundError, HfHubHTTPError, OSError) as error:
+            reasons.append(first_line(error.__cause__ or error))
+    folder = Path(constants.HF_HUB_CACHE, f"models--{repository.replace('/', '--')}", "snapshots", revision or "main")
+    address = f"{constants.ENDPOINT}/{repository}/resolve/{revision or 'main'}/{files[0]}"
+    raise UserError(
+        f"{what} not in the Hugging Face cache and cannot be downloaded ({reasons[0]}): download {address} to "
+        f"{folder / files[0]}{way_out}"
+    )
+
+
+def _no_hub(repository: str, file: str) -> str:
+    """Why the Hub cannot be reached; empty if it answers. One try: `hf_hub_download` retries each file for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, file))
+    except HfHubHTTPError:
+        return ""  # an answer
+    except (HTTPError, OSError) as error:
+        return first_line(error)
+    return ""
