@@ -3,8 +3,8 @@
 `exact` is Pillow's result bit for bit, as timm decodes: converted to RGB, EXIF orientation not applied. Where
 simplejpeg is installed and found to be bit-equal on this machine, it decodes JPEG files. `fast` lets a large JPEG
 file be decoded at a half, a quarter or an eighth of its size where the crop is that much larger than the model's input
-(the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling. What follows may then differ by a grey
-level or two as well: the resize and the colour jitter (augment/).
+(the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling. The resize may then differ by a grey level
+as well (augment/steps.py).
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def _decode(data: bytes, size: tuple[int, int], **options: object) -> np.ndarray
     num_bytes = 4 * size[0] * size[1]
     memory = getattr(_scratch, "memory", b"")
     if len(memory) < num_bytes:
-        memory = bytearray(num_bytes)
+        # At an address divisible by 32, libjpeg-turbo writes around the cache: half as long again for small images.
+        memory = memoryview(bytearray(num_bytes + 1))[1:]
         if num_bytes <= _MOST_KEPT:
             _scratch.memory = memory
     return simplejpeg.decode_jpeg(data, **{"colorspace": "RGBX", **options}, buffer=memory)

@@ -18,11 +18,9 @@ from PIL import Image
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 """ImageEnhance's Brightness, Contrast and Color, by torchvision's numbers for the parts of its ColorJitter."""
 
-Parameters = Sequence[tuple[int, float]]
-"""(BRIGHTNESS, CONTRAST or SATURATION; factor) in the order to apply them."""
-
 _MANY_PIXELS = 64 * 64  # from here on Pillow's way of taking an image apart is the faster one
-_GREY = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # Pillow's conversion to "L" (ITU-R 601-2)
+_RED, _GREEN, _BLUE = np.array([19595, 38470, 7471], dtype=np.float32) / np.float32(65536)  # Pillow's "L" (ITU-R 601-2)
+_HALF = np.float32(0.5)
 
 
 def as_pixels(image: Image.Image | torch.Tensor) -> torch.Tensor:
@@ -50,20 +48,15 @@ def _memory(num_pixels: int) -> tuple[np.ndarray, torch.Tensor, np.ndarray, np.n
     return planes, torch.from_numpy(planes), np.empty_like(planes[0]), np.empty_like(planes[0])
 
 
-def _add_grey(planes: np.ndarray, factor: float, offset: float) -> np.ndarray:
-    """The planes' grey times a factor, plus an offset, [N] in memory that the next call overwrites."""
-    *_, grey, scratch = _memory(planes.shape[1])
-    red, green, blue = (np.float32(factor * weight) for weight in _GREY)
-    np.multiply(planes[0], red, out=grey)
-    grey += np.multiply(planes[1], green, out=scratch)
-    grey += np.multiply(planes[2], blue, out=scratch)
-    grey += np.float32(offset)
-    return grey
+def adjust_colors(pixels: torch.Tensor, parameters: Sequence[tuple[int, float]]) -> torch.Tensor:
+    """The result of ImageEnhance to the bit.
 
-
-def adjust_colors(pixels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """What ImageEnhance makes of an image, uint8 [3, H, W], the same bits."""
-    planes, values, *_ = _memory(pixels.shape[1] * pixels.shape[2])
+    Args:
+        pixels: uint8 [3, H, W].
+        parameters: (BRIGHTNESS, CONTRAST or SATURATION; factor) in the order to apply them.
+    """
+    _, height, width = pixels.shape
+    planes, values, grey, scratch = _memory(height * width)
     np.copyto(planes, pixels.numpy().reshape(3, -1))
     for number, (kind, factor) in enumerate(parameters):
         if number:
@@ -71,7 +64,10 @@ def adjust_colors(pixels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         if kind == BRIGHTNESS:
             planes *= np.float32(factor)
         else:
-            grey = _add_grey(planes, 1.0, 0.5)
+            np.multiply(planes[0], _RED, out=grey)
+            grey += np.multiply(planes[1], _GREEN, out=scratch)
+            grey += np.multiply(planes[2], _BLUE, out=scratch)
+            grey += _HALF
             np.floor(grey, out=grey)
             other = _mean(grey) if kind == CONTRAST else grey
             planes -= other
@@ -79,7 +75,7 @@ def adjust_colors(pixels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
             planes += other
         if factor > 1.0:  # else the blend lies between the two
             values.clamp_(0.0, 255.0)
-    return torch.from_numpy(planes.astype(np.uint8)).view(pixels.shape)
+    return torch.from_numpy(planes.astype(np.uint8)).view(3, height, width)
 
 
 def _mean(grey: np.ndarray) -> np.float32:
@@ -87,33 +83,3 @@ def _mean(grey: np.ndarray) -> np.float32:
     # float32 holds sums below 2**24 exactly, in any order.
     exact = torch.float32 if 255 * grey.size < 2**24 else torch.float64
     return np.float32(int(torch.from_numpy(grey).sum(dtype=exact).item() / grey.size + 0.5))
-
-
-def nearly_adjust_colors(pixels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """`adjust_colors` up to a grey level or two, in half the time: fractions are not cut off in between.
-
-    Each part is linear unless it clips, and only a factor above 1 can. Parts that do not are collected and applied at
-    once: `scale` times the values, plus `grey` times their grey, plus `offset`.
-    """
-    planes, values, *_ = _memory(pixels.shape[1] * pixels.shape[2])
-    np.copyto(planes, pixels.numpy().reshape(3, -1))
-    last = len(parameters) - 1
-    scale, grey, offset = 1.0, 0.0, 0.0
-    for number, (kind, factor) in enumerate(parameters):
-        rest = 1.0 - factor
-        other = offset if kind == SATURATION else 0.0
-        if kind == CONTRAST:
-            sums = values.sum(dim=1).tolist()
-            mean = sum(weight * total for weight, total in zip(_GREY, sums, strict=True)) / planes.shape[1]
-            other = (scale + grey) * mean + offset
-        grey = factor * grey + (rest * (scale + grey) if kind == SATURATION else 0.0)
-        # Cutting off fractions between parts takes 0.5 on average.
-        offset = factor * offset + rest * other - (0.5 if number < last else 0.0)
-        scale *= factor
-        if factor > 1.0 or number == last:
-            added = _add_grey(planes, grey, offset) if grey else np.float32(offset)
-            planes *= np.float32(scale)
-            planes += added
-            values.clamp_(0.0, 255.0)
-            scale, grey, offset = 1.0, 0.0, 0.0
-    return torch.from_numpy(planes.astype(np.uint8)).view(pixels.shape)

@@ -24,7 +24,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 from torchvision.transforms.functional import pil_modes_mapping
 
-from ds_vit.data.augment.colours import adjust_colors, as_image, as_pixels, nearly_adjust_colors
+from ds_vit.data.augment.colours import adjust_colors, as_image, as_pixels
 from ds_vit.data.augment.draws import seeded, uniform
 from ds_vit.data.decode import Box, Jpeg
 
@@ -171,10 +171,9 @@ class ColorJitter:
         return [(kind, factors[kind]) for kind in order.tolist() if factors[kind] is not None] or None
 
     def apply(self, image: Pixels, parameters: list[tuple[int, float]]) -> Pixels:
-        """Torchvision's pixels; of a tensor, which --decode fast makes, nearly."""
+        """Torchvision's pixels."""
         if self._transform.hue is None:
-            adjust = nearly_adjust_colors if isinstance(image, torch.Tensor) else adjust_colors
-            return adjust(as_pixels(image), parameters)
+            return adjust_colors(as_pixels(image), parameters)
         image = as_image(image)
         for kind, factor in parameters:
             image = self._ADJUST[kind](image, factor)
