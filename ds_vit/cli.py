@@ -324,15 +324,15 @@ def _hosts(arguments: argparse.Namespace) -> int:
 
 
 def _gradients(arguments: argparse.Namespace) -> int:
-    from ds_vit.monitoring import gradient_picture
+    from ds_vit.monitoring import figures
     from ds_vit.monitoring.metrics import make_console, print_columns
 
     run = Path(arguments.folder)
-    row = gradient_picture.read_row(run, arguments.step)
-    title = gradient_picture.titles(run, row)
-    print_columns(make_console(), title, gradient_picture.table(row))
+    row = figures.gradient_row(run, arguments.step)
+    title = figures.gradient_title(run, row)
+    print_columns(make_console(), title, figures.gradient_table(row))
     if arguments.output is not None:
-        gradient_picture.save(row, title, Path(arguments.output))
+        figures.save_figure(figures.draw_gradients(row, title), Path(arguments.output))
     return 0
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -105,8 +105,8 @@ class Line:
 
     def _shown(self, console: Console) -> _Progress:
         if self._progress is None:
-            columns = (_Text("description"), BarColumn(bar_width=None), _Text("done"), _Text("figures"))
-            self._progress = _Progress(*columns, console=console)
+            columns = (_text("{task.description}", "bold"), BarColumn(bar_width=None), _Done(Column(no_wrap=True)))
+            self._progress = _Progress(*columns, _text("{task.fields[figures]}"), console=console)
             self._progress.start()
         return self._progress
 
@@ -166,7 +166,7 @@ class _Progress(Progress):
     """rich's progress, narrower than the terminal."""
 
     def __init__(self, *columns: ProgressColumn, console: Console) -> None:
-        self._terminal = console
+        self._terminal = console  # asked for before rich's own `console` exists
         super().__init__(*columns, console=console)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -175,18 +175,15 @@ class _Progress(Progress):
         yield table
 
 
-class _Text(ProgressColumn):
-    """A text that is cropped instead of wrapped: the description, the count, or the figures."""
+def _text(form: str, style: str = "none") -> TextColumn:
+    """A text that is cropped instead of wrapped."""
+    return TextColumn(form, style=style, markup=False, table_column=Column(no_wrap=True))
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        super().__init__(Column(no_wrap=True))
+
+class _Done(ProgressColumn):
+    """The items that are done; the time, if their number is unknown."""
 
     def render(self, task: Task) -> Text:
-        if self._what == "description":
-            return Text(task.description, style="bold")
-        if self._what == "figures":
-            return Text(task.fields["figures"])
         return Text(
             f"{task.completed:.0f}/{task.total:.0f}" if task.total else str(timedelta(seconds=int(task.elapsed or 0)))
         )
