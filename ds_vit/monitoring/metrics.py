@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
@@ -186,25 +186,19 @@ class Reporter:
         """
         for name, pixels in pictures.items():
             path = self._folder.picture(name if kind == "eval" else f"ema-{name}")
-            try:
+            with self._refusable(path, "without this picture"):
                 save_picture(pixels, path)
-            except OSError as error:
-                self._refuse(path, error, "without this picture")
             self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
     def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
         """Write the predictions of the newest evaluation, as `write_predictions`."""
-        try:
+        with self._refusable(self._folder.predictions, "without it"):
             write_predictions(self._folder, by_sample, source, classes)
-        except OSError as error:
-            self._refuse(self._folder.predictions, error, "without it")
 
     def training_images(self, sheet: TrainingSheet) -> None:
         """Save a sheet of training images."""
-        try:
+        with self._refusable(self._folder.augmented, "without it"):
             sheet.save(self._folder.augmented)
-        except OSError as error:
-            self._refuse(self._folder.augmented, error, "without it")
 
     def skip(self, row: Mapping[str, Any], why: str | None) -> None:
         """A row of kind "skip": a step that was not applied; `why` is printed unless it is None."""
@@ -293,26 +287,28 @@ class Reporter:
 
     def _write_rows(self) -> None:
         """Write the rows that the disk accepts; the rest is kept."""
-        try:
+        with self._refusable(self._folder.metrics, "its rows are kept until there is room"):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            self._refuse(self._folder.metrics, error, "its rows are kept until there is room")
 
     def _on_board(self, action: Callable[[SummaryWriter], None]) -> None:
         """Call TensorBoard; after a write error nothing more is sent to it."""
-        if self._board is None:
-            return
-        try:
-            action(self._board)
-        except OSError as error:
-            self._board = None  # its thread is gone
-            self._refuse(self._folder.tensorboard, error, "nothing more is drawn there")
+        board, self._board = self._board, None  # its thread is gone after an error
+        if board is not None:
+            with self._refusable(self._folder.tensorboard, "nothing more is drawn there"):
+                action(board)
+                self._board = board
 
-    def _refuse(self, path: Path, error: OSError, instead: str) -> None:
-        if path not in self._refused:
+    @contextlib.contextmanager
+    def _refusable(self, path: Path, instead: str) -> Iterator[None]:
+        """Warn once of a file that the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            if path not in self._refused:
+                self.say(f"WARNING: {path} could not be written ({reason}); training continues, {instead}")
             self._refused.add(path)
-            self.say(f"WARNING: {path} could not be written ({error.strerror or error}); training continues, {instead}")
 
     def _scalar(self, name: str, value: Any, step: int) -> None:
         if value is not None and math.isfinite(value):

@@ -6,7 +6,8 @@ Add a panel here and list it in `page.py`; page.html has one macro for each kind
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,33 +42,33 @@ def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, 
     return {"kind": "table", "title": title, "header": header, "lines": lines, "looks": looks, "wide": wide}
 
 
+def _chart(
+    records: Sequence[Record],
+    title: str,
+    *parts: tuple[str, str, str, float],
+    log: bool = False,
+    **settings: Any,
+) -> Panel | None:
+    """A quantity over the steps; parts: (kind of row, key, label, factor)."""
+    several = len(records) > 1
+    series: list[Series] = []
+    for part, (kind, key, label, factor) in enumerate(parts):
+        for at, (record, width) in enumerate(zip(records, line_widths(len(records)), strict=True)):
+            points = record.rates if key == "lr" else record.points(kind, key, factor)
+            if log:
+                points = [(step, value) for step, value in points if value > 0]
+            name = f"{record.name}{f': {label}' * (len(parts) > 1)}" if several else label
+            if points:
+                colour, dashed = (at, part > 0) if several else (len(series), False)
+                series.append(Series(name, points, colour, dashed, width))
+    last = max((row["step"] for record in records for rows in record.rows.values() for row in rows), default=1)
+    marks = () if several else records[0].marks
+    return line_chart(title, series, log=log, marks=marks, span=(0, last), named=several, **settings)
+
+
 def curves(records: Sequence[Record]) -> list[Panel]:
     """The metrics over the steps: a chart per quantity, a colour per run (of one run, per metric)."""
-    marks = records[0].marks if len(records) == 1 else ()
-    span = (0, max((row["step"] for record in records for rows in record.rows.values() for row in rows), default=1))
-    widths = line_widths(len(records))
-
-    def chart(
-        title: str,
-        *parts: tuple[str, str, str, float],
-        log: bool = False,
-        note: str = "",
-        bounds: tuple[float, float] = ANY,
-        outliers: Collection[int] = (),
-    ) -> Panel | None:
-        """Parts: (kind of row, key, label, factor)."""
-        series = []
-        for part, (kind, key, label, factor) in enumerate(parts):
-            for at, record in enumerate(records):
-                points = record.rates if key == "lr" else record.points(kind, key, factor)
-                if log:
-                    points = [(step, value) for step, value in points if value > 0]
-                name = label if len(records) == 1 else f"{record.name}{f': {label}' if len(parts) > 1 else ''}"
-                if points:
-                    colour, dashed = (at, part > 0) if len(records) > 1 else (len(series), False)
-                    series.append(Series(name, points, colour, dashed, widths[at]))
-        settings: dict[str, Any] = {"marks": marks, "span": span, "named": len(records) > 1}
-        return line_chart(title, series, log=log, note=note, bounds=bounds, outliers=outliers, **settings)
+    chart = partial(_chart, records)
 
     def all_values(key: str) -> list[float]:
         return [value for record in records for _, value in record.points("train", key)]
@@ -88,19 +89,19 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     charts += [
         chart("Learning rate", ("train", "lr", "base rate", 1.0)),
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
-        *(
-            [chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True)]
-            if len(set(all_values("loss_scale"))) > 1
-            else []
-        ),
+    ]
+    if len(set(all_values("loss_scale"))) > 1:
+        charts.append(chart("Loss scale", ("train", "loss_scale", "scale", 1.0), log=True))
+    memory_note = "growth of the process, on a CPU" if any(record.on_cpu for record in records) else ""
+    charts += [
         chart("Images per second, all ranks", ("train", "images_per_second", "images/s", 1.0)),
-        _waiting(records, chart),
+        _waiting(records),
         chart("TFLOP/s per accelerator", ("train", "tflops_per_accelerator", "TFLOP/s", 1.0)),
         chart("Model FLOPs utilisation, %", ("train", "mfu", "share of the peak", 100.0), bounds=PERCENT),
         chart(
             "Memory of the fullest rank, GB",
             ("train", "memory_bytes", "maximum since the row before", 1e-9),
-            note="growth of the process, on a CPU" if any(record.on_cpu for record in records) else "",
+            note=memory_note,
         ),
         chart(
             "Checkpoints, seconds",
@@ -111,7 +112,7 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     return [one for one in charts if one]
 
 
-def _waiting(records: Sequence[Record], chart: Callable[..., Panel | None]) -> Panel | None:
+def _waiting(records: Sequence[Record]) -> Panel | None:
     """The share of time spent waiting for the loader, on a scale without its start."""
     shares = [
         (share, step, step in record.first_steps)
@@ -125,7 +126,8 @@ def _waiting(records: Sequence[Record], chart: Callable[..., Panel | None]) -> P
         step = max(outliers, key=lambda step: outliers[step])
         note = f"the scale ignores the start of the loader ({outliers[step]:.0f} % at step {step})"
     part = ("train", "data_wait_fraction", "share", 100.0)
-    return chart("Time spent waiting for data, %", part, bounds=PERCENT, outliers=outliers, note=note)
+    title = "Time spent waiting for data, %"
+    return _chart(records, title, part, bounds=PERCENT, outliers=outliers, note=note)
 
 
 def gradients(record: Record) -> list[Panel]:
@@ -137,48 +139,24 @@ def gradients(record: Record) -> list[Panel]:
     layers = list(dict.fromkeys(layer for row in rows for layer in row["layers"]))
     tensors = list(dict.fromkeys(name for row in rows for name in row.get("trust_ratios", {})))
 
-    def over_steps(
-        title: str,
-        note: str,
-        names: Sequence[str],
-        value: Callable[[Mapping[str, Any], str], float | None],
-        *,
-        log: bool,
-    ) -> Panel | None:
-        values = np.array([[value(row, name) for row in rows] for name in names], dtype=float)  # None becomes nan
+    def over_steps(title: str, note: str, key: str, factor: float = 1.0, *, log: bool = True) -> Panel | None:
+        if key == "trust_ratios":
+            names, found = tensors, [row.get(key, {}) for row in rows]
+        else:
+            names = layers
+            found = [{layer: figures.get(key) for layer, figures in row["layers"].items()} for row in rows]
+        values = factor * np.array([[of_step.get(name) for of_step in found] for name in names], dtype=float)  # or nan
         steps = [row["step"] for row in rows]
         return heat_map(title, names, steps, values, column_kind="step", note=note, log=log) if names else None
 
-    def of_layer(key: str, factor: float = 1.0) -> Callable[[Mapping[str, Any], str], float | None]:
-        def value(row: Mapping[str, Any], layer: str) -> float | None:
-            found = row["layers"].get(layer, {}).get(key)
-            return None if found is None else factor * found
-
-        return value
-
-    found = [
-        over_steps(
-            "Gradient norm by layer", "layers that vanish or explode stand out", layers, of_layer("norm"), log=True
-        ),
-        over_steps(
-            "Update over weight by layer", "about 1e-3 is usual", layers, of_layer("update_to_weight"), log=True
-        ),
-        over_steps(
-            "Gradients too small for fp16, %",
-            "below 2^-24, the smallest fp16 number",
-            layers,
-            of_layer("below_2^-24", 100.0),
-            log=False,
-        ),
-        over_steps(
-            "Trust ratios by tensor",
-            "factors of LAMB or LARS on the update",
-            tensors,
-            lambda row, name: row.get("trust_ratios", {}).get(name),
-            log=True,
-        ),
+    too_small = "below 2^-24, the smallest fp16 number"
+    panels = [
+        over_steps("Gradient norm by layer", "layers that vanish or explode stand out", "norm"),
+        over_steps("Update over weight by layer", "about 1e-3 is usual", "update_to_weight"),
+        over_steps("Gradients too small for fp16, %", too_small, "below_2^-24", 100.0, log=False),
+        over_steps("Trust ratios by tensor", "factors of LAMB or LARS on the update", "trust_ratios"),
     ]
-    return [one for one in found if one]
+    return [one for one in panels if one]
 
 
 class Confusion:
