@@ -75,8 +75,8 @@ class Reader:
 
     Attributes:
         source: of the samples.
-        transform: of an image; of a size that `resize` changes.
-        img_size: (height, width) that it gives.
+        transform: of an image.
+        img_size: (height, width) that it gives; both change with --train-img-sizes.
         load_images, load_targets: what is read.
         on_bad_image: "error", or "skip" for a keyed replacement.
         decoder: one of `decode.DECODERS`.
@@ -99,10 +99,6 @@ class Reader:
             raise UserError(f"--on-bad-image {self.on_bad_image} is none of error, skip")
         self.skips = self.on_bad_image == "skip"
         self.cuts = isinstance(self.transform, CuttingTransform)
-
-    def resize(self, img_size: tuple[int, int], transform: Transform) -> None:
-        """Read at another size from now on, with a transform of that size."""
-        self.img_size, self.transform = img_size, transform
 
     def read(
         self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
@@ -255,7 +251,7 @@ class TrainBatches(Batches):
         step, micro_index = divmod(number, self._share.accumulation)
         if self._sizes is not None:
             size = self._sizes.at(step)
-            self.reader.resize((size, size), self._transforms[size])
+            self.reader.img_size, self.reader.transform = (size, size), self._transforms[size]
         own = self._share.rows(micro_index)
         mixes = self._mix.mixes_in(self._order.epoch_of(step - self._skipped_batches))  # of the optimizer step
         # Partners that other micro-batches own: at most one before the first row and one after the last.

@@ -16,11 +16,6 @@ from ds_vit.config.augmentation import INTERPOLATIONS
 from ds_vit.fault_tolerance.errors import UserError
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
 @dataclass(frozen=True)
 class ImageConfig:
     """How an image becomes a model's input, in training and in evaluation.
@@ -41,24 +36,21 @@ class ImageConfig:
     crop_mode: str | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            len(self.img_size) == 2 and all(size >= 1 for size in self.img_size),
-            f"--img-size takes a positive height and width, not {self.img_size}",
-        )
-        for flag, values in (("--mean", self.mean), ("--std", self.std)):
-            _require(len(values) == 3, f"{flag} takes 3 numbers (red, green, blue), not {len(values)}")
-        _require(all(value > 0 for value in self.std), f"--std must be positive, not {self.std}")
-        _require(
-            self.interpolation in INTERPOLATIONS,
-            f"--interpolation {self.interpolation} is none of {', '.join(INTERPOLATIONS)}",
-        )
-        _require(
-            self.crop_pct is None or 0.0 < self.crop_pct <= 1.0, f"--crop-pct must lie in (0, 1], not {self.crop_pct}"
-        )
-        _require(
-            self.crop_mode in (None, "center", "squash", "border"),
-            f"--crop-mode {self.crop_mode} is none of center, squash, border",
-        )
+        size, mean, std, crop_pct = self.img_size, self.mean, self.std, self.crop_pct
+        three = "takes 3 numbers (red, green, blue), not"
+        for correct, message in (
+            (len(size) == 2 and min(size) >= 1, f"--img-size takes a positive height and width, not {size}"),
+            (len(mean) == 3, f"--mean {three} {len(mean)}"),
+            (len(std) == 3, f"--std {three} {len(std)}"),
+            (min(std, default=1) > 0, f"--std must be positive, not {std}"),
+            (self.interpolation in INTERPOLATIONS,
+             f"--interpolation {self.interpolation} is none of {', '.join(INTERPOLATIONS)}"),
+            (crop_pct is None or 0.0 < crop_pct <= 1.0, f"--crop-pct must lie in (0, 1], not {crop_pct}"),
+            (self.crop_mode in (None, "center", "squash", "border"),
+             f"--crop-mode {self.crop_mode} is none of center, squash, border"),
+        ):  # fmt: skip
+            if not correct:
+                raise UserError(message)
 
 
 PIXEL_FLAGS = tuple(field.name for field in fields(ImageConfig) if field.name != "img_size")

@@ -42,16 +42,6 @@ class Step(Protocol):
         """The image after the step; `parameters` are not None."""
 
 
-def _stand_in(size: Size) -> torch.Tensor:
-    """A tensor of this size without pixels, for library functions that ask an image for its size only."""
-    return torch.empty((1, *size), device="meta")
-
-
-def _choose(interpolation: InterpolationMode | tuple[InterpolationMode, ...]) -> InterpolationMode:
-    """One of timm's "random" interpolations; nothing is drawn where it is fixed."""
-    return random.choice(interpolation) if isinstance(interpolation, tuple) else interpolation
-
-
 # ---- crops -----------------------------------------------------------------------------------------------------------
 
 
@@ -63,10 +53,11 @@ class RandomResizedCrop:
 
     def draw(self, key: int, size: Size) -> tuple[Box, InterpolationMode]:
         """((top, left, height, width), interpolation)."""
-        transform = self._transform
+        transform, modes = self._transform, self._transform.interpolation
+        stand_in = torch.empty((1, *size), device="meta")  # timm asks an image for its size only
         with seeded(key, "crop"):
-            box = transform.get_params(_stand_in(size), transform.scale, transform.ratio)
-            return box, _choose(transform.interpolation)
+            box = transform.get_params(stand_in, transform.scale, transform.ratio)
+            return box, random.choice(modes) if isinstance(modes, tuple) else modes
 
     def apply(self, image: Image.Image | Jpeg, parameters: tuple[Box, InterpolationMode]) -> Pixels:
         """Of a JPEG file only the box is decoded to a Pillow image, or by --decode fast to a tensor."""
@@ -232,7 +223,7 @@ class Operation(NamedTuple):
         return NAME_TO_OP[self.name](image, *self.arguments, **self.keywords)
 
 
-Note = Callable[[Image.Image, Operation], Image.Image]
+Note = Callable[[Operation, Image.Image], Image.Image]
 
 
 class _Recorder:
@@ -249,8 +240,8 @@ class _Recorder:
         if isinstance(keywords.get("resample"), (list, tuple)):
             keywords["resample"] = random.choice(keywords["resample"])
         if self._draws_radius:
-            return self._note(image, Operation("GaussianBlur", (random.uniform(0.1, 2.0 * arguments[0]),), {}))
-        return self._note(image, Operation(self._name, arguments, keywords))
+            return self._note(Operation("GaussianBlur", (random.uniform(0.1, 2.0 * arguments[0]),), {}), image)
+        return self._note(Operation(self._name, arguments, keywords), image)
 
 
 def _record(ops: Sequence[AugmentOp], note: Note) -> None:
@@ -272,7 +263,7 @@ class Policy:
         ops = transform.ops if isinstance(transform, RandAugment) else [op for sub in transform.policy for op in sub]
         _record(ops, self._note)
 
-    def _note(self, image: Image.Image, operation: Operation) -> Image.Image:
+    def _note(self, operation: Operation, image: Image.Image) -> Image.Image:
         self._drawn.append(operation)
         return image
 
@@ -292,12 +283,8 @@ class Policy:
 
 def augmix(transform: AugMixAugment) -> WholeTransform:
     """The step of timm's AugMix (Hendrycks et al. 2019), whose operations draw as those of `Policy`."""
-    _record(transform.ops, _apply_now)
+    _record(transform.ops, Operation.apply)
     return WholeTransform("auto augment", transform)
-
-
-def _apply_now(image: Image.Image, operation: Operation) -> Image.Image:
-    return operation.apply(image)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
