@@ -20,10 +20,10 @@ from ds_vit import cli
 from ds_vit.launching.hosts import Host, expand_nodelist, parse_hostfile, to_hostfile
 from ds_vit.launching.ports import free_port
 from ds_vit.tools.doctor import remote
-from ds_vit.tools.doctor.checks import Finding, Run, check_network, examine, link_of, slowest
+from ds_vit.tools.doctor.checks import Finding, Run, check_network, examine, slowest, views_of
 from ds_vit.tools.doctor.facts import Ask, Facts, Interface, Port, gather
-from ds_vit.tools.doctor.network import Figures, bus_factor, host_pairs, tcp_segments
-from ds_vit.tools.doctor.remote import ROOT, Answer, Way, ask_all, explain
+from ds_vit.tools.doctor.network import Figures, bus_factor, host_pairs
+from ds_vit.tools.doctor.remote import ROOT, Answer, Ended, Way, ask_all, explain
 
 RUN = Run(
     environ={"NCCL_SOCKET_IFNAME": "ib", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
@@ -32,32 +32,35 @@ RUN = Run(
 )
 
 
+VERSIONS = {
+    "Python": "3.11",
+    "torch": "1.0",
+    "timm": "1.0",
+    "torch's CUDA": "13.2",
+    "NCCL": "2.29",
+    "NVIDIA driver": "590",
+}
+
+
 def gpu_host(number: int, names: tuple[str, ...]) -> Facts:
     """A host of an InfiniBand cluster as it should be."""
     return Facts(
         host=f"n{number}",
         identity=f"id{number}",
-        python="3.11.7",
-        packages=dict.fromkeys(("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow"), "1.0"),
-        cuda="13.2",
-        nccl="2.29",
-        driver="590.1",
+        versions=VERSIONS,
         accelerators=("NVIDIA H100",) * 8,
         torch_accelerators=8,
         cores=64,
         code="aa",
-        code_path="/code/ds_vit",
         data="dd",
         output_free_bytes=2**40,
         interfaces=(
-            Interface("lo", addresses=("127.0.0.1",), mtu=65536),
-            Interface("eth0", addresses=(f"10.0.0.{number}",), gbits=25),
-            Interface("ib0", addresses=(f"10.1.0.{number}",), gbits=400, mtu=4092),
+            Interface("lo", addresses=("127.0.0.1",)),
+            Interface("eth0", addresses=(f"10.0.0.{number}",)),
+            Interface("ib0", addresses=(f"10.1.0.{number}",)),
         ),
         ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=400)),
-        gpudirect=True,
         memlock_bytes=None,
-        open_files=65536,
         shm_bytes=2**38,
         resolves={name: (f"10.0.0.{name[1:]}",) for name in names},
     )
@@ -65,10 +68,7 @@ def gpu_host(number: int, names: tuple[str, ...]) -> Facts:
 
 def healthy(num_hosts: int = 4) -> list[Answer]:
     names = tuple(f"n{i + 1}" for i in range(num_hosts))
-    return [
-        Answer(Host(name, 8), gpu_host(i + 1, names), clock_ahead_seconds=(-0.01, 0.01), marks=num_hosts)
-        for i, name in enumerate(names)
-    ]
+    return [Answer(Host(name, 8), gpu_host(i + 1, names)) for i, name in enumerate(names)]
 
 
 def test_a_healthy_cluster_has_no_finding():
@@ -76,7 +76,7 @@ def test_a_healthy_cluster_has_no_finding():
     assert examine(healthy(), RUN) == []
     assert examine(healthy(1), RUN) == []
     bare = [replace(a, host=Host(a.host.name, 2)) for a in healthy(2)]
-    cpu = {"accelerators": (), "torch_accelerators": None, "ports": (), "gpudirect": None, "memlock_bytes": 8 << 20}
+    cpu = {"accelerators": (), "torch_accelerators": None, "ports": (), "memlock_bytes": 8 << 20}
     assert examine([replace(a, facts=replace(a.facts, **cpu)) for a in bare], Run({})) == []
 
 
@@ -93,8 +93,8 @@ def second_answer(**changes: object) -> Callable[[list[Answer]], list[Answer]]:
     return lambda answers: [answers[0], replace(answers[1], **changes), *answers[2:]]
 
 
-def packages(**changes: str) -> dict[str, str]:
-    return gpu_host(1, ()).packages | changes
+def versions(**changes: str) -> dict[str, dict[str, str]]:
+    return {"versions": VERSIONS | {name.replace("_", " "): value for name, value in changes.items()}}
 
 
 def interfaces(**changes: object) -> tuple[Interface, ...]:
@@ -112,15 +112,13 @@ FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
         second(identity="id1"),
         "hosts", "error", "n1 and n2 are one machine", ("n1", "n2")),
     "another torch": (
-        second(packages=packages(torch="2.0")),
+        second(**versions(torch="2.0")),
         "versions", "error", "torch differs: 1.0 on n1, n3, n4; 2.0 on n2", ("n2",)),
     "no timm": (
-        all_hosts(packages=packages(timm="missing")),
+        all_hosts(**versions(timm="missing")),
         "versions", "error", "timm is not installed", ("n1", "n2", "n3", "n4")),
-    "another Python": (second(python="3.12.1"), "versions", "error", "Python differs: 3.11", ("n2",)),
-    "another CUDA": (second(cuda="12.8"), "versions", "error", "12.8 on n2", ("n2",)),
-    "another NCCL": (second(nccl="2.20"), "versions", "error", "NCCL differs", ("n2",)),
-    "another driver": (second(driver="550"), "versions", "warning", "driver differs", ("n2",)),
+    "another NCCL": (second(**versions(NCCL="2.20")), "versions", "error", "NCCL differs", ("n2",)),
+    "another driver": (second(**versions(NVIDIA_driver="550")), "versions", "warning", "driver differs", ("n2",)),
     "other code": (second(code="bb"), "code", "error", "the code of ds_vit differs", ("n2",)),
     "too many slots": (second_answer(host=Host("n2", 9)), "slots", "error", "9 slots, but 8 accelerators", ("n2",)),
     "idle accelerators": (second_answer(host=Host("n2", 6)), "slots", "warning", "2 stay idle", ("n2",)),
@@ -130,6 +128,9 @@ FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
     "another GPU": (
         second(accelerators=("NVIDIA A100",) * 8),
         "accelerators", "warning", "NVIDIA A100 on n2", ("n2",)),
+    "no GPU on one": (
+        second(accelerators=(), torch_accelerators=None, cores=8),
+        "accelerators", "error", "none on n2", ("n2",)),
     "name unknown": (
         second(resolves={"n1": (), "n2": ("10.0.0.2",)}),
         "names", "error", "n1, the host of rank 0, has no address", ("n2",)),
@@ -139,8 +140,6 @@ FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
     "port taken": (
         lambda a: [replace(a[0], facts=replace(a[0].facts, port_problem="port 29500: Address already in use")), *a[1:]],
         "port", "error", "port 29500: Address already in use", ("n1",)),
-    "clock ahead": (second_answer(clock_ahead_seconds=(7.9, 8.3)), "clock", "error", "7.9 s ahead", ("n2",)),
-    "clock behind": (second_answer(clock_ahead_seconds=(-9.0, -8.5)), "clock", "error", "8.5 s behind", ("n2",)),
     "no data": (
         second(data="", data_problem="--data-dir /d is not there"),
         "data", "error", "is not there", ("n2",)),
@@ -149,25 +148,18 @@ FAULTS: dict[str, tuple[Callable, str, str, str, tuple[str, ...]]] = {
     "output not writable": (
         second(output_problem="/shared cannot be written to: Permission denied"),
         "output", "error", "Permission", ("n2",)),
-    "output not shared": (second_answer(marks=1), "output", "error", "is not one folder", ("n2",)),
     "interface missing": (
         second(interfaces=interfaces(name="ib1")),
         "interface", "error", "GLOO_SOCKET_IFNAME=ib0, and there is no", ("n2",)),
     "interface down": (second(interfaces=interfaces(up=False)), "interface", "error", "ib0 is down", ("n2",)),
-    "other packet size": (second(interfaces=interfaces(mtu=2044)), "interface", "warning", "2044 on n2", ("n2",)),
     "adapter missing": (
         second(ports=(Port("mlx5_0", gbits=400),)),
-        "infiniband", "error", "no adapter mlx5_1:1 (there: mlx5_0:1)", ("n2",)),
+        "infiniband", "error", "no adapter mlx5_1:1 (there: mlx5_0:1 ACTIVE)", ("n2",)),
     "adapter down": (
         second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", state="DOWN", gbits=400))),
         "infiniband", "error", "mlx5_1:1 is DOWN", ("n2",)),
-    "slow adapter": (
-        second(ports=(Port("mlx5_0", gbits=400), Port("mlx5_1", gbits=100))),
-        "infiniband", "warning", "rates", ("n2",)),
     "locked memory": (second(memlock_bytes=8 << 20), "memlock", "error", "`ulimit -l` is 8192 KiB", ("n2",)),
-    "no GPUDirect": (second(gpudirect=False), "gpudirect", "warning", "nvidia_peermem", ("n2",)),
     "small shm": (second(shm_bytes=64 << 20), "shm", "error", "/dev/shm has 64 MiB", ("n2",)),
-    "few files": (second(open_files=256), "files", "error", "`ulimit -n` is 256", ("n2",)),
 }
 # fmt: on
 
@@ -188,8 +180,14 @@ def test_a_planted_fault_is_found(fault):
 
 def test_errors_come_first():
     # Catches: an error below a screen of warnings.
-    found = examine(second(driver="550", code="bb")(healthy()), RUN)
+    found = examine(second(**versions(NVIDIA_driver="550"), code="bb")(healthy()), RUN)
     assert [f.severity for f in found] == ["error", "warning"]
+
+
+def test_hosts_with_the_same_fault_share_a_line():
+    # Catches: a thousand lines for one wrong image of a container.
+    (found,) = examine(all_hosts(shm_bytes=64 << 20)(healthy()), RUN)
+    assert found.hosts == ("n1", "n2", "n3", "n4")
 
 
 def test_every_check_of_the_page_is_planted():
@@ -197,7 +195,7 @@ def test_every_check_of_the_page_is_planted():
     page = (ROOT / "docs" / "doctor.md").read_text()
     rows = re.findall(r"^\| ([a-z, ]+) \| ?[^|]* ?\| ?[^|]* ?\|$", page, re.MULTILINE)
     documented = {name for row in rows for name in row.split(", ")} - {"check"}
-    of_the_network = {"collectives", "latency", "loss", "bandwidth"}
+    of_the_network = {"collectives", "latency", "bandwidth"}
     assert documented - of_the_network == {check for _, check, *_ in FAULTS.values()}
 
 
@@ -217,13 +215,12 @@ def figures(**changes: dict) -> Figures:
     for a, b in host_pairs(4):
         pair = {"a": a, "b": b, "latency_seconds": 5e-6, "bytes_per_second": 45e9}
         pairs.append(pair | changes.get(f"n{a + 1}{b + 1}", {}))
-    tcp = [changes.get(f"tcp{i}", {"sent": 100_000, "again": 200}) for i in range(1, 5)]
-    measured = {"pairs": pairs, "all_reduce": {}, "world_size": 32, "backend": "nccl", "tcp": tcp}
+    measured = {"pairs": pairs, "all_reduce": {}, "world_size": 32, "backend": "nccl"}
     return Figures(("n1", "n2", "n3", "n4"), measured)
 
 
 def found_in(figures: Figures) -> list[Finding]:
-    return list(check_network(figures, healthy(), RUN))
+    return list(check_network(figures, views_of(healthy(), RUN)))
 
 
 def test_a_good_network():
@@ -247,28 +244,11 @@ def test_a_delay_is_named():
     assert "takes 50.0 ms one way" in found.what
 
 
-def test_lost_packets_are_named():
-    # Catches: a bad cable that TCP hides, at the price of speed; a handful of segments taken for one.
-    assert found_in(figures(tcp3={"sent": 100, "again": 4})) == []
-    (found,) = found_in(figures(tcp3={"sent": 4_000, "again": 41}))
-    assert (found.check, found.severity, found.hosts) == ("loss", "error", ("n3",))
-    assert "1.0% of its TCP segments were lost" in found.what
-
-
-def test_segments_are_counted_as_the_kernel_writes_them(tmp_path):
-    # Catches: the wrong column; a host without /proc that cannot be asked.
-    (tmp_path / "snmp").write_text("Ip: A B\nIp: 1 2\nTcp: MaxConn OutSegs RetransSegs InErrs\nTcp: -1 200 3 0\n")
-    assert tcp_segments(tmp_path / "snmp") == {"sent": 200, "again": 3}
-    assert tcp_segments(tmp_path / "none") == {"sent": 0, "again": 0}
-    assert tcp_segments()["sent"] > 0
-
-
 def test_a_link_that_gives_less_than_it_should():
     # Catches: NCCL on Ethernet while InfiniBand is there: every pair alike, so no pair stands out.
     found = found_in(figures(**{f"n{a + 1}{b + 1}": {"bytes_per_second": 2e9} for a, b in host_pairs(4)}))
     assert {f.severity for f in found} == {"warning"}
-    assert "16.00 Gbit/s between them over a link of 800 Gbit/s" in found[0].what
-    assert link_of(healthy()[0], RUN) == ("2 x InfiniBand 400 Gbit/s", 800)
+    assert "16.00 Gbit/s between them over adapters of 800 Gbit/s" in found[0].what
 
 
 def test_ranks_that_do_not_meet():
@@ -294,7 +274,7 @@ def test_facts_travel():
     here = gather(Ask(names=("localhost",)))
     assert Facts.unpack(here.pack()) == here
     assert here.host == socket.gethostname()
-    assert here.packages["torch"] != "missing"
+    assert here.versions["torch"] != "missing"
     assert "127.0.0.1" in here.resolves["localhost"]
     assert any("127.0.0.1" in i.addresses for i in here.interfaces)
 
@@ -305,9 +285,9 @@ def test_ports_are_read_as_the_kernel_writes_them(tmp_path):
 
     folder = tmp_path / "mlx5_0" / "ports" / "1"
     folder.mkdir(parents=True)
-    for name, text in {"state": "4: ACTIVE\n", "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "Ethernet\n"}.items():
+    for name, text in {"state": "4: ACTIVE\n", "rate": "400 Gb/sec (4X NDR)\n"}.items():
         (folder / name).write_text(text)
-    assert list(_ports(tmp_path)) == [Port("mlx5_0", 1, "ACTIVE", 400.0, "Ethernet")]
+    assert list(_ports(tmp_path)) == [Port("mlx5_0", 1, "ACTIVE", 400.0)]
 
 
 def test_the_data_checksum_sees_a_change(tmp_path):
@@ -336,9 +316,9 @@ def test_nothing_reaches_the_remote_shell_unquoted(tmp_path):
     nasty = """a b'c"d;$(touch pwned) `touch pwned` & \\"""
     way = Way(environ={"NCCL_X": nasty}, cwd=tmp_path / nasty)
     (tmp_path / nasty).mkdir()
-    command = way.command("node1", "some.module", arguments=[nasty])
-    assert command[:-2] == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "--"]
-    assert command[-2] == "node1"
+    command = way.command("node1", "some.module", nasty)
+    assert command[:3] == ["ssh", "-o", "BatchMode=yes"]
+    assert command[-3:-1] == ["--", "node1"]
     shown = command[-1].replace(
         shlex.quote(sys.executable) + " -m some.module", 'sh -c \'pwd; echo "$NCCL_X"; echo "$0"\''
     )
@@ -368,34 +348,23 @@ def test_why_a_host_does_not_answer(code, errors, says):
 
 
 def test_this_machine_is_asked(tmp_path):
-    # Catches: a probe that does not start or answer; a mark that stays; a clock compared with the wrong sign.
+    # Catches: a probe that does not start or answer; a file that stays in the output folder.
     way = Way(environ={}, cwd=ROOT, local=True)
     (answer,) = ask_all((Host("here", 1),), Ask(output=str(tmp_path / "new" / "run")), way, 120)
     assert answer.problem == ""
     assert answer.facts.output_problem == ""
-    assert answer.marks == 1
+    assert answer.facts.output_free_bytes > 0
     assert list(tmp_path.iterdir()) == []
-    at_least, at_most = answer.clock_ahead_seconds
-    assert at_least <= 0 <= at_most
 
 
 def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
     # Catches: what grows with the square of the hosts: each resolving all, each answer carrying all.
-    class Talk:
-        def __init__(self, host, command, cwd):
-            self.host, self.answer = host, Answer(host)
+    def answers(command, cwd, seconds, text):
+        asked = Ask(**json.loads(text))
+        assert asked.port == (29500 if asked.names == ["n1"] else 0)
+        return Ended(gpu_host(int(asked.names[-1][1:]), asked.names).pack(), 0, [])
 
-        def ask(self, ask, deadline):
-            assert ask.port == (29500 if self.host.name == "n1" else 0)
-            text = gpu_host(int(self.host.name[1:]), ask.names).pack()
-            self.answer = Answer(self.host, Facts.unpack(text), clock_ahead_seconds=(0.0, 0.0), marks=1024)
-
-        def compare(self, deadline):
-            pass
-
-        end = object  # says nothing, does nothing
-
-    monkeypatch.setattr(remote, "Conversation", Talk)
+    monkeypatch.setattr(remote, "run_program", answers)
     hosts = parse_hostfile(to_hostfile(tuple(Host(name, 8) for name in expand_nodelist("n[1-1024]"))))
     answers = ask_all(hosts, Ask(port=29500), Way({}, ROOT), 60)
     assert examine(answers, RUN) == []
@@ -405,19 +374,19 @@ def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
     assert [finding.hosts for finding in examine(answers, RUN)] == [("n701",)]
 
 
-def test_a_slow_host_is_given_up(monkeypatch):
-    # Catches: an inquiry without an end.
-    monkeypatch.setattr(Way, "command", lambda *args, **kwargs: ["sleep", "600"])
-    (answer,) = ask_all((Host("here", 1),), Ask(), Way({}, ROOT), 1.0)
-    assert answer.problem == "no answer in time"
-
-
-def test_a_probe_that_falls_is_not_a_slow_one(monkeypatch):
-    # Catches: "no answer in time" for a host whose probe ended at once with an error that nobody gets to read.
-    script = "exec >&-; sleep 0.5; echo 'KeyError: x' >&2; exit 1"
-    monkeypatch.setattr(Way, "command", lambda *args, **kwargs: ["sh", "-c", script])
-    (answer,) = ask_all((Host("here", 1),), Ask(), Way({}, ROOT), 60.0)
-    assert answer.problem == "the probe failed: KeyError: x"
+@pytest.mark.parametrize(
+    ("command", "seconds", "problem"),
+    [
+        (["sleep", "600"], 1.0, "no answer in time"),
+        (["sh", "-c", "exec >&-; sleep 0.5; echo 'KeyError: x' >&2; exit 1"], 60.0, "the probe failed: KeyError: x"),
+        (["no-such-ssh"], 60.0, "cannot start no-such-ssh: No such file"),
+    ],
+)
+def test_a_probe_that_does_not_answer(monkeypatch, command, seconds, problem):
+    # Catches: an inquiry without an end; "no answer in time" for a probe that ended at once with an error.
+    monkeypatch.setattr(Way, "command", lambda *args, **kwargs: command)
+    (answer,) = ask_all((Host("here", 1),), Ask(), Way({}, ROOT), seconds)
+    assert problem in answer.problem
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):
@@ -433,8 +402,6 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     result = json.loads(capsys.readouterr().out)
     assert [finding["check"] for finding in result["findings"]] == ["port"]
     assert not result["healthy"]
-    assert cli.main(["doctor", "--json", "--no-collectives", "--master_port", port]) == 0
-    assert json.loads(capsys.readouterr().out)["findings"] == []
     assert cli.main(["doctor", "--no-collectives", "--data-dir", str(tmp_path / "gone"), "--master_port", port]) == 1
     assert "is not there" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["doctor", "--hostfile", str(tmp_path / "gone")]) == 2
@@ -460,23 +427,15 @@ def test_the_collectives_of_this_machine(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_as_ranks_of_a_launcher(launcher, tmp_path):
-    # Catches: a table from every rank, ranks that do not meet, a wrong exit code under srun or mpirun.
-    bin_folder = Path(sys.executable).parent
-    if not (bin_folder / launcher).exists():
-        pytest.skip(f"no {launcher}: pip install 'ds-vit[mpi]'")
+def test_as_ranks_of_a_launcher(tmp_path):
+    # Catches: a table from every rank, ranks that do not meet, a wrong exit code under a launcher.
     port = str(free_port())
-    start = {
-        "torchrun": ["--nproc_per_node", "2", "--master_port", port, "-m", "ds_vit.cli"],
-        "mpirun": ["-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "ds_vit.cli"],
-    }[launcher]
+    start = ["--nproc_per_node", "2", "--master_port", port, "-m", "ds_vit.cli"]
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    env |= {"MASTER_PORT": port, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = ["doctor", "--json", "--output", str(tmp_path / "runs"), "--timeout", "200"]
-    command = [str(bin_folder / launcher), *start, *words]
+    command = [str(Path(sys.executable).parent / "torchrun"), *start, *words]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]

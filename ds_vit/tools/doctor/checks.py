@@ -1,4 +1,4 @@
-"""From all hosts' facts and the network's figures to findings: pure functions.
+"""From all hosts' facts and the network's figures to findings: tables of small pure functions.
 
 A finding says on which hosts, what is wrong (with the numbers) and what to do. "error" is what stops a run or makes it
 wrong, "warning" what makes it slow or fragile. A healthy cluster has none.
@@ -6,19 +6,15 @@ wrong, "warning" what makes it slow or fragile. A healthy cluster has none.
 
 from __future__ import annotations
 
-import ipaddress
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ds_vit.launching.host_identity import PACKAGES
-from ds_vit.tools.doctor.facts import Facts, Interface
+from ds_vit.tools.doctor.facts import CUDA, DRIVER, Facts, Interface, Port
 from ds_vit.tools.doctor.network import Figures
 from ds_vit.tools.doctor.remote import Answer
-
-CLOCK_SECONDS = 2.0
-"""Clocks that differ by more are a finding: file times, logs and tickets of shared file systems go wrong."""
 
 MAX_LATENCY_SECONDS = 0.005
 """Between two hosts of one cluster: TCP takes 20 to 200 microseconds, InfiniBand 2 to 10."""
@@ -26,16 +22,13 @@ MAX_LATENCY_SECONDS = 0.005
 _GIB = 2**30
 _MIN_OUTPUT_BYTES = 2 * _GIB  # a checkpoint of ViT-B with AdamW's moments has 1 GB, and two exist temporarily
 _MIN_SHM_BYTES = 256 * 2**20  # Docker's default is 64 MiB: loader workers die of a bus error
-_MIN_OPEN_FILES = 1024
 _SLOW_SHARE = 0.5  # of the median pair's bandwidth
-_LINK_SHARE = 0.25  # of the link's rate: gloo and one TCP connection reach that, NCCL much more
-_LOST_SHARE = 0.004  # of TCP's segments; without any loss busy hosts send one in a thousand again
-_FEW_SEGMENTS = 4  # sent again prove nothing
+_LINK_SHARE = 0.25  # of the adapters' rates: NCCL reaches much more over them
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong.
+    """A fault.
 
     Attributes:
         check: one word for the kind of fault.
@@ -67,21 +60,44 @@ class Run:
     port: int = 0
 
 
-Findings = Iterator[Finding]
-Fault = tuple[str, str, str, str]
-"""(check, severity, what, remedy) on one host."""
+@dataclass(frozen=True)
+class View:
+    """A host that answered, as a check sees it.
+
+    Attributes:
+        name, slots: as in the hostfile.
+        facts: its answer.
+        run: what it is to be part of.
+        first: the name of rank 0's host.
+        num_hosts: of the run.
+    """
+
+    name: str
+    slots: int
+    facts: Facts
+    run: Run
+    first: str
+    num_hosts: int
+
+
+def views_of(answers: Sequence[Answer], run: Run) -> list[View]:
+    """The hosts that answered."""
+    known = [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
+    return [View(host.name, host.slots, facts, run, answers[0].host.name, len(answers)) for host, facts in known]
 
 
 def examine(answers: Sequence[Answer], run: Run) -> list[Finding]:
     """All findings of the hosts' answers, errors first."""
-    findings = [*_compare_hosts(answers, run), *_check_output(answers, run)]
-    for answer in answers:
-        if answer.facts is None:
-            findings.append(Finding("ssh", "error", (answer.host.name,), answer.problem, answer.remedy))
-            continue
-        for check in (_check_accelerators, _check_names, _check_paths, _check_interfaces, _check_adapters):
-            for fault in check(answer, answer.facts, answers, run):
-                findings.append(Finding(fault[0], fault[1], (answer.host.name,), *fault[2:]))
+    views = views_of(answers, run)
+    silent = [answer for answer in answers if answer.facts is None]
+    findings = [Finding("ssh", "error", (a.host.name,), a.problem, a.remedy) for a in silent]
+    findings += _compare_hosts(views)
+    for check, severity, find in _CHECKS:
+        hosts = defaultdict(list)
+        for view in views:
+            if fault := find(view):
+                hosts[fault].append(view.name)
+        findings += [Finding(check, severity, tuple(names), *fault) for fault, names in hosts.items()]
     return errors_first(findings)
 
 
@@ -92,253 +108,235 @@ def errors_first(findings: Sequence[Finding]) -> list[Finding]:
 
 # ---- hosts compared with each other ----------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Differing:
-    """Values by host, where they are not all equal; `odd` are the hosts of the rarer values."""
-
-    by_value: Mapping[str, Sequence[str]]
-    odd: tuple[str, ...]
-
-    def __str__(self) -> str:
-        def names(hosts: Sequence[str]) -> str:
-            return ", ".join(hosts[:6]) + (f" and {len(hosts) - 6} more" if len(hosts) > 6 else "")
-
-        return "; ".join(f"{value or 'none'} on {names(hosts)}" for value, hosts in self.by_value.items())
-
-
-def grouped(values: Mapping[str, str]) -> Differing | None:
-    """Group hosts by a value; None where all agree. With as many on each side the first host's value is the norm."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, value in values.items():
-        groups[value].append(name)
-    if len(groups) < 2:
-        return None
-    norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
-    odd = tuple(name for value, names in groups.items() if value != norm for name in names)
-    return Differing(dict(groups), odd)
-
-
 _SAME = "install the same environment on every host (one virtual environment on a shared disk is the easiest)"
 _COPY = "copy it again (rsync -a --checksum), or use a shared disk"
 _PULL = "git status and git pull there, or put the clone on a shared disk"
 _LEAVE_OUT = "leave those hosts out; the slowest sets the pace"
 
-
-def _rates(facts: Facts) -> str:
-    return ", ".join(sorted({f"{port.gbits:g}" for port in facts.ports if port.state == "ACTIVE"}))
-
-
-# (check, severity, what differs, its value on a host, remedy)
-_COMPARED: tuple[tuple[str, str, str, Callable[[Facts], str], str], ...] = (
-    *(
-        ("versions", "error", f"{name} differs", lambda facts, name=name: facts.packages.get(name, "missing"), _SAME)
-        for name in PACKAGES
-    ),
-    ("versions", "error", "Python differs", lambda facts: ".".join(facts.python.split(".")[:2]), _SAME),
-    ("versions", "error", "the CUDA that torch is built for differs", lambda facts: facts.cuda, _SAME),
-    ("versions", "error", "NCCL differs", lambda facts: facts.nccl, _SAME),
+# (check, severity, what differs, its value on a host or None for no part in the comparison, remedy)
+_COMPARED: tuple[tuple[str, str, str, Callable[[View], str | None], str], ...] = (
+    ("code", "error", "the code of ds_vit differs, by checksum", lambda view: view.facts.code, _PULL),
+    ("data", "error", "the data differs, by checksum", lambda view: view.facts.data or None, _COPY),
     (
-        *("versions", "warning", "the NVIDIA driver differs", lambda facts: facts.driver),
-        "bring the drivers to one version",
+        *("accelerators", "error", "some hosts have no accelerators"),
+        *(lambda view: "accelerators" if view.facts.accelerators else "", _LEAVE_OUT),
     ),
-    ("code", "error", "the code of ds_vit differs, by checksum", lambda facts: facts.code, _PULL),
-    ("data", "error", "the data differs, by checksum (names, or a few files)", lambda facts: facts.data, _COPY),
     (
         *("accelerators", "warning", "the accelerators differ"),
-        *(lambda facts: ", ".join(sorted(set(facts.accelerators))), _LEAVE_OUT),
-    ),
-    (
-        *("infiniband", "warning", "the rates of the active adapters differ (Gbit/s)", _rates),
-        "ibstat there: a cable or a port that has come up at a lower rate",
+        *(lambda view: ", ".join(sorted(set(view.facts.accelerators))) or None, _LEAVE_OUT),
     ),
 )
 
 
-def _compare_hosts(answers: Sequence[Answer], run: Run) -> Findings:
+def _compare_hosts(views: Sequence[View]) -> Iterator[Finding]:
     """Values that must be the same on all hosts, and two names for one machine."""
-    known = {answer.host.name: answer.facts for answer in answers if answer.facts is not None}
-    for check, severity, what, value, remedy in _COMPARED:
-        values = {name: value(facts) for name, facts in known.items() if check != "data" or facts.data}
-        if differing := grouped(values):
-            some_without = check == "accelerators" and "" in differing.by_value
-            severity = "error" if some_without else severity
-            yield Finding(check, severity, differing.odd, f"{what}: {differing}", remedy)
-    for package in PACKAGES:
-        if known and all(facts.packages.get(package) == "missing" for facts in known.values()):
-            yield Finding("versions", "error", tuple(known), f"{package} is not installed", "pip install ds-vit")
-    names = defaultdict(list)
-    for name, facts in known.items():
-        names[facts.identity].append(name)
-    for same in names.values():
+    rows = list(_COMPARED)
+    for name in dict.fromkeys(name for view in views for name in view.facts.versions):
+        severity, remedy = ("warning", "bring the drivers to one version") if name == DRIVER else ("error", _SAME)
+        rows.append(("versions", severity, f"{name} differs", partial(_version, name), remedy))
+    for check, severity, what, value, remedy in rows:
+        groups: dict[str, list[str]] = defaultdict(list)
+        for view in views:
+            if (own := value(view)) is not None:
+                groups[own].append(view.name)
+        if len(groups) > 1:
+            norm = max(groups, key=lambda value: len(groups[value]))  # of equals the first
+            odd = tuple(name for value, names in groups.items() if value != norm for name in names)
+            values = "; ".join(f"{value or 'none'} on {_some(names)}" for value, names in groups.items())
+            yield Finding(check, severity, odd, f"{what}: {values}", remedy)
+    names_of = defaultdict(list)
+    for view in views:
+        names_of[view.facts.identity].append(view.name)
+    for same in names_of.values():
         if len(same) > 1:
             what = f"{' and '.join(same)} are one machine; its accelerators would be assigned {len(same)} times"
             yield Finding("hosts", "error", tuple(same), what, "keep one of the names in the hostfile")
-    used = {a.host.name: interface_of(a, run) for a in answers if a.facts is not None}
-    mtus = {name: str(i.mtu) for name, i in used.items() if i is not None and not any(map(is_loopback, i.addresses))}
-    if differing := grouped(mtus):
-        remedy = "ip link set dev NAME mtu N: one value on every host; large messages may hang otherwise"
-        what = f"the largest packet (MTU) of the interface differs: {differing}"
-        yield Finding("interface", "warning", differing.odd, what, remedy)
 
 
-def _check_output(answers: Sequence[Answer], run: Run) -> Findings:
-    """One folder that every host can write to, with room."""
-    known = [(answer, answer.facts) for answer in answers if run.output and answer.facts is not None]
-    for answer, facts in known:
-        name, free = (answer.host.name,), facts.output_free_bytes
-        if (free is not None and free < _MIN_OUTPUT_BYTES) or "No space" in facts.output_problem:
-            what = f"{(free or 0) / _GIB:.2f} GiB are free for --output {run.output}"
-            remedy = f"at least {_MIN_OUTPUT_BYTES // _GIB} GiB for checkpoints: make room, or choose another folder"
-            yield Finding("disk", "error", name, what, remedy)
-        elif facts.output_problem:
-            remedy = "give a folder on a file system that every host can write to"
-            yield Finding("output", "error", name, facts.output_problem, remedy)
-    num_machines = len({facts.identity for _, facts in known})
-    apart = tuple(answer.host.name for answer, _ in known if answer.marks < num_machines)
-    if len(known) > 1 and apart and not any(facts.output_problem for _, facts in known):
-        what = f"--output {run.output} is not one folder: a host's file is not seen on the others"
-        yield Finding("output", "error", apart, what, "give a path on a file system that all hosts share")
+def _version(name: str, view: View) -> str:
+    return view.facts.versions.get(name, "missing")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 # ---- one host --------------------------------------------------------------------------------------------------------
 
-
-def _check_accelerators(answer: Answer, facts: Facts, answers: Sequence[Answer], run: Run) -> Iterator[Fault]:
-    """Torch sees what the driver lists; no more slots than accelerators, or than cores where there is none."""
-    asked, have = answer.host.slots, len(facts.accelerators)
-    if have and facts.torch_accelerators == 0:
-        what = f"the driver {facts.driver} lists {have} accelerators, and torch (CUDA {facts.cuda}) can use none"
-        remedy = "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
-        yield "accelerators", "error", what, remedy
-    remedy = f"write slots={have or facts.cores} in the hostfile"
-    if have and asked > have:
-        yield "slots", "error", f"{asked} slots, but {have} accelerators", remedy
-    elif have and asked < have:
-        yield "slots", "warning", f"{asked} slots, and {have} accelerators: {have - asked} stay idle", remedy
-    elif not have and asked > facts.cores:
-        yield "slots", "error", f"{asked} slots, but no accelerator and {facts.cores} cores", f"{remedy}, or fewer"
+Fault = tuple[str, str]
+"""(what, remedy)."""
 
 
-def _check_names(answer: Answer, facts: Facts, answers: Sequence[Answer], run: Run) -> Iterator[Fault]:
-    """Rank 0's host has an address here; this name is not the loopback; the port is free and the clock right."""
-    first, name = answers[0], answer.host.name
-    if len(answers) > 1:
-        if facts.resolves.get(first.host.name) == ():
-            what = f"{first.host.name}, the host of rank 0, has no address here"
-            yield "names", "error", what, "add it to DNS or /etc/hosts, or use addresses"
-        own = facts.resolves.get(name, ())
-        counts = answer is first or not run.environ.get("GLOO_SOCKET_IFNAME")
-        if counts and not is_address(name) and own and all(map(is_loopback, own)):
-            what = f"{name} is {own[0]} on itself, where no other host can reach it"
-            yield "names", "error", what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
-    if answer is first and facts.port_problem:
-        what = f"{facts.port_problem} (another run, or one that was left behind)"
-        remedy = f"--master_port with another number, or on that host: ss -ltnp 'sport = :{run.port}'"
-        yield "port", "error", what, remedy
-    at_least, at_most = answer.clock_ahead_seconds or (0.0, 0.0)
-    ahead = at_least if at_least > 0 else min(at_most, 0.0)
-    if abs(ahead) > CLOCK_SECONDS:
-        what = f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
-        yield "clock", "error", what, "timedatectl set-ntp true there (chrony or ntpd)"
+def _missing_packages(view: View) -> Fault | None:
+    missing = [name for name, version in view.facts.versions.items() if version == "missing"]
+    return (f"{', '.join(missing)} is not installed", "pip install ds-vit") if missing else None
 
 
-def _check_paths(answer: Answer, facts: Facts, answers: Sequence[Answer], run: Run) -> Iterator[Fault]:
-    """The data is there; shared memory for loader workers, and open files."""
-    if facts.data_problem:
-        yield "data", "error", facts.data_problem, "mount or copy the data there, under the same path"
-    if facts.shm_bytes is not None and facts.shm_bytes < _MIN_SHM_BYTES:
-        what = f"/dev/shm has {facts.shm_bytes / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
-        remedy = "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)"
-        yield "shm", "error", what, remedy
-    if facts.open_files is not None and facts.open_files < _MIN_OPEN_FILES:
-        what = f"`ulimit -n` is {facts.open_files}: loader workers and sockets run out of files"
-        yield "files", "error", what, "nofile 65536 in /etc/security/limits.conf there"
+def _unusable_accelerators(view: View) -> Fault | None:
+    have, versions = len(view.facts.accelerators), view.facts.versions
+    if not have or view.facts.torch_accelerators != 0:
+        return None
+    what = f"the driver {versions[DRIVER]} lists {have} accelerators, and torch (CUDA {versions[CUDA]}) can use none"
+    return what, "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
 
 
-def _check_interfaces(answer: Answer, facts: Facts, answers: Sequence[Answer], run: Run) -> Iterator[Fault]:
-    """The interfaces that gloo and NCCL are to use are there and up."""
+def _too_many_slots(view: View) -> Fault | None:
+    have, cores = len(view.facts.accelerators), view.facts.cores
+    if view.slots <= (have or cores):
+        return None
+    places = f"{have} accelerators" if have else f"no accelerator and {cores} cores"
+    return f"{view.slots} slots, but {places}", f"write slots={have or cores} or fewer in the hostfile"
+
+
+def _idle_accelerators(view: View) -> Fault | None:
+    have = len(view.facts.accelerators)
+    if view.slots >= have:
+        return None
+    what = f"{view.slots} slots, and {have} accelerators: {have - view.slots} stay idle"
+    return what, f"write slots={have} in the hostfile"
+
+
+def _unknown_first(view: View) -> Fault | None:
+    if view.num_hosts == 1 or view.facts.resolves.get(view.first) != ():
+        return None
+    return f"{view.first}, the host of rank 0, has no address here", "add it to DNS or /etc/hosts, or use addresses"
+
+
+def _name_is_loopback(view: View) -> Fault | None:
+    own = view.facts.resolves.get(view.name, ())
+    counts = view.name == view.first or not view.run.environ.get("GLOO_SOCKET_IFNAME")
+    if view.num_hosts == 1 or not counts or not own or not all(map(is_loopback, own)):
+        return None
+    what = f"{view.name} is {own[0]} on itself, where no other host can reach it"
+    return what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
+
+
+def _taken_port(view: View) -> Fault | None:
+    if not view.facts.port_problem:
+        return None
+    remedy = f"--master_port with another number, or on that host: ss -ltnp 'sport = :{view.run.port}'"
+    return f"{view.facts.port_problem} (another run, or one that was left behind)", remedy
+
+
+def _no_data(view: View) -> Fault | None:
+    problem = view.facts.data_problem
+    return (problem, "mount or copy the data there, under the same path") if problem else None
+
+
+def _full_disk(view: View) -> Fault | None:
+    free = view.facts.output_free_bytes
+    if free is None or free >= _MIN_OUTPUT_BYTES:
+        return None
+    remedy = f"at least {_MIN_OUTPUT_BYTES // _GIB} GiB for checkpoints: make room, or choose another folder"
+    return f"{free / _GIB:.2f} GiB are free for --output {view.run.output}", remedy
+
+
+def _unusable_output(view: View) -> Fault | None:
+    problem = view.facts.output_problem
+    return (problem, "give a folder on a file system that every host can write to") if problem else None
+
+
+def _small_shm(view: View) -> Fault | None:
+    size = view.facts.shm_bytes
+    if size is None or size >= _MIN_SHM_BYTES:
+        return None
+    what = f"/dev/shm has {size / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
+    return what, "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)"
+
+
+def _wrong_interface(view: View) -> Fault | None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = run.environ.get(variable, "")
+        wanted = view.run.environ.get(variable, "")
         if not wanted or wanted.startswith("^"):
             continue
-        matching = _chosen(wanted, facts.interfaces, exact=variable.startswith("GLOO"))
-        others = (i.name for i in facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
+        matching = _chosen(wanted, view.facts.interfaces, exact=variable.startswith("GLOO"))
+        others = (i.name for i in view.facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
         there = ", ".join(others) or "none"
         if not matching:
             remedy = f"{variable}=<name> in .deepspeed_env, with a name that every host has; here: {there}"
-            yield "interface", "error", f"{variable}={wanted}, and there is no such interface", remedy
-        elif not any(i.up for i in matching):
+            return f"{variable}={wanted}, and there is no such interface", remedy
+        if not any(interface.up for interface in matching):
             remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
-            yield "interface", "error", f"{variable}={wanted}: {matching[0].name} is down", remedy
+            return f"{variable}={wanted}: {matching[0].name} is down", remedy
+    return None
 
 
-def _check_adapters(answer: Answer, facts: Facts, answers: Sequence[Answer], run: Run) -> Iterator[Fault]:
-    """InfiniBand and RoCE: the ports that are asked for are there and active; memory can be pinned."""
-    wanted = run.environ.get("NCCL_IB_HCA", "")
+def _wrong_adapter(view: View) -> Fault | None:
+    """InfiniBand and RoCE: the ports that are asked for are there and active; without a wish, one is."""
+    wanted, ports = view.run.environ.get("NCCL_IB_HCA", ""), view.facts.ports
     asked = [] if wanted.startswith("^") else [item for item in wanted.lstrip("=").split(",") if item]
     remedy = "ibstat there: cable, switch port, subnet manager"
+    there = ", ".join(f"{port.device}:{port.port} {port.state}" for port in ports) or "none"
     for item in asked:
         device, _, number = item.partition(":")
         matching = [
             port
-            for port in facts.ports
+            for port in ports
             if (port.device == device if wanted.startswith("=") else port.device.startswith(device))
             and number in ("", str(port.port))
         ]
         if not matching:
-            there = ", ".join(f"{p.device}:{p.port}" for p in facts.ports) or "none"
             what = f"NCCL_IB_HCA={wanted}, and there is no adapter {item} (there: {there})"
-            yield "infiniband", "error", what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
-        elif not any(port.state == "ACTIVE" for port in matching):
-            yield "infiniband", "error", f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
-    if not facts.ports:
-        return
-    if not asked and not any(port.state == "ACTIVE" for port in facts.ports):
-        states = ", ".join(f"{p.device}:{p.port} {p.state}" for p in facts.ports)
-        what = f"no port of its adapters is active ({states}): NCCL would use TCP"
-        yield "infiniband", "error", what, remedy
-    if facts.memlock_bytes is not None and facts.memlock_bytes < _GIB:
-        what = f"`ulimit -l` is {facts.memlock_bytes // 1024} KiB: an adapter cannot register its buffers"
-        remedy = "memlock unlimited in /etc/security/limits.conf (and LimitMEMLOCK=infinity for sshd and slurmd)"
-        yield "memlock", "error", what, remedy
-    if facts.gpudirect is False:
-        what = "the kernel module nvidia_peermem is not loaded: adapters may have to copy through host memory"
-        yield "gpudirect", "warning", what, "modprobe nvidia_peermem there (or NCCL's DMA-BUF)"
+            return what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
+        if not any(port.state == "ACTIVE" for port in matching):
+            return f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
+    if ports and not asked and not _active(view):
+        return f"no port of its adapters is active ({there}): NCCL would use TCP", remedy
+    return None
+
+
+def _little_memlock(view: View) -> Fault | None:
+    limit = view.facts.memlock_bytes
+    if not view.facts.ports or limit is None or limit >= _GIB:
+        return None
+    what = f"`ulimit -l` is {limit // 1024} KiB: an adapter cannot register its buffers"
+    return what, "memlock unlimited in /etc/security/limits.conf (and LimitMEMLOCK=infinity for sshd and slurmd)"
+
+
+_CHECKS: tuple[tuple[str, str, Callable[[View], Fault | None]], ...] = (
+    ("versions", "error", _missing_packages),
+    ("accelerators", "error", _unusable_accelerators),
+    ("slots", "error", _too_many_slots),
+    ("slots", "warning", _idle_accelerators),
+    ("names", "error", _unknown_first),
+    ("names", "error", _name_is_loopback),
+    ("port", "error", _taken_port),
+    ("data", "error", _no_data),
+    ("disk", "error", _full_disk),
+    ("output", "error", _unusable_output),
+    ("shm", "error", _small_shm),
+    ("interface", "error", _wrong_interface),
+    ("infiniband", "error", _wrong_adapter),
+    ("memlock", "error", _little_memlock),
+)
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
 
 
-def check_network(figures: Figures, answers: Sequence[Answer], run: Run) -> Findings:
-    """Findings in what the ranks measured: no meeting, lost packets, slow pairs, less than the link should give."""
-    remedy = "the interface: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
+def check_network(figures: Figures, views: Sequence[View]) -> Iterator[Finding]:
+    """Findings in what the ranks measured: no meeting, slow pairs, less than the adapters should give."""
     if figures.problem:
+        remedy = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env; a firewall between the hosts"
         yield Finding("collectives", "error", figures.culprits, f"ranks cannot talk: {figures.problem}", remedy)
-    if figures.measured is None:
-        return
-    for host, tcp in zip(figures.hosts, figures.measured["tcp"], strict=False):  # none where it was not measured
-        if tcp["again"] > max(_FEW_SEGMENTS, _LOST_SHARE * tcp["sent"]):
-            what = f"{tcp['again'] / tcp['sent']:.1%} of its TCP segments were lost and sent again ({tcp['again']})"
-            remedy = "ip -s link show DEV and ethtool -S DEV there: cable, duplex, switch port; tc qdisc show"
-            yield Finding("loss", "error", (host,), what, remedy)
-    pairs = figures.measured["pairs"]
-    by_name = {answer.host.name: answer for answer in answers}
+    pairs = figures.measured["pairs"] if figures.measured else []
     usual = statistics.median([pair["bytes_per_second"] for pair in pairs] or [0.0])
+    links = {view.name: sum(port.gbits for port in _active(view)) for view in views if view.facts.accelerators}
     for pair in pairs:
         names = (figures.hosts[pair["a"]], figures.hosts[pair["b"]])
         latency, rate = pair["latency_seconds"], pair["bytes_per_second"]
-        link = min(link_of(by_name[name], run)[1] for name in names)
+        link = min(links.get(name, 0.0) for name in names)
         if latency > MAX_LATENCY_SECONDS:
             what = f"a small message takes {latency * 1e3:.1f} ms one way (a cluster's network: well below 1 ms)"
             remedy = f"ping {names[1]} from {names[0]}: cable, switch, a route through another building, tc qdisc"
             yield Finding("latency", "error", names, what, remedy)
         elif len(pairs) > 2 and rate < _SLOW_SHARE * usual:
             what = f"{gbits(rate)} between them, {gbits(usual)} between the others"
-            yield Finding("bandwidth", "error", names, what, "ethtool or ibstat on both: a port at a lower rate")
+            remedy = "ip -s link, ethtool or ibstat on both: a port at a lower rate, lost packets"
+            yield Finding("bandwidth", "error", names, what, remedy)
         elif link and rate * 8e-9 < _LINK_SHARE * link:
-            what = f"{gbits(rate)} between them over a link of {link:g} Gbit/s"
-            yield Finding("bandwidth", "warning", names, what, "iperf3 between them: errors, or another interface")
+            what = f"{gbits(rate)} between them over adapters of {link:g} Gbit/s"
+            yield Finding("bandwidth", "warning", names, what, "NCCL_DEBUG=INFO says what NCCL takes: NCCL_IB_HCA")
 
 
 def slowest(figures: Figures) -> str:
@@ -356,31 +354,8 @@ def gbits(bytes_per_second: float) -> str:
     return f"{bytes_per_second * 8e-9:.2f} Gbit/s"
 
 
-def interface_of(answer: Answer, run: Run) -> Interface | None:
-    """The interface that this host's ranks would use: the one that is named, else that of its own address."""
-    facts = answer.facts
-    assert facts is not None
-    wanted = run.environ.get("NCCL_SOCKET_IFNAME" if facts.accelerators else "GLOO_SOCKET_IFNAME", "")
-    if wanted and not wanted.startswith("^"):
-        return next(iter(_chosen(wanted, facts.interfaces, exact=not facts.accelerators)), None)
-    own = facts.resolves.get(answer.host.name, ())
-    return next((i for i in facts.interfaces if set(i.addresses) & set(own)), None)
-
-
-def link_of(answer: Answer, run: Run) -> tuple[str, float]:
-    """(text, Gbit/s; 0 where not known) of the link between hosts: `4 x InfiniBand 400 Gbit/s`, `TCP over eth0`."""
-    facts = answer.facts
-    if facts is None:
-        return "unknown", 0.0
-    active = [port for port in facts.ports if port.state == "ACTIVE"]
-    if active and facts.accelerators:
-        kind = "RoCE" if active[0].link == "Ethernet" else "InfiniBand"
-        return f"{len(active)} x {kind} {active[0].gbits:g} Gbit/s", sum(port.gbits for port in active)
-    interface = interface_of(answer, run)
-    if interface is None:
-        return "unknown", 0.0
-    rate = f", {interface.gbits:g} Gbit/s" if interface.gbits else ""
-    return f"TCP over {interface.name}{rate}", interface.gbits
+def _active(view: View) -> list[Port]:
+    return [port for port in view.facts.ports if port.state == "ACTIVE"]
 
 
 def _chosen(wanted: str, interfaces: Sequence[Interface], *, exact: bool) -> list[Interface]:
@@ -390,16 +365,6 @@ def _chosen(wanted: str, interfaces: Sequence[Interface], *, exact: bool) -> lis
     return [i for i in interfaces if any(i.name == n if exact else i.name.startswith(n) for n in names)]
 
 
-def is_address(name: str) -> bool:
-    """Whether a name is an IP address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def is_loopback(address: str) -> bool:
-    """Whether an address, which may name its interface after a %, leads to its own host."""
-    bare = address.split("%")[0]
-    return is_address(bare) and ipaddress.ip_address(bare).is_loopback
+    """Whether an address leads to its own host."""
+    return address.startswith("127.") or address == "::1"

@@ -9,12 +9,10 @@ srun ds-vit doctor                                    as ranks of a launcher (mp
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import sys
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,17 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import collected
 from ds_vit.launching.hosts import Host, read_hosts
 from ds_vit.launching.process import Process, discover, rendezvous
-from ds_vit.tools.doctor.checks import Finding, Run, check_network, errors_first, examine, gbits, link_of, slowest
-from ds_vit.tools.doctor.facts import Ask, Facts, gather, marks, remove_mark
+from ds_vit.tools.doctor.checks import (
+    Finding,
+    Run,
+    check_network,
+    errors_first,
+    examine,
+    gbits,
+    slowest,
+    views_of,
+)
+from ds_vit.tools.doctor.facts import DRIVER, Ask, Facts, gather
 from ds_vit.tools.doctor.network import Figures, measure, start_ranks
 from ds_vit.tools.doctor.remote import Answer, Way, ask_all
 
@@ -56,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--hostfile", metavar="FILE|slurm|pbs", help="ask these hosts (default: this machine)")
     parser.add_argument("--data-dir", default="", metavar="DIR", help="the run's data: there, and the same everywhere")
     parser.add_argument("--images", metavar="DIR", help="decode all images below DIR and list damaged ones; no more")
-    parser.add_argument("--output", default="", metavar="DIR", help="the run's folder: one for all hosts, with room")
+    parser.add_argument("--output", default="", metavar="DIR", help="the run's folder: writable, with room")
     parser.add_argument("--master_port", "--master-port", type=int, default=29500, help="rank 0's port [%(default)s]")
     parser.add_argument("--master_addr", "--master-addr", help="where rank 0 is reached (default: the first host)")
     parser.add_argument("--ssh-port", type=int, help="of every sshd")
@@ -90,28 +97,50 @@ def doctor(arguments: Namespace, environ: Mapping[str, str]) -> int:
         sent["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
     run = Run(environ=sent, output=arguments.output, port=arguments.master_port)
     process = discover(environ)
-    if process.world_size > 1:
-        if arguments.hostfile:
-            raise UserError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
-        return _as_ranks(arguments, run, process)
-    if arguments.hostfile:
-        hosts, local = read_hosts(arguments.hostfile, environ), False
+    if process.world_size == 1:
+        way = Way(environ=sent, cwd=cwd, ssh_port=arguments.ssh_port, local=not arguments.hostfile)
+        diagnosis = _ask_hosts(arguments, run, way, environ)
+    elif arguments.hostfile:
+        raise UserError(f"--hostfile has no effect on ranks of a launcher ({process.world_size}); drop it")
     else:
-        hosts, local = (Host(_own_name(), 1),), True
-    way = Way(environ=sent, cwd=cwd, ssh_port=arguments.ssh_port, local=local)
+        try:
+            diagnosis = _ask_ranks(arguments, run, process)
+        except RuntimeError as error:
+            if process.local_rank == 0:
+                where = f"rank {process.rank} of {process.world_size} on {socket.gethostname()}"
+                print(f"ds-vit doctor: {where} cannot meet the others: {str(error).splitlines()[0]}", file=sys.stderr)
+            return EXIT_FINDINGS
+    if process.rank == 0:
+        _show(diagnosis, as_json=arguments.json)
+    return diagnosis.exit_code
+
+
+def _ask(arguments: Namespace) -> Ask:
+    return Ask(port=arguments.master_port, data_dir=arguments.data_dir, output=arguments.output)
+
+
+def _diagnose(answers: Sequence[Answer], figures: Figures | None, run: Run) -> Diagnosis:
+    findings = examine(answers, run)
+    if figures is not None:
+        findings = errors_first([*findings, *check_network(figures, views_of(answers, run))])
+    return Diagnosis(answers, figures, findings, run)
+
+
+def _ask_hosts(arguments: Namespace, run: Run, way: Way, environ: Mapping[str, str]) -> Diagnosis:
+    """Ask the hosts of the hostfile, or this machine, and time messages between those that answer."""
+    hosts = (Host(_own_name(), 1),) if way.local else read_hosts(arguments.hostfile, environ)
     answers = ask_all(hosts, _ask(arguments), way, arguments.timeout)
-    if local and (facts := answers[0].facts) is not None:
+    if way.local and (facts := answers[0].facts) is not None:
         everything = len(facts.accelerators) or min(2, facts.cores)
         answers = [replace(answers[0], host=Host(answers[0].host.name, everything))]
-    findings, figures = examine(answers, run), None
+    found = {finding.check for finding in examine(answers, run)}
     reachable = [answer for answer in answers if answer.facts is not None]
-    if not arguments.no_collectives and reachable and not any(finding.check == "hosts" for finding in findings):
-        address = arguments.master_addr or ("127.0.0.1" if local else reachable[0].host.name.split("@")[-1])
-        taken = any(finding.check == "port" for finding in findings)
-        port = arguments.master_port + (1 if taken and arguments.master_port < 65535 else 0)
+    figures = None
+    if not arguments.no_collectives and reachable and "hosts" not in found:
+        address = arguments.master_addr or ("127.0.0.1" if way.local else reachable[0].host.name.split("@")[-1])
+        port = arguments.master_port + (1 if "port" in found and arguments.master_port < 65535 else 0)
         figures = start_ranks(reachable, way, address, port, arguments.timeout)
-        findings = errors_first([*findings, *check_network(figures, reachable, run)])
-    return _show(Diagnosis(answers, figures, findings, run), as_json=arguments.json)
+    return _diagnose(answers, figures, run)
 
 
 def _own_name() -> str:
@@ -121,65 +150,43 @@ def _own_name() -> str:
         return "localhost"
 
 
-def _ask(arguments: Namespace, names: Iterable[str] = ()) -> Ask:
-    token = f"ds-vit-doctor-{secrets.token_hex(4)}"
-    return Ask(tuple(names), arguments.master_port, arguments.data_dir, arguments.output, token)
+def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
+    """Started by a launcher, its ranks gather the facts and measure (a collective).
 
-
-# ---- as ranks of a launcher ----------------------------------------------------------------------------------------
-
-
-def _as_ranks(arguments: Namespace, run: Run, process: Process) -> int:
-    """The ranks themselves are the way to the hosts; rank 0 speaks."""
+    Raises:
+        RuntimeError: the ranks cannot meet.
+    """
     import datetime
 
     import torch.distributed as dist
 
     from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed
 
+    def from_all(own: Any) -> list[Any]:
+        gathered: list[Any] = [None] * process.world_size
+        dist.all_gather_object(gathered, own)
+        return gathered
+
     quiet_deepspeed(False)
     device = device_of(process.local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=arguments.timeout)
-    try:
-        made = init_distributed({**rendezvous(process), "dist_backend": backend, "timeout": limit})
-        own: list[Any] = [None] * process.world_size
-        names: list[Any] = [None] * process.world_size
-        dist.all_gather_object(names, (socket.gethostname(), process.local_rank))
-        leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
-        hosts = [names[rank][0] for rank in leaders]
-        ask = replace(_ask(arguments, {hosts[0], socket.gethostname()}), token="ds-vit-doctor-ranks", port=0)
-        facts = gather(ask).pack() if process.local_rank == 0 else ""
-        dist.barrier()
-        clock = time.time()
-        seen = marks(ask)
-        dist.all_gather_object(own, (facts, clock, seen))
-        if process.local_rank == 0:
-            remove_mark(ask)
-        measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
-    except RuntimeError as error:
-        if process.local_rank == 0:
-            where = f"rank {process.rank} of {process.world_size} on {socket.gethostname()}"
-            print(f"ds-vit doctor: {where} cannot meet the others: {str(error).splitlines()[0]}", file=sys.stderr)
-        return EXIT_FINDINGS
-    ends = [*leaders[1:], process.world_size]
-    answers = []
-    for name, leader, end in zip(hosts, leaders, ends, strict=True):
-        text, its_clock, its_marks = own[leader]
-        skew = its_clock - own[0][1]
-        host = Host(name, max(1, end - leader))
-        answers.append(Answer(host, Facts.unpack(text), clock_ahead_seconds=(skew, skew), marks=its_marks))
+    made = init_distributed({**rendezvous(process), "dist_backend": backend, "timeout": limit})
+    names = from_all((socket.gethostname(), process.local_rank))
+    leaders = [rank for rank, (_, local_rank) in enumerate(names) if local_rank == 0]
+    hosts = [names[rank][0] for rank in leaders]
+    ask = replace(_ask(arguments), names=tuple({hosts[0], socket.gethostname()}), port=0)
+    facts = from_all(gather(ask).pack() if process.local_rank == 0 else "")
+    measured = None if arguments.no_collectives else measure(process.rank, device, leaders)
+    answers = [
+        Answer(Host(name, end - leader), Facts.unpack(facts[leader]))
+        for name, leader, end in zip(hosts, leaders, [*leaders[1:], process.world_size], strict=True)
+    ]
     figures = Figures(tuple(hosts), measured=measured) if measured else None
-    findings = examine(answers, run)
-    if figures is not None:
-        findings = errors_first([*findings, *check_network(figures, answers, run)])
-    diagnosis = Diagnosis(answers, figures, findings, run)
-    if process.rank == 0:
-        _show(diagnosis, as_json=arguments.json)
     dist.barrier()
     if made:
         dist.destroy_process_group()
-    return diagnosis.exit_code
+    return _diagnose(answers, figures, run)
 
 
 # ---- output --------------------------------------------------------------------------------------------------------
@@ -196,12 +203,10 @@ def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _show(diagnosis: Diagnosis, *, as_json: bool) -> int:
+def _show(diagnosis: Diagnosis, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(to_json(diagnosis), default=list))
-        return diagnosis.exit_code
-    from rich.table import Table
-
+        return
     from ds_vit.monitoring.metrics import make_console
 
     console = make_console()
@@ -209,42 +214,27 @@ def _show(diagnosis: Diagnosis, *, as_json: bool) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        shown = Table(*columns, title=title, title_justify="left", title_style="bold")
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown, markup=False)
-
-    table("hosts", ("host", "slots", "accelerators", "torch", "driver", "link to the others"), _host_rows(diagnosis))
-    if diagnosis.figures is not None and diagnosis.figures.measured:
-        measured = diagnosis.figures.measured
+    for answer in diagnosis.answers:
+        say(f"{answer.host.name}, {answer.host.slots} slots: {_summary(answer.facts)}")
+    if diagnosis.figures is not None and (measured := diagnosis.figures.measured):
         reduced, ranks = measured["all_reduce"], f"{measured['world_size']} ranks, {measured['backend']}"
         text = f"{reduced['seconds'] * 1e3:.2f} ms, bus bandwidth {gbits(reduced['bus_bytes_per_second'])}"
         say(f"network: all-reduce of {reduced['bytes'] / 2**20:.0f} MiB over {ranks}: {text}")
-        if slowest(diagnosis.figures):
-            say(f"slowest pair: {slowest(diagnosis.figures)}")
-    if diagnosis.findings:
-        rows = [(f.severity, f.check, ", ".join(f.hosts), f.what, f.remedy) for f in diagnosis.findings]
-        table("findings", ("grade", "check", "host", "what is wrong", "what to do"), rows)
-    errors = sum(finding.severity == "error" for finding in diagnosis.findings)
-    warnings = len(diagnosis.findings) - errors
-    counts = (len(diagnosis.answers), "host"), (errors, "error"), (warnings, "warning")
-    hosts, *found = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts)
-    last = f"{hosts}: {', '.join(found)}"
-    say(last if diagnosis.findings else f"{last}: healthy")
-    return diagnosis.exit_code
+        if pair := slowest(diagnosis.figures):
+            say(f"slowest pair: {pair}")
+    for finding in diagnosis.findings:
+        say(f"{finding.severity}: {finding.check}, {', '.join(finding.hosts)}: {finding.what}")
+        say(f"    {finding.remedy}")
+    severities = [finding.severity for finding in diagnosis.findings]
+    counts = {"host": len(diagnosis.answers), **{word: severities.count(word) for word in ("error", "warning")}}
+    hosts, *found = (f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+    say(f"{hosts}: {', '.join(found)}" + ("" if diagnosis.findings else ": healthy"))
 
 
-def _host_rows(diagnosis: Diagnosis) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for answer in diagnosis.answers:
-        facts = answer.facts
-        if facts is None:
-            rows.append((answer.host.name, str(answer.host.slots), "?", "?", "?", "no answer"))
-            continue
-        kinds = {name: facts.accelerators.count(name) for name in facts.accelerators}
-        have = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or f"none ({facts.cores} cores)"
-        link = link_of(answer, diagnosis.run)[0]
-        torch = facts.packages.get("torch", "?")
-        rows.append((answer.host.name, str(answer.host.slots), have, torch, facts.driver or "none", link))
-    return rows
+def _summary(facts: Facts | None) -> str:
+    """A host in a few words."""
+    if facts is None:
+        return "no answer"
+    kinds = {kind: facts.accelerators.count(kind) for kind in facts.accelerators}
+    have = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or f"no accelerator, {facts.cores} cores"
+    return f"{have}; torch {facts.versions['torch']}, driver {facts.versions[DRIVER] or 'none'}"

@@ -1,23 +1,20 @@
 """What one host reports: a plain data class, gathered on that host within seconds, without importing torch.
 
 Torch is imported only where there are GPUs, to check whether it can use them. The doctor starts this file on every
-host: python -m ds_vit.tools.doctor.facts, with an `Ask` as a line of JSON on stdin. It answers with the facts, and each
-further line with the time here and the marks in the output folder. It ends when stdin closes.
+host: python -m ds_vit.tools.doctor.facts, with an `Ask` as JSON on stdin.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import platform
 import re
 import resource
 import shutil
 import socket
 import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import util
@@ -26,14 +23,16 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-import ds_vit
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.gpus import listed_gpus
-from ds_vit.launching.host_identity import PACKAGES, code_checksum, identity, version
+from ds_vit.launching.host_identity import code_checksum, identity, version, versions
 from ds_vit.launching.ports import free_port
 
 WORD = "DS-VIT-DOCTOR "
 """How a line of an answer begins: a login script cannot have printed it."""
+
+CUDA, DRIVER = "torch's CUDA", "NVIDIA driver"
+"""Keys of `Facts.versions`."""
 
 _SAMPLES = 8  # files of the data whose content is compared
 _SAMPLE_BYTES = 65536
@@ -41,42 +40,37 @@ _SAMPLE_BYTES = 65536
 
 @dataclass(frozen=True)
 class Ask:
-    """What a host is asked.
+    """The question to a host.
 
     Attributes:
         names: to be resolved: the host's own, and rank 0's.
         port: where rank 0 will listen; asked of the first host only, else 0.
         data_dir, output: paths of the run; "" for none.
-        token: names this inquiry, for the marks in `output`.
     """
 
     names: tuple[str, ...] = ()
     port: int = 0
     data_dir: str = ""
     output: str = ""
-    token: str = "doctor"
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; `gbits` is 0 where the rate is not known, as of a virtual one."""
+    """A network interface."""
 
     name: str
     up: bool = True
     addresses: tuple[str, ...] = ()
-    gbits: float = 0.0
-    mtu: int = 1500
 
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an RDMA adapter, from /sys/class/infiniband; `link` is InfiniBand or Ethernet (RoCE)."""
+    """A port of an RDMA adapter, from /sys/class/infiniband (InfiniBand or RoCE)."""
 
     device: str
     port: int = 1
     state: str = "ACTIVE"
     gbits: float = 0.0
-    link: str = "InfiniBand"
 
 
 @dataclass(frozen=True)
@@ -85,99 +79,68 @@ class Facts:
 
     Attributes:
         identity: the same for two names of one machine, different for two machines.
+        versions: of Python, the packages ("missing" for none), torch's CUDA, NCCL and the driver.
+        torch_accelerators: how many torch can use; None where it was not asked.
         code: checksum of the package; `data` of names and a few files of the data, "" without `data_dir`.
         resolves: of the names asked for, each → addresses that it has here.
-        torch_accelerators: how many torch can use; None where it was not asked.
     """
 
     host: str
     identity: str = ""
-    python: str = ""
-    packages: dict[str, str] = field(default_factory=dict)
-    cuda: str = ""
-    nccl: str = ""
-    driver: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
     accelerators: tuple[str, ...] = ()
     torch_accelerators: int | None = None
     cores: int = 1
     code: str = ""
-    code_path: str = ""
     data: str = ""
     data_problem: str = ""
     output_problem: str = ""
     output_free_bytes: int | None = None
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
-    gpudirect: bool | None = None
     memlock_bytes: int | None = None
-    open_files: int | None = None
     shm_bytes: int | None = None
     resolves: dict[str, tuple[str, ...]] = field(default_factory=dict)
     port_problem: str = ""
 
     def pack(self) -> str:
         """One line of JSON."""
-        return TypeAdapter(Facts).dump_json(self).decode()
+        return _FACTS.dump_json(self).decode()
 
     @classmethod
     def unpack(cls, text: str) -> Facts:
         """The counterpart of `pack`; fields of a newer version are ignored."""
-        return TypeAdapter(cls).validate_json(text)
+        return _FACTS.validate_json(text)
+
+
+_FACTS = TypeAdapter(Facts)  # slow to build
 
 
 def gather(ask: Ask) -> Facts:
     """The facts of the host that this runs on. What cannot be found out stays at its default; nothing raises."""
-    driver = re.search(r"Kernel Module\D*([\d.]+)", _text("/proc/driver/nvidia/version"))
     accelerators = listed_gpus()
     data, data_problem = _data(ask.data_dir)
-    output_problem, output_free = _output(ask)
-    modules = _text("/proc/modules")
+    output_problem, output_free = _output(ask.output)
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
         host=socket.gethostname(),
         identity=identity(),
-        python=platform.python_version(),
-        packages={name: version(name) for name in PACKAGES},
-        cuda=_torch_cuda(),
-        nccl=next((v for n in (13, 12, 11) if (v := version(f"nvidia-nccl-cu{n}")) != "missing"), ""),
-        driver=driver.group(1) if driver else "",
+        versions=versions() | _other_versions(),
         accelerators=accelerators,
         torch_accelerators=_torch_accelerators() if accelerators else None,
         cores=len(os.sched_getaffinity(0)),
         code=code_checksum(),
-        code_path=str(Path(ds_vit.__file__).parent),
         data=data,
         data_problem=data_problem,
         output_problem=output_problem,
         output_free_bytes=output_free,
         interfaces=tuple(_interfaces()),
         ports=tuple(_ports()),
-        gpudirect="nvidia_peermem" in modules or "nv_peer_mem" in modules if accelerators else None,
-        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        open_files=_limit(resource.RLIMIT_NOFILE),
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         resolves={name: _resolve(name) for name in ask.names},
         port_problem=_port_problem(ask.port),
     )
-
-
-def mark(ask: Ask) -> Path | None:
-    """The file by which this host shows the others that it writes to the same output folder; None without one."""
-    folder = _existing(ask.output) if ask.output else None
-    return folder / f".{ask.token}-{identity()}" if folder is not None else None
-
-
-def marks(ask: Ask) -> int:
-    """How many hosts have left their mark in the output folder, as this host sees it."""
-    own = mark(ask)
-    return len(list(own.parent.glob(f".{ask.token}-*"))) if own is not None else 0
-
-
-def remove_mark(ask: Ask) -> None:
-    """Remove this host's mark."""
-    own = mark(ask)
-    if own is not None:
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
 
 
 def _text(path: str | Path) -> str:
@@ -187,12 +150,14 @@ def _text(path: str | Path) -> str:
         return ""
 
 
-def _torch_cuda() -> str:
-    """The CUDA version that torch was built for, read without importing it."""
+def _other_versions() -> dict[str, str]:
+    """Of what is no Python package, "" where it is not there; torch's CUDA is read without importing torch."""
     spec = util.find_spec("torch")
-    text = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
-    found = re.search(r"^cuda.*=\s*'([\d.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else ""
+    torch = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
+    cuda = re.search(r"^cuda.*=\s*'([\d.]+)'", torch, re.MULTILINE)
+    driver = re.search(r"Kernel Module\D*([\d.]+)", _text("/proc/driver/nvidia/version"))
+    nccl = next((v for n in (13, 12, 11) if (v := version(f"nvidia-nccl-cu{n}")) != "missing"), "")
+    return {CUDA: cuda[1] if cuda else "", "NCCL": nccl, DRIVER: driver[1] if driver else ""}
 
 
 def _torch_accelerators() -> int | None:
@@ -229,32 +194,18 @@ def _data(data_dir: str) -> tuple[str, str]:
     return digest.hexdigest(), ""
 
 
-def _existing(path: str) -> Path | None:
-    """The path, or the nearest folder above it that exists."""
-    folder = Path(path).absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder if folder.is_dir() else None
-
-
-def _output(ask: Ask) -> tuple[str, int | None]:
-    """(problem, free bytes) of the folder that the run is to be written to; leaves this host's mark there."""
-    if not ask.output:
+def _output(output: str) -> tuple[str, int | None]:
+    """(problem, free bytes) of the folder that the run is to be written to, or the nearest above it that exists."""
+    if not output:
         return "", None
-    path = mark(ask)
-    if path is None:
-        return f"--output {ask.output} is not a folder", None
+    path = Path(output).absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
     try:
-        free = shutil.disk_usage(path.parent).free
-        path.write_text("ds-vit doctor\n")
-        return "", free
+        with tempfile.TemporaryFile(dir=folder):
+            return "", free
     except OSError as error:
-        return f"{path.parent} cannot be written to: {error.strerror}", None
-
-
-def _limit(which: int) -> int | None:
-    soft = resource.getrlimit(which)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+        return f"--output {output}: {folder} cannot be written to: {error.strerror}", free
 
 
 def _resolve(name: str) -> tuple[str, ...]:
@@ -276,9 +227,7 @@ def _interfaces() -> Iterator[Interface]:
     addresses = psutil.net_if_addrs()
     for name, stats in sorted(psutil.net_if_stats().items()):
         own = tuple(a.address for a in addresses.get(name, ()) if a.family in (socket.AF_INET, socket.AF_INET6))
-        # A virtual interface reports a rate that means nothing.
-        is_hardware = Path("/sys/class/net", name, "device").exists()
-        yield Interface(name, stats.isup, own, stats.speed / 1000 if is_hardware else 0.0, stats.mtu)
+        yield Interface(name, stats.isup, own)
 
 
 def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
@@ -290,19 +239,12 @@ def _ports(root: Path = Path("/sys/class/infiniband")) -> Iterator[Port]:
             port=int(folder.name),
             state=_text(folder / "state").split(":")[-1].strip(),  # "4: ACTIVE"
             gbits=float(rate.group()) if rate else 0.0,  # "400 Gb/sec (4X NDR)"
-            link=_text(folder / "link_layer"),
         )
 
 
 def main() -> int:
-    """Answer until the input ends; the mark is removed whatever happens."""
-    ask = TypeAdapter(Ask).validate_json(sys.stdin.readline())
-    try:
-        print(WORD + gather(ask).pack(), flush=True)
-        for _ in sys.stdin:
-            print(WORD + json.dumps({"seconds": time.time(), "marks": marks(ask)}), flush=True)
-    finally:
-        remove_mark(ask)
+    """Answer on stdout."""
+    print(WORD + gather(TypeAdapter(Ask).validate_json(sys.stdin.read())).pack(), flush=True)
     return 0
 
 

@@ -6,25 +6,21 @@ cross a rank's link a second.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import datetime
 import itertools
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ds_vit.tools.doctor.facts import WORD
-from ds_vit.tools.doctor.remote import Answer, Program, Way
+from ds_vit.tools.doctor.remote import KILLED, Answer, Ended, Way, run_program
 
 _LARGE = {"cpu": 2**23, "cuda": 2**28}  # bytes
-_SMALL_MESSAGES, _SMALL_SECONDS = 1000, 4.0
 _MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
 
 MAX_PAIRS = 64
@@ -50,43 +46,34 @@ def start_ranks(answers: Sequence[Answer], way: Way, address: str, port: int, se
         address, port: where rank 0 will listen.
         seconds: all of it takes no longer.
     """
-    hosts = tuple(answer.host.name for answer in answers)
-    counts = []
+    names = tuple(answer.host.name for answer in answers)
+    places: list[tuple[str, int]] = []  # of every rank: its host and local rank
     for answer in answers:
-        assert answer.facts is not None
-        counts.append(min(answer.host.slots, len(answer.facts.accelerators) or _MAX_RANKS_ON_CPU))
-    leaders = [sum(counts[:i]) for i in range(len(counts))]
-    if sum(counts) == 1:
-        return Figures(hosts)
-    shared = {"world-size": sum(counts), "port": port, "address": address, "seconds": seconds / 2}
-    shared["leaders"] = ",".join(map(str, leaders))
-    deadline = time.monotonic() + seconds
-    ranks: list[Program] = []
-    try:
-        for answer, count, leader in zip(answers, counts, leaders, strict=True):
-            for local_rank in range(count):
-                words = {**shared, "rank": leader + local_rank, "local-rank": local_rank}
-                arguments = [f"--{name}={value}" for name, value in words.items()]
-                command = way.command(answer.host.name, "ds_vit.tools.doctor.network", arguments)
-                ranks.append(Program(answer.host, command, way.cwd))
-        while time.monotonic() < deadline:
-            text = ranks[0].receive(time.monotonic() + 0.2)
-            if text is not None:
-                return Figures(hosts, measured=json.loads(text))
-            failed = [rank for rank in ranks if rank.process.poll() not in (None, 0)]
-            if failed:
-                time.sleep(1.0)  # for the end of its output
-                return Figures(hosts, problem=_error_of(failed[0]), culprits=(failed[0].host.name,))
-        problem = f"the ranks did not meet and finish within {seconds:.0f} s"
-        return Figures(hosts, problem=problem, culprits=hosts)
-    finally:
-        for rank in ranks:
-            rank.end()
+        most = len(answer.facts.accelerators) if answer.facts else 0
+        places += [(answer.host.name, local) for local in range(min(answer.host.slots, most or _MAX_RANKS_ON_CPU))]
+    if len(places) == 1:
+        return Figures(names)
+    leaders = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+    shared = {"address": f"tcp://{address}:{port}", "seconds": seconds / 2, "leaders": leaders, "world": len(places)}
+
+    def run(rank: int) -> tuple[str, Ended]:
+        host, local_rank = places[rank]
+        words = json.dumps({**shared, "rank": rank, "local_rank": local_rank})
+        return host, run_program(way.command(host, "ds_vit.tools.doctor.network", words), way.cwd, seconds)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        ended = [future.result() for future in as_completed([pool.submit(run, rank) for rank in range(len(places))])]
+    if answer_of_rank_0 := "".join(rank.answer for _, rank in ended):
+        return Figures(names, measured=json.loads(answer_of_rank_0))
+    host, first = next((place for place in ended if place[1].code), ended[0])
+    if first.code == KILLED:
+        return Figures(names, problem=f"the ranks did not meet and finish within {seconds:.0f} s", culprits=names)
+    return Figures(names, problem=_error_of(first), culprits=(host,))
 
 
-def _error_of(rank: Program) -> str:
+def _error_of(rank: Ended) -> str:
     """The last line of a rank's output that looks like an error."""
-    lines = list(rank.output) or [f"exit code {rank.process.poll()}"]
+    lines = rank.output or [f"exit code {rank.code}"]
     errors = [line for line in lines if "rror" in line and not line.startswith(("[W", "File"))]
     return (errors or lines)[-1][:300]
 
@@ -99,28 +86,22 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("rank", "world-size", "local-rank", "port"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--leaders", required=True, help="the first rank of each host, with commas")
-    parser.add_argument("--seconds", type=float, required=True)
-    arguments = parser.parse_args()
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    words = json.loads(sys.argv[1])
     cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    device = torch.device("cuda", arguments.local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cuda", words["local_rank"]) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=words["seconds"])
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        init_method=f"tcp://{arguments.address}:{arguments.port}",
-        rank=arguments.rank,
-        world_size=arguments.world_size,
-        timeout=datetime.timedelta(seconds=arguments.seconds),
+        init_method=words["address"],
+        rank=words["rank"],
+        world_size=words["world"],
+        timeout=limit,
     )
-    result = measure(arguments.rank, device, [int(word) for word in arguments.leaders.split(",")])
-    if arguments.rank == 0:
+    result = measure(words["rank"], device, words["leaders"])
+    if words["rank"] == 0:
         print(WORD + json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -132,8 +113,7 @@ def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
 
     Returns:
         {"backend", "world_size", "all_reduce": {"bytes", "seconds", "bus_bytes_per_second"},
-        "pairs": [{"a", "b", "latency_seconds", "bytes_per_second"}], "tcp": [{"sent", "again"}]}: pairs by index into
-        `leaders`; TCP's segments of each leader's host, and how many of them it had to send again.
+        "pairs": [{"a", "b", "latency_seconds", "bytes_per_second"}]}: pairs by index into `leaders`.
     """
     import torch
     import torch.distributed as dist
@@ -156,54 +136,20 @@ def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
         dist.barrier()
         if rank in (leaders[a], leaders[b]):
             latency, seconds = (one_way(m, leaders[a], leaders[b], n) for m, n in ((small, 20), (large, 4)))
-            if rank == leaders[a]:
-                figures = {"latency_seconds": latency, "bytes_per_second": large.numel() / seconds}
-                own_pairs.append({"a": a, "b": b, **figures})
+            figures = {"latency_seconds": latency, "bytes_per_second": large.numel() / seconds}
+            own_pairs += [{"a": a, "b": b, **figures}] if rank == leaders[a] else []
     dist.barrier()
-    times = torch.tensor([fastest(lambda m=m: dist.all_reduce(m), device, 5) for m in (small, large)], device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    small_seconds, seconds = times.tolist()
-    losses = _count_losses(small, small_seconds) if len(leaders) > 1 else None
+    slowest = torch.tensor(fastest(lambda: dist.all_reduce(large), device, 5), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds, bus = slowest.item(), bus_factor(world) * large.numel() / slowest.item()
     gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, (own_pairs, losses))
-    bus = bus_factor(world) * large.numel() / seconds
+    dist.all_gather_object(gathered, own_pairs)
     return {
         "backend": dist.get_backend(),
         "world_size": world,
         "all_reduce": {"bytes": large.numel(), "seconds": seconds, "bus_bytes_per_second": bus},
-        "pairs": [pair for pairs, _ in gathered for pair in pairs],
-        "tcp": [gathered[leader][1] for leader in leaders if gathered[leader][1] is not None],
+        "pairs": [pair for pairs in gathered for pair in pairs],
     }
-
-
-def _count_losses(message: Any, seconds: float) -> dict[str, int] | None:
-    """Count what is lost of many small messages with pauses between them: a large one loses some to its own rush.
-
-    Args:
-        message: a small one.
-        seconds: what it takes, the same on every rank; None is returned where that leaves room for too few.
-    """
-    import torch.distributed as dist
-
-    count = min(_SMALL_MESSAGES, int(_SMALL_SECONDS / seconds))
-    if count < _SMALL_MESSAGES // 5:
-        return None
-    dist.barrier()
-    before = tcp_segments()
-    for _ in range(count):
-        dist.all_reduce(message)
-        time.sleep(0.001)
-    after = tcp_segments()
-    return {name: after[name] - before[name] for name in after}
-
-
-def tcp_segments(path: Path = Path("/proc/net/snmp")) -> dict[str, int]:
-    """{"sent", "again"}: segments of TCP that this host has sent, and sent again as they were lost; 0 where unknown."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        names, values = (line.split()[1:] for line in path.read_text().splitlines() if line.startswith("Tcp:"))
-        table = dict(zip(names, map(int, values), strict=True))
-        return {"sent": table["OutSegs"], "again": table["RetransSegs"]}
-    return {"sent": 0, "again": 0}
 
 
 def host_pairs(num_hosts: int) -> list[tuple[int, int]]:
@@ -234,12 +180,6 @@ def fastest(function: Callable[[], Any], device: Any, times: int) -> float:
         if turn:
             best = min(best, time.perf_counter() - start)
     return best
-
-
-def _end_with_input() -> None:
-    """The doctor holds the stdin of the ranks it starts: when that closes, the figures are no longer wanted."""
-    sys.stdin.read()
-    os._exit(1)
 
 
 if __name__ == "__main__":
