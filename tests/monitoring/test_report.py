@@ -23,7 +23,7 @@ from runs import DIGITS, run_quietly
 from ds_vit import cli
 from ds_vit.data import Source
 from ds_vit.monitoring import report
-from ds_vit.monitoring.report.panels import Confusion, class_panels
+from ds_vit.monitoring.report.panels import Confusion, class_panels, table
 from ds_vit.monitoring.report.record import Record
 from ds_vit.monitoring.sheets import write_predictions
 from ds_vit.run_folder import RunFolder
@@ -82,11 +82,21 @@ def test_what_a_run_tells(evil, capsys):
     assert "step 20: resumed in another process (pp 2 x dp 2 x tp 1)" in page
     assert 'class="mark rollback"' in page
     assert 'class="mark resume"' in page
+    assert '<i class="swatch dashed resume"></i>resumed</span>' in page
     assert "stage 1" in page
     assert "replica 1" in page
     assert ">2.5 GB<" in page
     assert ">3 GB<" in page
     assert "an optimizer step" not in page, "nothing was predicted of it"
+
+
+def test_what_tells_nothing_is_left_out(evil):
+    """A curve of 100 %, and a column of dashes; a run without an end is no such column."""
+    record = replace(Record.read(evil), rows={"eval": [{"step": 1, "top1": 50.0, "top5": 100.0}]})
+    assert record.metrics() == ["top1"]
+    assert replace(record, classes=list("abcdef")).metrics() == ["top1", "top5"]
+    assert table("t", ("launch", "device", "ranks"), [("1", "-", "2"), ("2", "", "-")])["header"] == ["launch", "ranks"]
+    assert table("t", ("", "run"), [("steps", "-")])["header"] == ["", "run"]
 
 
 def test_figures_of_classes(evil):

@@ -23,6 +23,7 @@ NUM_COLOURS = 8
 THIN, WIDEST = 1.6, 7.0  # line widths
 MAX_DOTS = 25
 _VALUE_HEIGHT = 14
+_MARKS = {"resume": "resumed", "rollback": "rolled back", "skip": "step skipped", "stop": "interrupted"}
 
 # Viridis, which grows evenly in lightness for every kind of colour vision (van der Walt and Smith, matplotlib, CC0).
 _VIRIDIS = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
@@ -121,6 +122,7 @@ def line_chart(
         "title": title,
         "note": note,
         "legend": series if named or len(series) > 1 else [],
+        "marked": [(kind, _MARKS[kind]) for kind in dict.fromkeys(mark.kind for mark in marks)],
         "curves": [_curve(one, spots) for one, spots in zip(series, drawn, strict=True)],
         "values": _single_values(series, drawn),
         "marks": [(x.place(mark.step), mark) for mark in marks],

@@ -42,6 +42,7 @@ def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """The results: (name and unit, value in each run); if a run had several launches, a line for each of them."""
     summaries = [_summary(record) for record in records]
     metrics = [key for key in dict.fromkeys(key for each in summaries for key in each) if key[:5] in ("best_", "last_")]
+    metrics = [key for key in metrics if not all(record.is_trivial(key) for record in records)]
 
     def line(label: str, key: str, digits: int) -> tuple[str, ...]:
         return (label, *(_format(each.get(key), digits) for each in summaries))

@@ -159,7 +159,7 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
     last = rows[-1] if rows else {}
     found = []
     for key, value in summary.items():
-        if key.startswith("best_") and value is not None:
+        if key.startswith("best_") and value is not None and not record.is_trivial(key):
             label, unit = metric_label(key)
             found.append((label, f"{value:.4g}{' %' * (unit == '%')}"))
     if not any("top" in label for label, _ in found):

@@ -31,7 +31,13 @@ def metric_label(name: str) -> tuple[str, str]:
 
 
 def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, wide: bool = False) -> Panel:
-    """A table; columns of numbers are aligned to the right."""
+    """A table; columns of numbers are aligned to the right.
+
+    With a name in the corner the columns are quantities, and those without any value are left out; without one they are
+    runs, and stay.
+    """
+    kept = [at for at, name in enumerate(header) if not header[0] or any(line[at] not in ("", "-") for line in lines)]
+    header, lines = [header[at] for at in kept], [[line[at] for at in kept] for line in lines]
 
     def look(at: int) -> str:
         if lines and all(line[at][:1].isdigit() or line[at] == "-" for line in lines):

@@ -116,8 +116,13 @@ class Record:
         return [
             name
             for name in dict.fromkeys(key for row in self.rows.get(kind, ()) for key in row)
-            if name not in _NO_METRIC
+            if name not in _NO_METRIC and not self.is_trivial(name)
         ]
+
+    def is_trivial(self, metric: str) -> bool:
+        """Whether every model has 100 %: top-5 among at most five classes; `metric` may be a key of summary.json."""
+        name = metric.removeprefix("best_").removeprefix("last_").removesuffix("_ema")
+        return name == "top5" and 0 < len(self.classes) <= 5
 
     @property
     def last_start(self) -> Row:
