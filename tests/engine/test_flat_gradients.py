@@ -78,8 +78,6 @@ TO_ITS_RANK = {"use_multi_rank_bucket_allreduce": False}
         (2, [], {"reduce_bucket_size": 1000}),
         (2, ["--grad-checkpointing"], {"reduce_bucket_size": 1}),
         (2, ["--freeze", "blocks.0.attn"], {"reduce_bucket_size": 1000, **TO_ITS_RANK}),
-        pytest.param(2, [], {"reduce_scatter": False}, marks=pytest.mark.slow),
-        pytest.param(2, [], {"reduce_bucket_size": 1, **TO_ITS_RANK}, marks=pytest.mark.slow),
     ],
 )
 def test_they_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more, zero):
@@ -135,15 +133,7 @@ def train_bf16_both_ways(argv, folder, breaks=False):
     return in_copies
 
 
-@pytest.mark.parametrize(
-    ("world", "more"),
-    [
-        (1, []),
-        (2, ["--grad-accum-steps", "2"]),
-        pytest.param(2, ["--tp", "2"], marks=pytest.mark.slow),
-        pytest.param(4, ["--pp", "2"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world", "more"), [(1, []), (2, ["--grad-accum-steps", "2"])])
 def test_bf16_sums_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more):
     """A sum that is not divided by the ranks, or divided on one rank; a group whose gradients are left out."""
     argv = [*SMALL, *more, "--deepspeed_config", ROOT / "ds_configs" / "zero1_bf16.json", "--output"]

@@ -77,11 +77,8 @@ def direct(cifar):
 
 
 LAYOUTS = {
-    "one rank": (1, 1, {}, []),
-    "no ZeRO dp2": (2, 0, {}, []),
     "no ZeRO pp2 tp2": (4, 0, {}, ["--pp", 2, "--tp", 2]),
-    "ZeRO-1 pp2 tp2 dp2": (8, 1, {}, ["--pp", 2, "--tp", 2]),
-    "ZeRO-2 dp4": (4, 2, {}, []),
+    "ZeRO-2 dp2": (2, 2, {}, []),
     "ZeRO-3 tp2 dp2": (4, 3, {}, ["--tp", 2]),
     "BF16_Optimizer pp2": (2, 1, WRAPPER, ["--pp", 2]),
 }
