@@ -13,6 +13,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_rows
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.parallel.zero_map import build_zero_map
-from ds_vit.tasks import Batch, StepContext
+from ds_vit.tasks import Batch, StepContext, Task
 
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
 # two such chunks a run can be stopped.
@@ -50,25 +51,16 @@ EVAL_CHUNK = 32
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+@dataclass(kw_only=True, eq=False)
 class RankContext(StepContext):
-    """What the contexts of both engines have in common.
+    """What the contexts of both engines have in common; attributes as in `StepContext`."""
 
-    Args:
-        groups: of the run.
-        device: of the towers.
-        class_parallel: as in `StepContext`.
-        accumulation: as in `StepContext`.
-    """
-
-    def __init__(
-        self, groups: Groups, device: torch.device, class_parallel: TensorParallel | None, accumulation: int
-    ) -> None:
-        self.groups = groups
-        self.device = device
-        self.class_parallel = class_parallel
-        self.accumulation = accumulation
-        self.step = 0
-        self.schedules: Mapping[str, float] = {}
+    groups: Groups
+    device: torch.device
+    class_parallel: TensorParallel | None
+    accumulation: int
+    step: int = 0
+    schedules: Mapping[str, float] = field(default_factory=dict)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `StepContext.gather`."""
@@ -81,12 +73,15 @@ class Engine(ABC):
     Args:
         model: what DeepSpeed shall train.
         optimizer: over the model's trained parameters; None for evaluation only.
+        task: defines the training step.
         config: the DeepSpeed JSON with every "auto" resolved.
         groups: of the run.
+        class_parallel: the ranks over which the outputs are sharded by class, or None.
         input_names: the fields of a batch that the model takes, in its order; the keys follow them.
         whole_outputs: puts outputs together that are cut over classes (a collective of the tensor-parallel group).
 
     Attributes:
+        context: of the task's steps.
         on_close: restores the process-wide state that the run changed.
     """
 
@@ -94,8 +89,11 @@ class Engine(ABC):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        task: Task,
         config: Mapping[str, Any],
+        *,
         groups: Groups,
+        class_parallel: TensorParallel | None = None,
         input_names: Sequence[str] = ("images",),
         whole_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs,
     ) -> None:
@@ -105,6 +103,7 @@ class Engine(ABC):
         self.stage = int(own.get("zero_optimization", {}).get("stage", 0))
         self.accumulation = int(own["gradient_accumulation_steps"])
         self.groups = groups
+        self._task = task
         self._input_names = tuple(input_names)
         self._whole_outputs = whole_outputs
         self._clip = float(own["gradient_clipping"])
@@ -133,6 +132,13 @@ class Engine(ABC):
             self._clip_before_the_step(plain_sums)
         if optimizer is not None:
             self._adapt_the_optimizer(plain_sums)
+        shared = {"groups": groups, "device": self.device, "accumulation": self.accumulation}
+        self.context = self._make_context(model, trains=optimizer is not None, class_parallel=class_parallel, **shared)
+        task.setup(self.context)
+
+    @abstractmethod
+    def _make_context(self, model: nn.Module, *, trains: bool, **shared: Any) -> RankContext:
+        """The context of the task's steps; `shared` are the attributes of `RankContext`."""
 
     def _clip_before_the_step(self, plain_sums: bool) -> None:
         """Without ZeRO: clip by the norm over all pipeline stages."""
@@ -177,14 +183,6 @@ class Engine(ABC):
         )
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
-
-    def _context_arguments(self, class_parallel: TensorParallel | None) -> dict[str, Any]:
-        return {
-            "groups": self.groups,
-            "device": self.device,
-            "class_parallel": class_parallel,
-            "accumulation": self.accumulation,
-        }
 
     def _initialize_arguments(self) -> dict[str, Any]:
         return {}
@@ -242,6 +240,7 @@ class Engine(ABC):
             for group in self.engine.optimizer.param_groups:
                 if group["weight_decay"] > 0:
                     group["weight_decay"] = schedules["weight_decay"]
+        self.context.step, self.context.schedules = step, schedules
 
     def set_lr(self, lr: float) -> None:
         """Set the base learning rate of the next step (not to be called where the JSON has a scheduler)."""

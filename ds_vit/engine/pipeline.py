@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -21,10 +22,10 @@ from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import BlockLayer, giving_features, run_layers
 from ds_vit.parallel.groups import Groups
-from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks import Batch, Task
 
 
+@dataclass(kw_only=True, eq=False)
 class StageContext(RankContext):
     """As `StepContext`, on the last stage: the pipeline has run the towers, and `forward` gives their outputs.
 
@@ -32,7 +33,7 @@ class StageContext(RankContext):
         outputs: of the towers for the micro-batch under way, by name.
     """
 
-    outputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def forward(
         self, tower: str, inputs: Sequence[torch.Tensor | None], batch: Batch, *, grad: bool = True
@@ -135,7 +136,9 @@ class StagedViT(PipelineModule):
 
 
 class PipeEngine(Engine):
-    """DeepSpeed's pipeline engine behind the common face."""
+    """DeepSpeed's pipeline engine behind the common face; arguments as for `Engine`."""
+
+    context: StageContext
 
     def __init__(
         self,
@@ -143,23 +146,18 @@ class PipeEngine(Engine):
         optimizer: torch.optim.Optimizer | None,
         task: Task,
         config: Mapping[str, Any],
-        *,
-        class_parallel: TensorParallel | None = None,
         **shared: Any,
     ) -> None:
+        self._staged = model
         config = dict(config)
         # Recomputation is the module's; partitioned transfers would not let learned rotary frequencies through.
         config["pipeline"] = {"activation_checkpoint_interval": 0, "pipe_partitioned": False, "grad_partitioned": False}
         config.pop("activation_checkpointing", None)
-        super().__init__(model, optimizer, config, **shared)
-        self._task, self._staged = task, model
-        self._context = model.context = StageContext(**self._context_arguments(class_parallel))
-        task.setup(self._context)
+        super().__init__(model, optimizer, task, config, **shared)
 
-    def begin_step(self, step: int, schedules: Mapping[str, float]) -> None:
-        """As `Engine.begin_step`."""
-        super().begin_step(step, schedules)
-        self._context.step, self._context.schedules = step, schedules
+    def _make_context(self, model: StagedViT, *, trains: bool, **shared: Any) -> StageContext:
+        model.context = StageContext(**shared)
+        return model.context
 
     def take_images_of(self, size: int, patch_size: tuple[int, int]) -> None:
         """As `Engine.take_images_of`; the stages tell each other their shapes anew."""
@@ -182,7 +180,7 @@ class PipeEngine(Engine):
 
     def _couple(self, batches: Iterator[Batch]) -> list[Batch]:
         """The first of two passes over the micro-batches: without gradients, up to the loss of the global batch."""
-        engine, staged, context = self.engine, self._staged, self._context
+        engine, staged, context = self.engine, self._staged, self.context
         at_end = engine.is_first_stage() or engine.is_last_stage()
         chunk = list(islice(batches, self.accumulation)) if at_end else []
         with keep_training_mode(self.module):

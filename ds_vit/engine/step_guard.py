@@ -13,6 +13,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,71 +78,42 @@ class Recent:
         self.values.append(value)
 
 
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a step was applied.
 
-    Args:
-        applied: whether it was.
-        rejection: why not, where anything is known about it.
+    Attributes:
+        applied: False where the step was skipped, because fp16 overflowed or the guard rejected it.
+        rejection: why it was skipped; None where it was not, or nothing is known about it.
     """
 
-    def __init__(self, applied: bool, rejection: Rejection | None = None) -> None:
-        self._applied = applied
-        self._rejection = rejection
-
-    @property
-    def applied(self) -> bool:
-        """False where the step was skipped, because fp16 overflowed or the guard turned it down."""
-        return self._applied
-
-    @property
-    def rejection(self) -> Rejection | None:
-        """Why it was skipped; None where it was not, or nothing is known about it."""
-        return self._rejection
+    applied: bool
+    rejection: Rejection | None = None
 
 
-class LateVerdict(Verdict):
-    """A verdict that the device has come to; the first question about it may wait for it, and is for all ranks to ask.
+def verdict_of_device(norm: torch.Tensor, worst_layer: Callable[[], tuple[str, float]]) -> Callable[[], Verdict]:
+    """What the device has decided by a norm; to ask for it may wait for the device, and is for all ranks to do.
 
     Args:
         norm: the global gradient norm, before clipping; not finite if the step was rejected.
         worst_layer: where the gradient is not finite, and its norm there (a collective).
     """
+    on_gpu = norm.device.type == "cuda"
+    on_host = torch.empty((), dtype=norm.dtype, pin_memory=on_gpu)
+    on_host.copy_(norm.detach(), non_blocking=True)
+    arrived = torch.cuda.Event() if on_gpu else None
+    if arrived is not None:
+        arrived.record()
 
-    def __init__(self, norm: torch.Tensor, worst_layer: Callable[[], tuple[str, float]]) -> None:
-        super().__init__(True)
-        on_gpu = norm.device.type == "cuda"
-        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=on_gpu)
-        self._norm.copy_(norm.detach(), non_blocking=True)
-        self._arrived = torch.cuda.Event() if on_gpu else None
-        if self._arrived is not None:
-            self._arrived.record()
-        self._worst_layer = worst_layer
-        self._is_read = False
+    def read() -> Verdict:
+        if arrived is not None:
+            arrived.synchronize()
+        value = float(on_host.numpy())
+        if math.isfinite(value) and value >= 0:
+            return Verdict(True)
+        # BF16_Optimizer marks a norm that is not finite by -1.
+        return Verdict(False, Rejection("nonfinite", None, math.inf if value < 0 else value, None, worst_layer()))
 
-    def _read(self) -> None:
-        if self._is_read:
-            return
-        self._is_read = True
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        norm = float(self._norm.numpy())
-        if not math.isfinite(norm) or norm < 0:  # BF16_Optimizer marks a norm that is not finite by -1
-            norm = math.inf if norm < 0 else norm
-            self._applied = False
-            self._rejection = Rejection("nonfinite", None, norm, None, self._worst_layer())
-
-    @property
-    def applied(self) -> bool:
-        """As `Verdict.applied`."""
-        self._read()
-        return self._applied
-
-    @property
-    def rejection(self) -> Rejection | None:
-        """As `Verdict.rejection`."""
-        self._read()
-        return self._rejection
+    return read
 
 
 @dataclass
@@ -150,22 +123,26 @@ class StepResult:
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None if DeepSpeed is configured not to compute it.
-        verdict: whether the step was applied. To ask at once may wait for the device.
+        read: gives whether the step was applied, which may wait for the device; called once.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
-    verdict: Verdict
+    read: Callable[[], Verdict]
+
+    @cached_property
+    def _verdict(self) -> Verdict:
+        return self.read()
 
     @property
     def applied(self) -> bool:
         """As `Verdict.applied`."""
-        return self.verdict.applied
+        return self._verdict.applied
 
     @property
     def rejection(self) -> Rejection | None:
         """As `Verdict.rejection`."""
-        return self.verdict.rejection
+        return self._verdict.rejection
 
 
 class StepGuard:
@@ -201,7 +178,7 @@ class StepGuard:
         self._losses: Recent | None = None
         self._norms: Recent | None = None
         self._decided = False
-        self._late: LateVerdict | None = None
+        self._late: Callable[[], Verdict] | None = None
         self.rejection: Rejection | None = None
         self._base = zero_map.base
         self._update = self._base.step
@@ -239,13 +216,14 @@ class StepGuard:
         if self._square_norms is not None:
             self._base.found_inf = None
 
-    def verdict(self, *, applied: bool) -> Verdict:
-        """On the step that was taken.
+    def verdict(self, *, applied: bool) -> Callable[[], Verdict]:
+        """Gives the verdict on the step that was taken.
 
         Args:
             applied: what DeepSpeed says.
         """
-        return self._late or Verdict(applied and self.rejection is None, self.rejection)
+        known = Verdict(applied and self.rejection is None, self.rejection)
+        return self._late or (lambda: known)
 
     def overflowed(self, grads: list[torch.Tensor | None]) -> None:
         """Note that DeepSpeed skips the step under way by itself, because these gradients are not finite."""
@@ -273,7 +251,7 @@ class StepGuard:
             return _largest(layer_norms_of(self._zero_map, square_norms()))
 
         self._base.found_inf = (norm.isfinite() & (norm >= 0)).logical_not().float()
-        self._late = LateVerdict(norm, worst_layer)
+        self._late = verdict_of_device(norm, worst_layer)
 
     def _judge(self) -> Rejection | None:
         norm = self._norm()

@@ -166,7 +166,7 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
             checkpoint_function=config.recompute,
         )
     optimizer = _build_optimizer(config, model, device)
-    engine = engine_type(model, optimizer, task, dict(config.json), **shared)
+    engine = engine_type(model, optimizer, task, config.json, **shared)
     if optimizer is not None:
         attach(optimizer, engine.zero_map, whole, config.layer_decay)
     return engine
