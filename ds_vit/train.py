@@ -136,6 +136,7 @@ def _run_ranks(
     """Start the ranks, train or evaluate, save; the result is that of `run`."""
     import torch.distributed as dist
 
+    from ds_vit.fault_tolerance.watchdog import Watchdog
     from ds_vit.parallel.groups import build_groups
     from ds_vit.run_folder import RunFolder
     from ds_vit.training.build import Training, run_evaluation
@@ -151,7 +152,15 @@ def _run_ranks(
             signals.moment = "while no training is under way"
         dist.broadcast_object_list(name, src=0)  # the default name has the time, and the clocks of two hosts differ
         folder = RunFolder(Path(name[0]))
-        watchdog = stack.enter_context(_start_watchdog(resolved, folder.path))
+        watchdog = stack.enter_context(
+            Watchdog(
+                resolved.stall_seconds,
+                rank=process.rank,
+                world_size=process.world_size,
+                local_rank=process.local_rank,
+                folder=folder.path,
+            )
+        )
         resolved = _agree(resolved, watchdog, on_cpu=on_cpu)
         groups = build_groups(resolved.layout, saves=not config.eval_only)
         if is_main and (note := move_unsaved_run(folder.path)):
@@ -204,23 +213,8 @@ def _resolve(
     if config.auto_batch and (config.dry_run or (on_cpu and config.memory)):
         resolved = resolved.with_batch(*choose_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
     if config.workers == "auto":
-        number, reason = estimate_workers(reads(resolved), process)
-        resolved = dataclasses.replace(resolved, workers=number, workers_reason=reason)
+        resolved = dataclasses.replace(resolved, workers=estimate_workers(reads(resolved), process))
     return dataclasses.replace(resolved, machine_notes=notes_on_machine(resolved, num_gpus))
-
-
-def _start_watchdog(resolved: Resolved, folder: Path) -> Watchdog:
-    """The watchdog of this rank."""
-    from ds_vit.fault_tolerance.watchdog import Watchdog
-
-    process = resolved.process
-    return Watchdog(
-        resolved.stall_seconds,
-        rank=process.rank,
-        world_size=process.world_size,
-        local_rank=process.local_rank,
-        folder=folder,
-    )
 
 
 def _agree(resolved: Resolved, watchdog: Watchdog, *, on_cpu: bool) -> Resolved:
@@ -234,8 +228,7 @@ def _agree(resolved: Resolved, watchdog: Watchdog, *, on_cpu: bool) -> Resolved:
         watchdog.beat(0, "looking for the micro-batch", patience=4)
         resolved = resolved.with_batch(*agree_on_batch(engine_config(resolved), config.memory, process, on_cpu=on_cpu))
     if config.workers == "auto":
-        number, reason = assign_workers(reads(resolved), process)
-        resolved = dataclasses.replace(resolved, workers=number, workers_reason=reason)
+        resolved = dataclasses.replace(resolved, workers=assign_workers(reads(resolved), process))
     return resolved
 
 

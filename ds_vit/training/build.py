@@ -114,7 +114,7 @@ def input_config(resolved: Resolved) -> InputConfig:
         eval_rows=config.validation_batch_size or data.batch.micro_batch,
         on_bad_image=config.on_bad_image,
         max_bad_images=config.max_bad_images,
-        workers=resolved.workers,
+        workers=resolved.workers.number,
         layout=resolved.layout,
         rank=resolved.process.rank,
         local_world_size=resolved.process.local_world_size,

@@ -299,17 +299,11 @@ class CheckpointManager:
 
     def finish(self, step: int) -> None:
         """Complete the last save, and save the last step of training if the run has checkpoints."""
-        self._finish_save()
-        if self.config.interval and step and self._saved_step != step:
-            self._start_save(step, due=False)
-            self._finish_save()
+        self._save_now(step if self.config.interval else 0, due=False)
 
     def save_last(self, step: int) -> str:
         """Save the step that the run stops at, unless it is saved (a collective); returns a phrase for people."""
-        self._finish_save()
-        if step and self._saved_step != step:
-            self._start_save(step, due=self._due)
-            self._finish_save()
+        self._save_now(step, due=self._due)
         self.stopped_unsaved = step > 0 and self._failed_step == step
         if self.stopped_unsaved:
             return "this step could not be saved"
@@ -365,6 +359,13 @@ class CheckpointManager:
         self._saver.start(Save(step, state, best=self._best_step == step, spare=spare))
         self._saved_step, self._saved_at = step, time.monotonic()
         self.throughput.resume()
+
+    def _save_now(self, step: int, *, due: bool) -> None:
+        """Complete the last save, and save a step unless it is saved; 0 for none."""
+        self._finish_save()
+        if step and self._saved_step != step:
+            self._start_save(step, due=due)
+            self._finish_save()
 
     def _stop(self, step: int, number: int) -> None:
         why = ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name) if number else "the time limit"
@@ -438,8 +439,6 @@ class CheckpointManager:
     def _say(self, text: str) -> None:
         if self.reporter is not None:
             self.reporter.say(text)
-        elif dist.get_rank() == 0:
-            print(text, flush=True)
 
 
 def _open(path: Path) -> tuple[Checkpoint | None, str]:

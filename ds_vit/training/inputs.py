@@ -87,19 +87,19 @@ class InputConfig:
         return self.val_source
 
     @property
-    def has_images(self) -> bool:
-        """Whether this rank's pipeline stage takes images: the first one."""
-        return self.layout.stage(self.rank) == 0
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether this rank's pipeline stage takes targets: the last one."""
-        return self.layout.stage(self.rank) == self.layout.pp - 1
+    def stages(self) -> set[str]:
+        """As `stages_of`, of this rank."""
+        return stages_of(self.layout, self.rank)
 
     @property
     def leader(self) -> int:
         """The rank that loads for this rank's tensor-parallel group."""
         return self.rank - self.layout.tp_rank(self.rank)
+
+
+def stages_of(layout: Layout, rank: int) -> set[str]:
+    """The words of `Field.stage` that name a rank's pipeline stage: "first", which takes images, "last", or both."""
+    return {word for word, stage in (("first", 0), ("last", layout.pp - 1)) if stage == layout.stage(rank)}
 
 
 @dataclass
@@ -204,7 +204,8 @@ class InputPipeline:
                 rows = config.share.rows(micro_index)
                 _, keys = config.order.rows(first_step + skipped_batches + step, rows)
                 sized = _of_size(fields, sizes.at(first_step + step)) if sizes else fields
-                yield _with_host_keys(self._receive(sized, config.share.micro_batch), torch.from_numpy(keys))
+                received = self._receive(sized, config.share.micro_batch)
+                yield {**received, "keys_on_host": torch.from_numpy(keys)}
             return
         assert read is not None, "this rank loads"
         try:
@@ -214,7 +215,7 @@ class InputPipeline:
                 self.throughput.waited(time.perf_counter() - before)
                 if batch is None:
                     return
-                if config.has_images:
+                if "first" in config.stages:
                     # Noted only here: a row is read on several ranks.
                     epoch = number // accumulation // config.order.steps_per_epoch
                     self.skipped.add(config.train_source, batch.skipped, "training", epoch)
@@ -222,7 +223,8 @@ class InputPipeline:
                 shared = self._share(self._finish(fields, batch, training=True))
                 if first_step == 0 and self.look is not None:
                     self.look(batch, shared)
-                yield _with_host_keys(shared, batch.keys[: batch.num_rows])
+                # On the CPU too, so that the host need not wait for the device's.
+                yield {**shared, "keys_on_host": batch.keys[: batch.num_rows]}
         finally:  # the loader's processes end with its iterator
             if self._read is read:
                 self._read = None
@@ -262,7 +264,7 @@ class InputPipeline:
         split = "evaluation" if source is self.config.validation else "training"
         with contextlib.closing(iter(loader)) as batches:
             for batch in batches:
-                if self.config.has_targets:  # once a row: where it is counted
+                if "last" in self.config.stages:  # once a row: where it is counted
                     inputs.num_skipped += batch.num_skipped
                     self.skipped.add(source, batch.skipped, split)
                 valid = finish_valid(batch, device=self.engine.device)
@@ -270,26 +272,22 @@ class InputPipeline:
 
     def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
         """The fields of this rank's stage, in the type that they have there."""
-        here = {"first": self.config.has_images, "last": self.config.has_targets}
-        own = (field for field in fields if here[field.stage])
+        own = (field for field in fields if field.stage in self.config.stages)
         return tuple(dataclasses.replace(field, dtype=field.dtype or self.engine.dtype) for field in own)
 
     def _loading(self, fields: Sequence[Field]) -> dict[str, Any]:
+        device = self.engine.device
+        of_ranks = addresses_of_ranks(device, self.config.local_world_size)
+        cores = cores_to_share(pci_address(device), of_ranks, self.config.workers, os.sched_getaffinity(0))
         return {
             "image": self.config.task.image,
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": self.config.on_bad_image,
             "num_workers": self.config.workers,
-            "pin_memory": self.engine.device.type == "cuda",
-            "cores": self._cores(),
+            "pin_memory": device.type == "cuda",
+            "cores": cores,  # where the loader's processes are to run; none: anywhere
         }
-
-    def _cores(self) -> frozenset[int]:
-        """Where the loader's processes are to run; none: anywhere."""
-        device = self.engine.device
-        of_ranks = addresses_of_ranks(device, self.config.local_world_size)
-        return cores_to_share(pci_address(device), of_ranks, self.config.workers, os.sched_getaffinity(0))
 
     def _finish(self, fields: Sequence[Field], batch: MicroBatch, *, training: bool) -> Batch:
         """The tensors of a micro-batch that this rank's stage needs, and its keys."""
@@ -299,15 +297,11 @@ class InputPipeline:
 
     # ---- one rank of a tensor-parallel group loads, the others receive --------------------------------------------
 
-    def _broadcast(self, batch: Batch) -> Batch:
+    def _share(self, batch: Batch) -> Batch:
         """Send or receive each tensor, in the order of their names (the same on both sides)."""
-        for name in sorted(batch):
+        for name in sorted(batch) if self.config.layout.tp > 1 else ():
             dist.broadcast(batch[name], self.config.leader, group=self.engine.groups.tp)
         return batch
-
-    def _share(self, batch: Batch) -> Batch:
-        """Send a batch to the ranks that hold the other shards."""
-        return self._broadcast(batch) if self.config.layout.tp > 1 else batch
 
     def _receive(self, fields: Sequence[Field], rows: int, *, valid: bool = False) -> Batch:
         """The counterpart of `_share`: a batch of `rows` samples, in evaluation with what is valid of it."""
@@ -319,7 +313,7 @@ class InputPipeline:
         batch["keys"] = empty((), torch.int64)
         if valid:
             batch["valid"] = empty((), torch.bool)
-        return self._broadcast(batch)
+        return self._share(batch)
 
 
 def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
@@ -328,11 +322,6 @@ def _of_size(fields: Sequence[Field], size: int) -> tuple[Field, ...]:
         dataclasses.replace(field, shape=(*field.shape[:-2], size, size)) if field.reads == "images" else field
         for field in fields
     )
-
-
-def _with_host_keys(batch: Batch, keys: torch.Tensor) -> Batch:
-    """A batch of training with its samples' keys on the CPU too, so that the host need not wait for the device's."""
-    return {**batch, "keys_on_host": keys}
 
 
 # ---- --workers auto --------------------------------------------------------------------------------------------------
@@ -396,10 +385,9 @@ def cpu_quota(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 def reads_of(task: Task, layout: Layout, rank: int, *, training: bool) -> str:
     """What a rank reads of the samples, by the fields of its pipeline stage; one rank of a tensor-parallel group."""
-    here = {"first": layout.stage(rank) == 0, "last": layout.stage(rank) == layout.pp - 1}
     if layout.tp_rank(rank):
         return ""
-    reads = {field.reads for field in task.fields(training=training) if here[field.stage]}
+    reads = {field.reads for field in task.fields(training=training) if field.stage in stages_of(layout, rank)}
     return "images" if "images" in reads else "targets" if reads else ""
 
 

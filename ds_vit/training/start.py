@@ -80,8 +80,8 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
     ]
     if resolved.optimizer is not None:
         rows += _update_rows(resolved, resolved.optimizer, device)
-    if resolved.workers_reason:
-        rows.append(("--workers auto", f"{resolved.workers} a rank ({resolved.workers_reason})"))
+    if resolved.workers.reason:
+        rows.append(("--workers auto", "{} a rank ({})".format(*resolved.workers)))
     if resolved.config.set:
         rows.append(("--set", " ".join(resolved.config.set)))
     rows.append(("output", str(folder)))

@@ -35,6 +35,7 @@ from ds_vit.models import names_and_shapes, require_supported_name
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags
+from ds_vit.training.inputs import Workers
 from ds_vit.training.resolve.data import DataConfig, check_readable, resolve_data
 from ds_vit.training.resolve.data import with_batch as data_with_batch
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, write_out
@@ -67,7 +68,6 @@ class Resolved:
         stop_at: `time.time()` at which a scheduler or --time-limit ends the run.
         changes: from the checkpoint's run, as lines for people.
         workers: loader processes of this rank.
-        workers_reason: how `--workers auto` came to that number, for people; empty where it was given.
         machine_notes: how the run uses this machine, as lines for people.
     """
 
@@ -81,8 +81,7 @@ class Resolved:
     resume: Resume | None = None
     stop_at: float | None = None
     changes: tuple[str, ...] = ()
-    workers: int = 0
-    workers_reason: str = field(default="", compare=False)
+    workers: Workers = field(default=Workers(0))
     machine_notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -236,7 +235,8 @@ def resolve_run(
             config = dataclasses.replace(config, log_interval=interval)
     origins = {**data.origins, **(optimizer.origins if optimizer else {})}
     deepspeed = write_out(deepspeed, data.batch, layout, model.whole.embed_dim, origins, **numbers)
-    workers = 0 if config.workers == "auto" else int(config.workers)  # "auto" is resolved by inputs.assign_workers
+    # "auto" is resolved by inputs.assign_workers.
+    workers = Workers(0 if config.workers == "auto" else int(config.workers))
     resolved = Resolved(config, process, layout, data, model, optimizer, deepspeed, resume, stop_at, workers=workers)
     if resume is None:
         return resolved

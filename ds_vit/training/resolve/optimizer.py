@@ -113,7 +113,15 @@ def resolve_optimizer(
         _check_one_schedule(config, explicit, block, path)
         scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, block, per_epoch, horizon, notes)}
     else:
-        schedule = _make_schedule(config, per_epoch, horizon, lr, notes)
+        schedule = Schedule(
+            name=config.sched,
+            base_lr=lr,
+            total_steps=horizon,
+            warmup_steps=_warmup_steps(config, per_epoch, horizon, notes),
+            warmup_lr=config.warmup_lr,
+            min_lr=config.min_lr,
+            decay_fraction=config.wsd_decay_fraction,
+        )
     return OptimizerConfig(
         cls=cls,
         arguments={**arguments, "lr": lr},
@@ -205,19 +213,6 @@ def _check_one_schedule(config: RunConfig, explicit: frozenset[str], block: Mapp
         raise UserError(
             f'{path} has a "scheduler" ({block.get("type")}) and {", ".join(both)} asks for another; keep one'
         )
-
-
-def _make_schedule(config: RunConfig, steps_per_epoch: int, horizon: int, lr: float, notes: list[str]) -> Schedule:
-    """The flags' schedule over `horizon` steps; lines for people are added to `notes`."""
-    return Schedule(
-        name=config.sched,
-        base_lr=lr,
-        total_steps=horizon,
-        warmup_steps=_warmup_steps(config, steps_per_epoch, horizon, notes),
-        warmup_lr=config.warmup_lr,
-        min_lr=config.min_lr,
-        decay_fraction=config.wsd_decay_fraction,
-    )
 
 
 def _fill_scheduler(
