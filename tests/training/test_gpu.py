@@ -12,7 +12,6 @@ from curves import assert_same_curve, read_rows, train_rows
 from project import ROOT
 from safetensors.torch import load_file
 
-from ds_vit import randomness
 from ds_vit.models import norms_in_fp32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -77,15 +76,6 @@ def test_16_bits_stay_near_fp32(cifar, tmp_path, base):
     rows = read_rows(tmp_path / "run")
     assert_same_curve(plain, rows, rtol=3e-3, keys=("loss",))
     assert all(row["mfu"] is None or 0 < row["mfu"] < 1 for row in train_rows(rows))
-
-
-def test_draws_are_those_of_the_cpu():
-    """Randomness that depends on the device would make a GPU's curve another experiment."""
-    keys = torch.from_numpy(randomness.sample_keys(3, 1, range(1000)))
-    on_gpu = randomness.uniform(keys.cuda(), "blocks.0.drop_path1", (7,)).cpu()
-    assert torch.equal(on_gpu, randomness.uniform(keys, "blocks.0.drop_path1", (7,)))
-    normal = randomness.normal(keys.cuda(), "erase", (7,)).cpu()
-    torch.testing.assert_close(normal, randomness.normal(keys, "erase", (7,)), rtol=1e-5, atol=1e-6)
 
 
 def test_everything_random_is_the_cpus(cifar, tmp_path):

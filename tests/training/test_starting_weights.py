@@ -188,14 +188,6 @@ def test_foreign_names_keep_their_patch_size(tmp_path, capsys):
     assert "blocks.0" not in said.split("ignored: ")[1]
 
 
-def test_few_patches():
-    # Catches: a run of hours on images that are one patch.
-    argv = words("--model", NAME)
-    argv[argv.index("--img-size") + 1] = "8"
-    assert "images of 8 x 8 pixels make 1 patch of 8 x 8: attention has next to nothing to work with" in notes(argv)
-    assert "next to nothing" not in notes(words("--model", NAME))
-
-
 def test_pixels_outside_all_patches():
     # Catches: the edges of every image cut off in silence; "1 patch of 30 x 30" for a patch of 16.
     argv = words("--model", NAME)

@@ -103,7 +103,7 @@ def resolve_model(
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
     initial, notes = (None, []) if resumes else _initial_weights(config, tower_of(whole, MAIN_TOWER), classes)
-    notes += _few_patches(whole)
+    notes += _unseen_pixels(whole)
     if config.tp > 1:
         for name in tower_names(whole):
             check_cut(tower_of(whole, name), config.tp)
@@ -158,26 +158,17 @@ def _initial_weights(
     return initial, notes
 
 
-def _few_patches(whole: TimmViT) -> list[str]:
-    """Lines about pixels outside all patches, and about images with fewer than four patches."""
+def _unseen_pixels(whole: TimmViT) -> list[str]:
+    """A line about pixels outside all patches."""
     (height, width), (rows, columns) = image_size(whole), whole.patch_embed.grid_size
     patch = getattr(whole.patch_embed, "patch_size", (height // rows, width // columns))
-    notes = []
-    if rows * patch[0] < height or columns * patch[1] < width:
-        nearest = f"{rows * patch[0]} or {(rows + 1) * patch[0]}"
-        dropped = f"{height - rows * patch[0]} at the bottom and {width - columns * patch[1]} on the right"
-        notes.append(
-            f"images of {height} x {width} pixels: timm's PatchEmbed drops those that fill no patch of {patch[0]} x "
-            f"{patch[1]}, {dropped}: use --img-size {nearest}"
-        )
-    number = rows * columns
-    if number < 4:
-        notes.append(
-            f"images of {height} x {width} pixels make {number} {'patch' if number == 1 else 'patches'} of "
-            f"{patch[0]} x {patch[1]}: attention has next to nothing to work with; a larger --img-size or smaller "
-            "patches (--model-kwargs patch_size=4) make more"
-        )
-    return notes
+    if rows * patch[0] >= height and columns * patch[1] >= width:
+        return []
+    return [
+        f"images of {height} x {width} pixels have patches of {patch[0]} x {patch[1]} in {rows * patch[0]} x "
+        f"{columns * patch[1]} of them; the rest is not seen: use --img-size {rows * patch[0]} or "
+        f"{(rows + 1) * patch[0]}"
+    ]
 
 
 def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:
