@@ -13,6 +13,7 @@ Shapes: B samples, S tokens, D features, t ranks of the group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +60,25 @@ def stack_over_group(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return out.view(tp.size, *x.shape)
 
 
+_TokenFunction = Callable[[torch.Tensor, int, TensorParallel], torch.Tensor]
+"""(tensor, S of the whole sequence or 0 where it is not used, group) → tensor."""
+
+
 def _padded(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """[B, S, D] -> [B, t * ceil(S / t), D], zeros appended."""
     missing = tp.share_of(x.shape[1]) * tp.size - x.shape[1]
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+def _identity(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
+    return sum_over_group(x, tp)
+
+
+def _own_share(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """[B, S, D] -> [B, ceil(S / t), D]: this rank's tokens."""
     share = tp.share_of(x.shape[1])
     return _padded(x, tp)[:, tp.rank * share : (tp.rank + 1) * share].clone(memory_format=torch.contiguous_format)
@@ -78,7 +91,7 @@ def _all_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> tor
     return stacked.movedim(0, 1).flatten(1, 2)[:, :num_tokens].contiguous()
 
 
-def _sum_of_own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+def _sum_of_own_share(x: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """[B, S, D] on each rank -> [B, ceil(S / t), D]: the sum over the ranks, this rank's tokens of it."""
     by_rank = _padded(x, tp).unflatten(1, (tp.size, -1)).movedim(1, 0)
     out = x.new_empty(by_rank[0].shape)
@@ -87,96 +100,46 @@ def _sum_of_own_share(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     return out
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """One of the functions above forward, and its dual backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_over_group(grad, ctx.tp), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-        return sum_over_group(x, tp)
+    def forward(
+        ctx: Any, x: torch.Tensor, function: _TokenFunction, dual: _TokenFunction, num_tokens: int, tp: TensorParallel
+    ) -> torch.Tensor:
+        ctx.dual, ctx.num_tokens, ctx.tp = dual, num_tokens, tp
+        return function(x, num_tokens, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
-        ctx.tp = tp
-        return _all_tokens(share, num_tokens, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _sum_of_own_share(grad, ctx.tp), None, None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-        ctx.tp, ctx.num_tokens = tp, x.shape[1]
-        return _sum_of_own_share(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_tokens(grad, ctx.num_tokens, ctx.tp), None
-
-
-class _SplitTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-        ctx.tp, ctx.num_tokens = tp, x.shape[1]
-        return _own_share(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_tokens(grad, ctx.num_tokens, ctx.tp), None
-
-
-class _JoinTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
-        ctx.tp = tp
-        return _all_tokens(share, num_tokens, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_share(grad, ctx.tp), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.dual(grad, ctx.num_tokens, ctx.tp), None, None, None, None
 
 
 def copy_to_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """f: identity forward, all-reduce backward. What is whole outside and used by every rank's share inside."""
-    return _Copy.apply(x, tp)
+    return _Pair.apply(x, _identity, _sum, 0, tp)
 
 
 def reduce_from_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """g: all-reduce forward, identity backward. Every rank's summand -> the sum."""
-    return _Reduce.apply(x, tp)
+    return _Pair.apply(x, _sum, _identity, 0, tp)
 
 
 def gather_to_region(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """All-gather forward, reduce-scatter backward: tokens [B, ceil(S / t), D] -> [B, S, D] (S = `num_tokens`)."""
-    return _GatherTokens.apply(share, num_tokens, tp)
+    return _Pair.apply(share, _all_tokens, _sum_of_own_share, num_tokens, tp)
 
 
 def scatter_from_region(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Reduce-scatter forward, all-gather backward: every rank's summand [B, S, D] -> a share [B, ceil(S / t), D]."""
-    return _ReduceScatterTokens.apply(x, tp)
+    return _Pair.apply(x, _sum_of_own_share, _all_tokens, x.shape[1], tp)
 
 
 def split_tokens(x: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     """Split forward, all-gather backward: tokens [B, S, D], the same on every rank -> a share [B, ceil(S / t), D]."""
-    return _SplitTokens.apply(x, tp)
+    return _Pair.apply(x, _own_share, _all_tokens, x.shape[1], tp)
 
 
 def join_tokens(share: torch.Tensor, num_tokens: int, tp: TensorParallel) -> torch.Tensor:
     """All-gather forward, split backward: shares -> [B, S, D], of which every rank then computes the same."""
-    return _JoinTokens.apply(share, num_tokens, tp)
+    return _Pair.apply(share, _all_tokens, _own_share, num_tokens, tp)
