@@ -11,10 +11,9 @@ makes the parameters those of the name.
 from functools import partial
 from typing import Any
 
-from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.layers import LayerNorm
 from timm.models import VisionTransformer, build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import ParallelScalingBlock
+from timm.models.vision_transformer import ParallelScalingBlock, _cfg
 
 _22B = {
     "block_fn": ParallelScalingBlock,
@@ -43,23 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """timm's constructor arguments of each name; patches are of 14 pixels, images of 224."""
 
-default_cfgs = generate_default_cfgs(
-    {
-        name: {
-            "num_classes": 1000,
-            "input_size": (3, 224, 224),
-            "pool_size": None,
-            "crop_pct": 0.9,
-            "interpolation": "bicubic",
-            "fixed_input_size": True,
-            "mean": IMAGENET_INCEPTION_MEAN,
-            "std": IMAGENET_INCEPTION_STD,
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        }
-        for name in SIZES
-    }
-)
+default_cfgs = generate_default_cfgs({name: _cfg() for name in SIZES})
 
 
 def _register(name: str, arguments: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, sums_are_plain, sums_going_back, sums_in_fp32
 from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32
 from ds_vit.optim.build import STATES_OF_FALLBACK
+from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
 
@@ -216,10 +217,8 @@ class MemoryRules:
     def of_json(
         cls,
         json: Mapping[str, Any],
+        layout: Layout,
         *,
-        pp: int,
-        dp: int,
-        tp: int,
         compute: str,
         autocast: bool,
         average: bool,
@@ -230,9 +229,7 @@ class MemoryRules:
 
         Args:
             json: that DeepSpeed gets.
-            pp: pipeline stages.
-            dp: data-parallel ranks.
-            tp: tensor-parallel degree.
+            layout: degrees.
             compute: torch's name of the weights' type.
             autocast: as the attribute.
             average: as the attribute.
@@ -245,7 +242,7 @@ class MemoryRules:
         in_fp32 = sums_in_fp32(json)
         sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
         overlaps = zero.get("overlap_comm")
-        put_in_place = stage == pp == tp == 1 and not autocast and not (in_fp32 and of_type == 2)
+        put_in_place = stage == layout.pp == layout.tp == 1 and not autocast and not (in_fp32 and of_type == 2)
         put_in_place = put_in_place and _writes_in_place(json, compute)
         bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
         bucket *= 2 if overlaps and stage < 3 else 1
@@ -253,14 +250,14 @@ class MemoryRules:
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         return cls(
             stage=stage,
-            dp=dp,
+            dp=layout.dp,
             of_type=of_type,
             of_gradient=4 if in_fp32 else of_type,
             of_master=2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4,
             bucket=bucket if stage and not sums_apart else 0,
             live=int(max(map(float, live))),
             sums_apart=sums_apart,
-            sums_going_back=sums_going_back(json, pp=pp, dp=dp, tp=tp),
+            sums_going_back=sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp),
             put_in_place=put_in_place,
             sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
             autocast=autocast,

@@ -292,9 +292,7 @@ class Search:
         """Of a layout."""
         return MemoryRules.of_json(
             json_at_stage(self.request.json, stage),
-            pp=layout.pp,
-            dp=layout.dp,
-            tp=layout.tp,
+            layout,
             compute=self.request.compute,
             autocast=self.request.autocast,
             average=self.request.model_ema,

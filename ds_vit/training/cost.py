@@ -80,9 +80,7 @@ class Cost:
         config = self.config
         return MemoryRules.of_json(
             config.json,
-            pp=config.layout.pp,
-            dp=config.layout.dp,
-            tp=config.layout.tp,
+            config.layout,
             compute=config.precision.compute,
             autocast="autocast" in config.precision.name,
             average=config.averaged,

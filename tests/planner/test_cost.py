@@ -30,9 +30,7 @@ def step(deepspeed, stage, layout, checkpointing=None):
     json = json_at_stage(deepspeed, stage) if deepspeed is not None else {"zero_optimization": {"stage": stage}}
     rules = MemoryRules.of_json(
         json,
-        pp=layout.pp,
-        dp=layout.dp,
-        tp=layout.tp,
+        layout,
         compute="bfloat16",
         autocast=False,
         average=False,
