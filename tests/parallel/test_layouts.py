@@ -45,10 +45,6 @@ LAYOUTS = {
     "pp2 tp2 sequence": (2, 1, 2, ("--sequence-parallel",)),
     "tp3 classes": (1, 1, 3, ("--class-parallel", "on")),
     "pp2 dp2 tp2": (2, 2, 2, ()),
-    "pp4 dp2": (4, 2, 1, ()),
-    "pp4 tp2": (4, 1, 2, ()),
-    "dp4 tp2": (1, 4, 2, ()),
-    "pp2 dp4": (2, 4, 1, ()),
 }
 # name: (row of oracle.BLOCKS, arguments that differ, tolerance of the gradient norm, of weights and their average).
 # AdamW scales rounding in gradients that are zero in exact arithmetic (the key bias) up to the learning rate; trust
@@ -247,7 +243,7 @@ def test_same_curve(ranks, folders, reference, case, tmp_path):
 def test_the_selection_covers_every_pair():
     """A choice, or a pair of choices, that no test runs."""
     assert set().union(*map(features, selection())) == set().union(*map(features, full_product()))
-    assert len(selection()) < 60
+    assert len(selection()) < 55
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -263,17 +259,12 @@ def test_the_reference_moves_and_is_clipped(folders, reference, optimizer):
 
 # A layout, an optimizer of `oracle.BLOCKS`, its arguments, --layer-decay. Two ranks show an argument read wrong.
 OPTIONS = [
-    ("dp2", "lamb", {"trust_clip": True, "lr": 0.05}, None),
-    ("dp2", "lamb", {"always_adapt": True}, None),
-    ("dp2", "lamb", {"decoupled_decay": True}, None),
-    ("tp2", "lamb", {"decoupled_decay": True}, 0.7),
-    ("dp2", "lamb", {"grad_averaging": False}, None),
-    ("dp2", "lamb", {"bias_correction": False}, None),
-    ("tp2", "lamb", {"betas": [0.8, 0.95]}, 0.7),
+    ("dp2", "lamb", {"trust_clip": True, "always_adapt": True, "lr": 0.05}, None),
+    ("dp2", "lamb", {"decoupled_decay": True, "bias_correction": False}, None),
+    ("tp2", "lamb", {"decoupled_decay": True, "betas": [0.8, 0.95], "grad_averaging": False}, 0.7),
     ("dp2", "lars", {"nesterov": True}, None),
     ("dp2", "lars", {"momentum": 0.0, "always_adapt": True}, None),
-    ("tp2", "lars", {"trust_clip": True, "trust_coeff": 2.0, "lr": 0.1}, 0.7),
-    ("tp2", "lars", {"dampening": 0.3}, 0.7),
+    ("tp2", "lars", {"trust_clip": True, "trust_coeff": 2.0, "lr": 0.1, "dampening": 0.3}, 0.7),
     ("tp2", "sgd", {"nesterov": True}, 0.7),
     ("tp2", "muon", {"nesterov": True, "momentum": 0.8}, 0.7),
     ("tp2", "muon", {"conv_mode": "batched", "adjust_lr_fn": "original", "fallback_lr_scale": 0.1}, None),
@@ -310,7 +301,7 @@ def test_options_equal_timm(ranks, folders, layout, optimizer, params, layer_dec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "stage"), [("lamb", 1), ("lamb", 2), ("adamw", 3), ("lamb", 3), ("muon", 2)])
+@pytest.mark.parametrize(("optimizer", "stage"), [("lamb", 1), ("adamw", 3), ("lamb", 3)])
 def test_offloaded(ranks, folders, reference, optimizer, stage, tmp_path):
     """An offloaded optimizer that does not know where parameters lie; offloaded parameters too at stage 3."""
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
@@ -406,6 +397,21 @@ def train_slices_apart(argv):
     return main(argv)
 
 
+def train_without_tags(argv):
+    """On a rank: shards without DeepSpeed's tag, so that a norm counts those of one rank of a group only."""
+    from ds_vit.parallel.tensor import cut
+    from ds_vit.train import main
+
+    shard = cut._shard
+
+    def untagged(owner, name, *rest):
+        shard(owner, name, *rest)
+        getattr(owner, name).tensor_model_parallel = False
+
+    cut._shard = untagged
+    return main([*argv, "--check-replicas", "0"])  # which would take the shards for copies
+
+
 # name: (what differs from one rank's plain SGD run, arguments of the optimizer, blocks of the JSON, a rank's program)
 BREAKAGES = {
     "no clipping": ({}, {}, {"gradient_clipping": 0.0}, None),
@@ -414,6 +420,10 @@ BREAKAGES = {
     "nesterov": ({}, {"nesterov": True}, {}, None),
     "a flat trust ratio": ({"optimizer": "lamb"}, {}, {}, train_naively),
     "a flat trust ratio in ZeRO-0": ({"optimizer": "lamb", "stage": 0}, {}, {}, train_naively),
+    **{
+        f"untagged shards, ZeRO-{stage}": ({"layout": "tp2", "stage": stage}, {}, {}, train_without_tags)
+        for stage in (0, 1, 3)
+    },
     "orthogonal slices": ({"optimizer": "muon", "layout": "tp2"}, {}, {}, train_slices_apart),
 }
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from autoencoders import SETTINGS, autoencoder, batch_of, layers_of, loss_of
-from tp_models import cut_copies, tensor_parallel, whole_gradients
+from tp_models import close, cut_copies, tensor_parallel, whole_gradients
 
 from ds_vit.models import BridgeLayer, DecoderBlockLayer, SequentialViT
 from ds_vit.models.layers import TokenCount
@@ -47,39 +47,26 @@ def compare(kind: str, sequence_parallel: bool, interval: int, plant=None) -> No
     uncut = copy.deepcopy(layers)
     if plant is not None:
         plant(uncut)
-    cut = SequentialViT(cut_copies(uncut, tp), checkpoint_interval=interval)
+    cut, whole = SequentialViT(cut_copies(uncut, tp), checkpoint_interval=interval), SequentialViT(layers)
     for one, other in zip(layers, cut.layers, strict=True):
         if isinstance(one, DecoderBlockLayer):
             assert other.block.mlp.fc1.weight.numel() * tp.size == one.block.mlp.fc1.weight.numel()
-    whole = SequentialViT(layers)
     pixels, keys = batch_of(model, torch.float64)
-    loss = loss_of(model)
-    predictions = []
+    loss, predictions = loss_of(model), []
     for run in (whole, cut):
         predictions.append(run(pixels, keys))
         loss(predictions[-1], pixels, keys).backward()
-    torch.testing.assert_close(predictions[1], predictions[0], rtol=0, atol=1e-11)
-    # The loss is in fp32, and so is what comes back into float64 from it.
-    for one, other in zip(whole.layers, cut.layers, strict=True):
-        for parameter in other.parameters():
-            if not parameter.requires_grad:
-                assert parameter.grad is None
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = whole_gradients(other)
-        for name, parameter in one.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            largest = float(parameter.grad.abs().max())
-            assert largest > 1e-9, f"{kind}: {name} is zero: it would hide anything"
-            torch.testing.assert_close(
-                gradients[name],
-                parameter.grad,
-                rtol=0,
-                atol=1e-6 * largest,
-                msg=lambda m, name=name: f"{kind}: {name}: {m}",
-            )
+    close(predictions[1].detach(), predictions[0].detach(), "prediction")
+    for parameter in cut.parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = whole_gradients(cut)
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:  # the loss is in fp32, and so is what comes back into float64 from it
+            close(gradients[name], parameter.grad, f"{kind}: {name}", 1e-6)
     with torch.no_grad():
-        torch.testing.assert_close(cut.eval()(pixels, keys), predictions[0], rtol=0, atol=1e-11)
+        close(cut.eval()(pixels, keys), predictions[0].detach(), "prediction in evaluation")
 
 
 def compare_all(kinds: list[str], sequence_parallel: bool) -> None:
@@ -87,9 +74,8 @@ def compare_all(kinds: list[str], sequence_parallel: bool) -> None:
         compare(kind, sequence_parallel, interval=2 * (number % 2))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (2, False)])
 def test_a_cut_autoencoder_is_the_autoencoder(ranks, size, sequence_parallel):
     """A decoder left whole, a bridge whose gradients differ between ranks, tokens joined by the other half's count."""
     ranks.run(size, compare_all, list(KINDS), sequence_parallel, timeout=400)

@@ -22,7 +22,7 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.models import BlockLayer, SequentialViT, timm_names
+from ds_vit.models import BlockLayer, CheckpointFunction, SequentialViT, recompute_all, timm_names
 from ds_vit.parallel.tensor import TensorParallel, assemble, cut, cut_layer, region
 
 # Whole on every rank, of all that is two-dimensional in a block or a pooling head.
@@ -137,7 +137,7 @@ def test_a_broken_cut_is_caught(ranks, broken, arguments, message):
 SAMPLES = 2
 
 
-def bytes_sent(kind: str, sequence_parallel: bool) -> int:
+def bytes_sent(kind: str, sequence_parallel: bool, recompute: CheckpointFunction | None = None) -> int:
     """Bytes that a rank sends in a block's forward and backward, if every collective is a ring (as NCCL's)."""
     tp = tensor_parallel(sequence_parallel)
     layers = whole_layers(spec_of(*KINDS[kind]))
@@ -162,7 +162,7 @@ def bytes_sent(kind: str, sequence_parallel: bool) -> int:
         "reduce_scatter_tensor": lambda own, whole: others * own.nbytes,
     }
     with mock.patch.multiple(dist, **{name: counting(getattr(dist, name), ring) for name, ring in rings.items()}):
-        out = run(block, (own, torch.arange(SAMPLES)))
+        out = run(block, (own, torch.arange(SAMPLES)), recompute)
         out.backward(torch.ones_like(out))
     return sent
 
@@ -180,6 +180,9 @@ def test_bytes_moved(ranks, kind, regions, sequence_parallel):
     # A ring all-reduce of n bytes sends 2 (t - 1) / t n; a gather or scatter (t - 1) / t n.
     expected = regions * 2 * 2 * (size - 1) * activation // size
     assert ranks.run(size, bytes_sent, kind, sequence_parallel) == [expected] * size
+    # Recomputing sends the forward pass's again, but for the block's last sum (or scatter): nothing needs its result.
+    again = (2 * regions - (1 if sequence_parallel else 2)) * expected // (4 * regions)
+    assert ranks.run(size, bytes_sent, kind, sequence_parallel, recompute_all) == [expected + again] * size
 
 
 def names_of_cut_model() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from ds_vit.models import (
     norms_in_fp32,
     take_apart,
 )
-from ds_vit.planner.counting import _NormsByShape, kept_by_layers, saved_bytes
+from ds_vit.planner import counting
+from ds_vit.planner.counting import _NormsByShape, count_flops, kept_by_layers, layer_costs, saved_bytes
 
 MICRO_BATCH = 6
 
@@ -91,3 +94,34 @@ def test_norms_on_meta_are_shaped_as_they_run(strided, affine):
     if not affine:  # a kernel gives an undefined gradient
         counted, ran = counted[:4], ran[:4]
     assert counted == ran
+
+
+def test_layer_costs_add_up():
+    """Costs that miss a layer would unbalance the stages."""
+    model = create_model(ModelSpec("vit_base_patch16_siglip_224"))
+    costs = layer_costs(model)
+    assert sum(cost.flops for cost in costs) == count_flops(model).forward
+    assert len(costs) == len(model.blocks) + 2
+    # sbd(20 + 4r) bytes in fp32 with r = 4 and no fused layers below, within a factor: attention's tables aside.
+    tokens, width = 196, 768
+    assert 0.5 < costs[1].activation_bytes / (2 * tokens * width * 34) < 2.0
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_rope_mixed_224"])
+def test_blocks_that_are_alike_are_counted_once(name, monkeypatch):
+    """A block that costs something else and is taken for its neighbour; and blocks that are all counted."""
+    model = create_model(ModelSpec(name, num_classes=10, drop_path=0.1))
+    count, counted = counting._count_forward, []
+    monkeypatch.setattr(counting, "_count_forward", lambda layer, value: counted.append(layer) or count(layer, value))
+    layer_costs(model)
+    assert len(counted) == 3
+    wide = model.blocks[5].mlp
+    wide.fc1 = torch.nn.Linear(wide.fc1.in_features, 7, device="meta")
+    wide.fc2 = torch.nn.Linear(7, wide.fc2.out_features, device="meta")
+    once, numbers = layer_costs(model), itertools.count()
+    monkeypatch.setattr(counting, "cost_key", lambda block: next(numbers))
+    each = layer_costs(model)
+    assert [cost.flops for cost in once] == [cost.flops for cost in each]
+    # A first block without drop-path lacks its mask of four bytes an image.
+    assert [c.activation_bytes for c in once] == pytest.approx([c.activation_bytes for c in each], abs=8)
+    assert once[6].flops != once[5].flops == once[7].flops

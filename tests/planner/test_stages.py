@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ds_vit.planner import pipeline
-from ds_vit.planner.pipeline import balance, fastest_bounds, seconds_of_step, stage_costs
+from ds_vit.planner.pipeline import balance, check_bounds, fastest_bounds, seconds_of_step, stage_costs
 
 PAIRS = [(1, 1), (2, 2), (2, 8), (3, 4), (4, 4), (4, 16), (6, 5), (8, 32), (3, 1), (5, 40), (4, 9)]
 MEETINGS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
@@ -108,3 +108,51 @@ def test_illegal_bounds_are_not_taken():
 def test_of_equally_fast_bounds_those_with_less_memory_are_taken():
     # Catches: a layer that takes no time but much memory on the first stage, which holds two micro-batches.
     assert fastest_bounds([(1.0, 2.0), (0.0, 0.0), (1.0, 2.0)], [1.0, 9.0, 1.0], 2, 4) == [0, 1, 3]
+
+
+def brute_force(flops, memory, stages):
+    """The best (busiest stage's work, largest peak) over all cuts."""
+    layers = len(flops)
+    scores = []
+    for inner in itertools.combinations(range(1, layers), stages - 1):
+        cut = [0, *inner, layers]
+        parts = list(itertools.pairwise(cut))
+        work = max(sum(flops[a:b]) for a, b in parts)
+        peak = max(sum(memory[a:b]) * (stages - i) for i, (a, b) in enumerate(parts))
+        scores.append((work, peak))
+    return min(scores)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stages_are_balanced(seed):
+    """A cut that is not the best one: the slowest stage sets the pace of a pipeline."""
+    draw = random.Random(seed)
+    layers, stages = draw.randint(2, 9), draw.randint(1, 4)
+    stages = min(stages, layers)
+    flops = [draw.randint(0, 5) for _ in range(layers)]
+    memory = [draw.randint(0, 5) for _ in range(layers)]
+    bounds = balance(flops, memory, stages)
+    parts = list(itertools.pairwise(bounds))
+    assert (bounds[0], bounds[-1], len(parts)) == (0, layers, stages)
+    assert all(a < b for a, b in parts)
+    work = max(sum(flops[a:b]) for a, b in parts)
+    peak = max(sum(memory[a:b]) * (stages - i) for i, (a, b) in enumerate(parts))
+    best = brute_force(flops, memory, stages)
+    assert work == best[0]
+    assert peak >= best[1]
+
+
+def test_equal_blocks_are_cut_evenly_and_early_stages_get_fewer():
+    """12 equal blocks over 5 stages: no stage has more than 3, and the first, which keeps most, is not the fullest."""
+    bounds = balance([0, *[1] * 12, 0], [0, *[1] * 12, 0], 5)
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
+    assert max(sizes) <= 4
+    assert bounds[1] - 1 <= 3
+
+
+def test_check_bounds():
+    """Explicit bounds that lose a layer."""
+    assert check_bounds([0, 2, 5], 5, 2) == [0, 2, 5]
+    for bad in ([0, 5], [0, 2, 4], [1, 2, 5], [0, 3, 3, 5], [0, 4, 2, 5]):
+        with pytest.raises(ValueError, match="rising numbers"):
+            check_bounds(bad, 5, 2)
