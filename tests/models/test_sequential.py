@@ -108,48 +108,6 @@ def test_images_are_cast_to_the_weights():
     assert model.to(torch.bfloat16)(images(TINY)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 7])
-def test_checkpointing_groups_the_blocks(interval):
-    """A block outside every group, or in two; recomputation that does not happen."""
-    spec = small_spec("vit_tiny_patch16_224", depth=5)
-    model = our_model(spec, checkpoint_interval=interval)
-    plain = our_model(spec)
-    runs = []
-    for layer in model.layers[1:-1]:
-        layer.register_forward_pre_hook(lambda module, *_: runs.append(module.index))
-    logits = model(images(spec))
-    assert runs == [0, 1, 2, 3, 4]
-    logits.sum().backward()
-    groups = [list(range(start, min(start + interval, 5))) for start in range(0, 5, interval)]
-    assert runs[5:] == [index for group in reversed(groups) for index in group]
-    plain(images(spec)).sum().backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
-    with torch.no_grad():
-        runs.clear()
-        model(images(spec))
-        assert runs == [0, 1, 2, 3, 4]
-
-
-def test_checkpointing_saves_memory():
-    """Activations that are kept although they will be recomputed."""
-
-    def kept_elements(interval):
-        count = 0
-
-        def pack(tensor):
-            nonlocal count
-            count += tensor.numel()
-            return tensor
-
-        model = our_model(small_spec("vit_tiny_patch16_224", depth=4), checkpoint_interval=interval)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(images(TINY))
-        return count
-
-    assert kept_elements(1) < 0.2 * kept_elements(0)
-
-
 def test_a_checkpoint_function_is_used():
     """A JSON's wish for CPU checkpointing that nobody hears."""
     calls = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from ds_vit.models import Layer, ModelSpec, SequentialViT, create_model, initialise, take_apart
+from ds_vit.models import Layer, ModelSpec, SequentialViT, create_model, initialise, supported_names, take_apart
 
 # One name for each kind of thing that a block, an embedding or a head can be made of.
 KINDS = {
@@ -125,6 +126,20 @@ def what_it_computes(model: nn.Module) -> tuple[Any, ...]:
         shapes = [(n, tuple(t.shape)) for n, t in [*module.named_parameters(), *module.named_buffers()] if "." not in n]
         parts.append((name, type(module).__qualname__, tuple(sorted(own.items())), tuple(shapes)))
     return tuple(parts)
+
+
+@functools.cache
+def different_names() -> tuple[str, ...]:
+    """A name of each model that differs from the others when it is small: many differ in depth, width or weights only.
+
+    Four patches a side; grouped queries and random rotary coordinates as `small_kwargs` and the tests set them.
+    """
+    by_model: dict[object, str] = {}
+    for name in supported_names():
+        model = create_model(small_spec(name, img_size=small_image_size(name)), for_training=False)
+        by_model.setdefault(what_it_computes(model), name)
+    assert len(by_model) > 80
+    return tuple(by_model.values())
 
 
 def images(spec: ModelSpec, count: int = 2) -> torch.Tensor:

@@ -76,8 +76,7 @@ def clouds(seed, count, width=12):
 TRAIN, VALIDATION = clouds(1, 130), clouds(2, 60)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("k", [1, 20, 130])
+@pytest.mark.parametrize(("world", "k"), [(1, 20), (3, 1), (3, 130)])
 def test_neighbours_are_those_of_scikit_learn(ranks, world, k):
     """A block or a rank whose images are lost, lengths that count, a plain vote, another temperature."""
     reference = KNeighborsClassifier(k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
@@ -96,8 +95,7 @@ def test_ranks_without_a_training_image(ranks, kind, arguments):
     assert judged(ranks, 3, kind, few, VALIDATION, **arguments) == judged(ranks, 1, kind, few, VALIDATION, **arguments)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_ties(ranks, world):
+def test_ties(ranks):
     """Neighbours or classes that are chosen by the order in which ranks, blocks or a sort happen to give them."""
     east, north = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     train = torch.stack([north if place in (0, 30) else east * (1 + place % 3) for place in range(40)])
@@ -106,20 +104,19 @@ def test_ties(ranks, world):
     targets[[0, 30]] = torch.tensor([2, 0])  # those in the north
     validation = torch.stack([east, north]), torch.tensor([3, 0])
     few = {"numbers_at_once": 14}  # blocks of two images
-    assert judged(ranks, world, NearestNeighbours, (train, targets), validation, **few, k=1)[0] == [3, 2]
-    assert judged(ranks, world, NearestNeighbours, (train, targets), validation, **few, k=2)[0] == [1, 0]
-    assert judged(ranks, world, NearestNeighbours, (train, targets), validation, **few, k=3)[0] == [1, 0]
+    assert judged(ranks, 3, NearestNeighbours, (train, targets), validation, **few, k=1)[0] == [3, 2]
+    assert judged(ranks, 3, NearestNeighbours, (train, targets), validation, **few, k=2)[0] == [1, 0]
+    assert judged(ranks, 3, NearestNeighbours, (train, targets), validation, **few, k=3)[0] == [1, 0]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_linear_probe_is_scikit_learns(ranks, world):
+def test_the_linear_probe_is_scikit_learns(ranks):
     """A share that counts twice, statistics of one rank, a bias that is held small."""
     train = TRAIN[0] * torch.linspace(1, 50, 12) + 7.0, TRAIN[1]
     validation = VALIDATION[0] * torch.linspace(1, 50, 12) + 7.0, VALIDATION[1]
     scaler = StandardScaler().fit(train[0].double().numpy())
     reference = LogisticRegression(tol=1e-8, max_iter=1000).fit(scaler.transform(train[0].double().numpy()), train[1])
     expected = reference.predict(scaler.transform(validation[0].double().numpy()))
-    predicted, figures = judged(ranks, world, LinearProbe, train, validation)
+    predicted, figures = judged(ranks, 3, LinearProbe, train, validation)
     assert predicted == expected.tolist()
     assert figures["linear_top1"] == pytest.approx(100 * np.mean(expected == validation[1].numpy()))
 
@@ -186,24 +183,19 @@ def by_timm(task, data):
     )
 
 
-LAYOUTS = {
-    "one": (1, 1, []),
-    "dp3 ZeRO-3": (3, 3, []),
-    "pp2": (2, 1, ["--pp", 2]),
-    "pp3, the decoder on stages of its own": (3, 0, ["--pp", 3, "--pp-partition", "0,3,6,8"]),
-    "tp2 sequence parallel": (2, 1, ["--tp", 2, "--sequence-parallel"]),
-    "tp2 pp2 sequence parallel": (4, 1, ["--tp", 2, "--pp", 2, "--sequence-parallel"]),
-}
+# A task, ranks, ZeRO stage and further flags; one has the decoder on stages of its own.
+LAYOUTS = [
+    ("classification", 3, 3, []),
+    ("classification", 4, 1, ["--tp", 2, "--pp", 2, "--sequence-parallel", "--class-parallel", "on"]),
+    ("mae", 1, 1, []),
+    ("mae", 3, 0, ["--pp", 3, "--pp-partition", "0,3,6,8"]),
+    ("mae", 2, 1, ["--tp", 2, "--sequence-parallel"]),
+]
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_features_of_every_layout(ranks, data, tmp_path, task, layout):
+@pytest.mark.parametrize(("task", "world", "stage", "words"), LAYOUTS, ids=str)
+def test_features_of_every_layout(ranks, data, tmp_path, task, world, stage, words):
     """A mask that is left on, the classifier's outputs, features that a stage loses; an image twice."""
-    world, stage, words = LAYOUTS[layout]
-    if task == "classification":
-        words = [word if word != "0,3,6,8" else "0,2,4,5" for word in words]
-        words += ["--class-parallel", "on"] if "--tp" in words else []
     words = [*words_of(task, data, stage), *words, "--eval-only", "--eval-knn", 5, "--eval-linear-probe"]
     [row] = train_in(ranks, world, [*words, "--output", tmp_path / "run"])
     assert (row["knn_top1"], row["linear_top1"]) == pytest.approx(by_timm(task, data))
