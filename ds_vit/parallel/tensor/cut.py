@@ -206,7 +206,8 @@ def _cut_rows(linear: nn.Linear, sections: tuple[int, ...], region: Region, leav
 def _cut_norm(norm: nn.Module, tp: TensorParallel) -> None:
     for name, parameter in list(norm.named_parameters(recurse=False)):
         _shard(norm, name, 0, tuple(parameter.shape), tp)
-    ShardedNorm.of(norm, NORMS[type(norm)], tp)
+    shape = (norm.normalized_shape[0] // tp.size,)
+    convert(norm, ShardedNorm, centred=NORMS[type(norm)], tp=tp, normalized_shape=shape)
 
 
 def _divide(value: int | list[int], size: int) -> int | list[int]:
@@ -229,7 +230,7 @@ def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Par
         _cut_norm(norm, tp)
     for _, dropout in _members(module, plan.dropouts):
         if isinstance(dropout, KeyedDropout):
-            ShareDropout.of(dropout, -1, tp)
+            convert(dropout, ShareDropout, dim=-1, tp=tp)
     for name in plan.divided:
         setattr(module, name, _divide(getattr(module, name), tp.size))
     convert(module, plan.cut_class, region=region)
@@ -240,16 +241,12 @@ def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Par
     ]
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "tensor_model_parallel", False)
-
-
 def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
     """Sequence parallelism: what lies outside the regions works on this rank's tokens."""
     if isinstance(layer, BlockLayer):
         for module in layer.modules():
             if type(module) is KeyedDropout:
-                ShareDropout.of(module, 1, tp)
+                convert(module, ShareDropout, dim=1, tp=tp)
     else:
         convert(layer, _OUTSIDE_BLOCKS[type(layer)], tp=tp)
 
@@ -284,7 +281,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
         if tp.sequence_parallel:
             _share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):
-                summed = [parameter for parameter in layer.parameters() if not _is_sharded(parameter)]
+                summed = [p for p in layer.parameters() if not getattr(p, "tensor_model_parallel", False)]
         for parameter in summed:
             _sum_gradient(parameter, tp)
     for parameter in layer.parameters():

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vit.models.keyed_drop import convert
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group, sum_over_group
 
 
@@ -69,18 +68,10 @@ class _ShardedNorm(torch.autograd.Function):
 
 
 class ShardedNorm(nn.Module):
-    """What a timm norm over sharded features becomes: its weight and bias are this rank's [d].
-
-    `of` converts a norm in place, so that names stay.
-    """
+    """What `convert` makes of a timm layer norm (`centred`) or RMS norm over sharded features: this rank's [d]."""
 
     centred: bool
     tp: TensorParallel
-
-    @classmethod
-    def of(cls, norm: nn.Module, centred: bool, tp: TensorParallel) -> None:
-        """Turn a layer norm (`centred`) or an RMS norm with sliced weights into a sharded one, in place."""
-        convert(norm, cls, centred=centred, tp=tp, normalized_shape=(norm.normalized_shape[0] // tp.size,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., d] -> the same, in x's type; computed in float32 at least."""

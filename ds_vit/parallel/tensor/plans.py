@@ -7,7 +7,7 @@ A class that is not here is not cut. In a block, where that would leave weights 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from timm.layers import Attention, AttentionPoolLatent, AttentionRope, DiffAttention, GluMlp, Mlp, SwiGLU
@@ -105,99 +105,70 @@ def _out_proj(block: nn.Module) -> tuple[int, ...]:
     return width, hidden
 
 
+_ATTENTION = CutPlan(
+    CutAttention,
+    _heads,
+    columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
+    rows={"proj": 1},
+    norms=("norm",),
+    partial=("q_norm", "k_norm"),
+    divided=("num_heads", "attn_dim"),
+)
+_MLP = CutPlan(
+    CutMlp,
+    lambda module: {"hidden size": module.fc2.in_features},
+    columns={"fc1": 1},
+    rows={"fc2": 1},
+    norms=("norm",),
+    dropouts=("drop1",),
+    partial=("act",),
+)
+_PARALLEL = CutPlan(
+    CutParallelScalingBlock,
+    _parallel_counts,
+    columns={"in_proj": _in_proj},
+    rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
+    summands=("attn_out_proj", "mlp_out_proj"),
+    vectors=("mlp_bias",),
+    dropouts=("mlp_drop",),
+    partial=("mlp_act", "q_norm", "k_norm"),
+    divided=("num_heads", "in_split"),
+)
+
 PLANS: dict[type[nn.Module], CutPlan] = {
-    Attention: CutPlan(
-        CutAttention,
-        _heads,
-        columns={"qkv": 3, "gate": 1},
-        rows={"proj": 1},
-        norms=("norm",),
-        partial=("q_norm", "k_norm"),
-        divided=("num_heads", "attn_dim"),
-    ),
-    AttentionRope: CutPlan(
-        CutAttentionRope,
-        lambda module: {"num_heads": module.num_heads, "num_kv_heads": module.num_kv_heads},
-        columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
-        rows={"proj": 1},
-        norms=("norm",),
-        partial=("q_norm", "k_norm"),
+    Attention: _ATTENTION,
+    AttentionRope: replace(
+        _ATTENTION,
+        cut_class=CutAttentionRope,
+        counts=lambda module: {"num_heads": module.num_heads, "num_kv_heads": module.num_kv_heads},
         divided=("num_heads", "num_kv_heads", "attn_dim", "kv_dim"),
     ),
-    EvaAttention: CutPlan(
-        CutEvaAttention,
-        _heads,
-        columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
-        rows={"proj": 1},
-        vectors=("q_bias", "k_bias", "v_bias"),
-        norms=("norm",),
-        partial=("q_norm", "k_norm"),
-        divided=("num_heads",),
+    EvaAttention: replace(
+        _ATTENTION, cut_class=CutEvaAttention, vectors=("q_bias", "k_bias", "v_bias"), divided=("num_heads",)
     ),
-    DiffAttention: CutPlan(
-        CutDiffAttention,
-        _heads,
-        columns={"qkv": 3},
-        rows={"proj": 1},
-        norms=("norm",),
+    DiffAttention: replace(
+        _ATTENTION,
+        cut_class=CutDiffAttention,
         partial=("q_norm", "k_norm", "sub_norm", *_LAMBDAS),
         divided=("num_heads",),
     ),
-    Mlp: CutPlan(
-        CutMlp,
-        lambda module: {"hidden size": module.fc2.in_features},
-        columns={"fc1": 1},
-        rows={"fc2": 1},
-        norms=("norm",),
-        dropouts=("drop1",),
-        partial=("act",),
-    ),
-    GluMlp: CutPlan(
-        CutGluMlp,
-        lambda module: {"hidden size": module.fc2.in_features},
-        columns={"fc1": 2},
-        rows={"fc2": 1},
-        norms=("norm",),
-        dropouts=("drop1",),
-        partial=("act",),
-    ),
-    SwiGLU: CutPlan(
-        CutSwiGLU,
-        lambda module: {"hidden size": module.fc2.in_features},
-        columns={"fc1_g": 1, "fc1_x": 1},
-        rows={"fc2": 1},
-        norms=("norm",),
-        dropouts=("drop1",),
-        partial=("act",),
-    ),
-    GeGluMlp: CutPlan(
-        CutGeGluMlp,
-        lambda module: {"hidden size": module.w2.in_features},
+    Mlp: _MLP,
+    GluMlp: replace(_MLP, cut_class=CutGluMlp, columns={"fc1": 2}),
+    SwiGLU: replace(_MLP, cut_class=CutSwiGLU, columns={"fc1_g": 1, "fc1_x": 1}),
+    GeGluMlp: replace(
+        _MLP,
+        cut_class=CutGeGluMlp,
+        counts=lambda module: {"hidden size": module.w2.in_features},
         columns={"w0": 1, "w1": 1},
         rows={"w2": 1},
-        dropouts=("drop1",),
+        norms=(),
         partial=("act", "norm"),  # over whole features, but inside: it feeds this rank's columns only
     ),
-    ParallelScalingBlock: CutPlan(
-        CutParallelScalingBlock,
-        _parallel_counts,
-        columns={"in_proj": _in_proj},
-        rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
-        summands=("attn_out_proj", "mlp_out_proj"),
-        vectors=("mlp_bias",),
-        dropouts=("mlp_drop",),
-        partial=("mlp_act", "q_norm", "k_norm"),
-        divided=("num_heads", "in_split"),
-    ),
-    DiffParallelScalingBlock: CutPlan(
-        CutDiffParallelScalingBlock,
-        _parallel_counts,
-        columns={"in_proj": _in_proj},
-        rows={"out_proj": _out_proj},
-        vectors=("mlp_bias",),
-        dropouts=("mlp_drop",),
+    ParallelScalingBlock: _PARALLEL,
+    DiffParallelScalingBlock: replace(
+        _PARALLEL,
+        cut_class=CutDiffParallelScalingBlock,
         partial=("mlp_act", "q_norm", "k_norm", "sub_norm", *_LAMBDAS),
-        divided=("num_heads", "in_split"),
     ),
     AttentionPoolLatent: CutPlan(
         CutAttentionPoolLatent,

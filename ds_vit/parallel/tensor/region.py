@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_vit.models.keyed_drop import KeyedDropout, convert
+from ds_vit.models.keyed_drop import KeyedDropout
 from ds_vit.models.layers import TokenCount
 from ds_vit.parallel.tensor.collectives import (
     TensorParallel,
@@ -86,15 +86,10 @@ class SummandLinear(nn.Linear):
 
 
 class ShareDropout(KeyedDropout):
-    """Dropout on a share of the tokens or of the features, with its part of the mask of the whole."""
+    """Dropout on a share of the tokens (`dim` 1) or of the features (-1), with its part of the mask of the whole."""
 
     tp: TensorParallel
     dim: int
-
-    @classmethod
-    def of(cls, dropout: KeyedDropout, dim: int, tp: TensorParallel) -> None:
-        """Turn a keyed dropout into one on a share along `dim` (1: tokens, -1: features), in place."""
-        convert(dropout, cls, dim=dim, tp=tp)
 
     def uniform(self, shape: tuple[int, ...] = ()) -> torch.Tensor:
         """This rank's part of the draws for the whole: [B, *shape].
