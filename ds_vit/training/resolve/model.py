@@ -164,10 +164,11 @@ def _unseen_pixels(whole: TimmViT) -> list[str]:
     patch = getattr(whole.patch_embed, "patch_size", (height // rows, width // columns))
     if rows * patch[0] >= height and columns * patch[1] >= width:
         return []
+    nearest = f"{rows * patch[0]} or {(rows + 1) * patch[0]}"
+    dropped = f"{height - rows * patch[0]} at the bottom and {width - columns * patch[1]} on the right"
     return [
-        f"images of {height} x {width} pixels have patches of {patch[0]} x {patch[1]} in {rows * patch[0]} x "
-        f"{columns * patch[1]} of them; the rest is not seen: use --img-size {rows * patch[0]} or "
-        f"{(rows + 1) * patch[0]}"
+        f"images of {height} x {width} pixels: timm's PatchEmbed drops those that fill no patch of {patch[0]} x "
+        f"{patch[1]}, {dropped}: use --img-size {nearest}"
     ]
 
 
