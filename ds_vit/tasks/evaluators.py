@@ -24,6 +24,7 @@ from ds_vit.tasks.metrics import Batch, Figure, Metrics
 
 TEMPERATURE = 0.07
 _NUMBERS_AT_ONCE = 1 << 23  # 64 MiB in float64
+_LEAST_DEVIATION = 1e-3  # of a feature, relative to the root mean square of all features
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class LinearProbe(_Top1):
     """Multinomial logistic regression on standardised features, as scikit-learn's `LogisticRegression` with C = 1.
 
     The least of sum(cross-entropy) + |weights|^2 / 2 over the training split, found by L-BFGS in float64: there is one,
-    so there is no learning rate to choose, and every layout finds the same.
+    so there is no learning rate to choose, and every layout finds the same. A feature whose deviation is below a
+    thousandth of the features' root mean square is divided by that thousandth instead.
 
     Args:
         bank: this rank's share of the training split.
@@ -215,7 +217,10 @@ class LinearProbe(_Top1):
         for features, _, _ in bank.blocks(block):
             moments[1] += (features.double() - mean).square().sum(0)
         deviation = (self._sum(moments[1]) / count).sqrt()
-        deviation[deviation == 0] = 1.0  # a feature that is always the same says nothing
+        # What varies less than this is rounding to a large part, and rounding differs between layouts: not magnified.
+        least = _LEAST_DEVIATION * (mean.square() + deviation.square()).mean().sqrt()
+        deviation.clamp_(min=least)
+        deviation[deviation == 0] = 1.0
 
         # The last column is the bias, which is not held small.
         weights = moments.new_zeros(bank.num_classes, width + 1, requires_grad=True)

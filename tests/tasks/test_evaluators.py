@@ -121,6 +121,21 @@ def test_the_linear_probe_is_scikit_learns(ranks):
     assert figures["linear_top1"] == pytest.approx(100 * np.mean(expected == validation[1].numpy()))
 
 
+def test_rounding_of_features_that_hardly_vary_decides_nothing(ranks):
+    """An image that is right in one layout and wrong in another: the classes of a young model's features."""
+    generator = torch.Generator().manual_seed(3)
+    level = torch.randn(12, generator=generator)
+    scale = torch.tensor([1.0, 1e-6]).repeat(6)  # of every second feature fp32 keeps one digit
+    train, validation = (level + scale * features for features in (TRAIN[0], VALIDATION[0]))
+    answers = []
+    for _ in range(3):
+        noise = [1 + 1e-7 * torch.randn(part.shape, generator=generator) for part in (train, validation)]
+        found = judged(ranks, 1, LinearProbe, (train * noise[0], TRAIN[1]), (validation * noise[1], VALIDATION[1]))
+        answers.append(found)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][1]["linear_top1"] > 50, "the other features decide"
+
+
 # ---- features of a run, in its layout ------------------------------------------------------------------------------
 
 NAME, KWARGS = "vit_tiny_patch16_224", {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 6}
