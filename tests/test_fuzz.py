@@ -6,6 +6,7 @@ One of them again:             pytest tests/test_fuzz.py -k combination --fuzz-s
 
 import contextlib
 import dataclasses
+import json
 from unittest import mock
 
 import fuzz
@@ -33,7 +34,11 @@ def data(tmp_path_factory, real_images):
 
 def test_combination(ranks, data, tmp_path, request, index):
     """Anything that makes a layout, or an interruption, a hyper-parameter, in whatever combination it takes."""
-    fuzz.run_one(fuzz.Runner(ranks, data, tmp_path / "runs"), request.config.getoption("--fuzz-seed"), index)
+    option = request.config.getoption
+    worst = fuzz.run_one(fuzz.Runner(ranks, data, tmp_path / "runs"), option("--fuzz-seed"), index)
+    if option("--fuzz-report"):
+        with open(option("--fuzz-report"), "a") as file:
+            print(json.dumps({"index": index, **worst}), file=file)
 
 
 _FIRST = ("vit_small_patch16_18x2_224", "399")
@@ -44,7 +49,7 @@ _ALWAYS_SOMEWHERE = """
     --mixup-switch-prob --mixup-off-epoch --bce-loss --bce-sum --bce-target-thresh --layer-decay --model-ema
     --model-ema-warmup --clip-grad --drop --drop-path --linear-probe --freeze --norm-dtype --spike-factor
     --grad-stats-interval --sched --min-lr --pp-partition --sequence-parallel --class-parallel --grad-checkpointing
-    selective --check-replicas --drop-path-compute kept all
+    selective --check-replicas --drop-path-compute kept all --eval-knn --eval-linear-probe --rollback
 """
 
 
@@ -58,6 +63,10 @@ def test_everything_is_drawn_and_drawn_again():
     assert {c.optimizer for c in drawn} == set(fuzz.OPTIMIZERS)
     assert {c.precision for c in drawn} == set(fuzz.TOLERANCES)
     assert {c.interruption.kind for c in drawn} == {"killed", "told", "signal"}
+    assert {c.interruption.second_start for c in drawn} == {None, (), ("--resume", "auto")}
+    damaged = [c.words for c in drawn if c.data == "damaged"]
+    assert any("--eval-knn" in words for words in damaged)
+    assert any("--rollback" in words for words in damaged)
     layouts = [layout for c in drawn for layout in c.layouts[1:]]
     stages = {(layout.json["zero_optimization"]["stage"], layout.world) for layout in layouts}
     assert stages >= {(stage, world) for stage in range(4) for world in (2, 3, 4)}
@@ -206,6 +215,48 @@ def image_counted_twice():
         yield
 
 
+@contextlib.contextmanager
+def neighbours_of_the_next_class():
+    """k-NN takes an image for the class after the one that its neighbours vote for."""
+    from ds_vit.tasks.evaluators import NearestNeighbours
+
+    predict = NearestNeighbours.predict
+    with mock.patch.object(NearestNeighbours, "predict", lambda *args: (predict(*args) + 1) % 11):
+        yield
+
+
+@contextlib.contextmanager
+def batch_left_out():
+    """A rollback leaves out one batch too many."""
+    from ds_vit.training.trainer import Trainer
+
+    roll_back = Trainer._roll_back
+
+    def again(self, bad):
+        roll_back(self, bad)
+        self.checkpoints.skipped_batches += 1
+
+    with mock.patch.object(Trainer, "_roll_back", again):
+        yield
+
+
+@contextlib.contextmanager
+def lock_forgotten():
+    """A run does not lock its folder."""
+    from ds_vit.training.output import FolderLock
+
+    enter = FolderLock.__enter__
+
+    def forget(self):
+        enter(self)
+        self._released.set()
+        self._path.unlink(missing_ok=True)
+        return self
+
+    with mock.patch.object(FolderLock, "__enter__", forget):
+        yield
+
+
 # What is broken → where it shows, and as what.
 BREAKAGES = {
     loss_factor: "layout 1: the curves part .*\n.*\n.*loss",
@@ -216,6 +267,16 @@ BREAKAGES = {
     momentum_lost: "gone on after step 2 in layout 4: the curves part",
     step_lost: "gone on after step 2 in layout 4: the curves have different steps",
     image_counted_twice: "layout 1: evaluation at step 2: images 23 and 24",
+    neighbours_of_the_next_class: "layout 1: evaluation at step 2: knn_top1",
+    batch_left_out: "layout 1: the curves part",
+    lock_forgotten: "layout1: exit codes (.*\n)*a second start in the folder of a run ended with",
+}
+# Breakages that an ordinary combination does not meet → the one that does.
+_STARTED_TWICE = dataclasses.replace(ORDINARY.interruption, second_start=())
+MEETS = {
+    neighbours_of_the_next_class: dataclasses.replace(ORDINARY, words=(*ORDINARY.words, "--eval-knn", "5")),
+    batch_left_out: dataclasses.replace(ORDINARY, words=(*ORDINARY.words, "--rollback", "1"), bad_batch=2),
+    lock_forgotten: dataclasses.replace(ORDINARY, interruption=_STARTED_TWICE),
 }
 
 
@@ -228,7 +289,7 @@ def test_what_is_broken_is_seen(ranks, data, tmp_path, breakage):
         assert runner.check(ORDINARY)["grad_norm"] > 0
         return
     with pytest.raises(AssertionError, match=BREAKAGES[breakage]) as seen:
-        runner.check(ORDINARY)
+        runner.check(MEETS.get(breakage, ORDINARY))
     assert "again: pytest tests/test_fuzz.py -k combination --fuzz-seed 0 --fuzz-first -1" in str(seen.value)
 
 

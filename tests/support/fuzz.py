@@ -1,8 +1,9 @@
 """Combinations drawn from all that can be asked for, each trained in five layouts that must give one curve.
 
 A combination is a function of (seed, index) alone: model, head, data, augmentation, loss, optimizer, schedule,
-precision, an interruption, and the layouts. The first layout is one process; three others, and a run that was
-interrupted in one layout and went on in another, must have its losses, gradient norms and evaluation.
+precision, evaluators of features, damaged images, a batch that forces a rollback, an interruption, a second start in
+the same folder, and the layouts. The first layout is one process; three others, and a run that was interrupted in one
+layout and resumed in another, must have its losses, gradient norms, evaluation and rollback.
 
 What can be asked for is drawn freely within the documented rules. What the trainer refuses (exit code 2) in one
 process is drawn again, and counted. What it refuses in some other layout alone must be one of `LAYOUT_RULES`. Anything
@@ -21,6 +22,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,8 +33,10 @@ from unittest import mock
 
 import tp_models
 import vits
+from accidents import spoil_batches
 from curves import Row, assert_same_curve, largest_deviation, read_rows, train_rows
 from oracle import cifar_folder
+from project import ROOT
 from ranks import RankPool
 from safetensors.torch import save_file
 
@@ -112,6 +117,8 @@ class Interruption:
         rank: that gets the signal.
         layout: that it begins in, as its place in `Combination.layouts`.
         in_place: it goes on in its own folder (--resume auto).
+        second_start: what another launch into the folder of this run says while it trains its step; it must be
+            rejected. None: there is none.
     """
 
     kind: str
@@ -119,6 +126,7 @@ class Interruption:
     rank: int
     layout: int
     in_place: bool
+    second_start: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,8 @@ class Combination:
     shaken: bool
     layouts: tuple[Layout, ...]
     interruption: Interruption
+    bad_batch: int | None = None
+    """Number of a global batch that is not finite; `words` then ask for a rollback and for each step's checkpoint."""
 
     @property
     def optimizer(self) -> str:
@@ -156,6 +166,7 @@ class Combination:
             json.dumps(self.json),
             *(f"layout {number}: {layout}" for number, layout in enumerate(self.layouts)),
             str(self.interruption),
+            *([] if self.bad_batch is None else [f"batch {self.bad_batch} is not finite"]),
         ]
         return "\n".join(lines)
 
@@ -177,7 +188,9 @@ class _Draw(random.Random):
 
 def draw(seed: int, index: int, attempt: int = 0) -> Combination:
     """A combination; the next attempt where the one before was refused."""
-    return _combination(_Draw(f"{seed}:{index}:{attempt}:0"), seed, index)
+    return _accidents(
+        _Draw(f"{seed}:{index}:{attempt}:1"), _combination(_Draw(f"{seed}:{index}:{attempt}:0"), seed, index)
+    )
 
 
 def _combination(rng: _Draw, seed: int, index: int) -> Combination:
@@ -248,6 +261,27 @@ def _combination(rng: _Draw, seed: int, index: int) -> Combination:
         shaken=rng.maybe(0.8),
         layouts=tuple(layouts),
         interruption=interruption,
+    )
+
+
+def _accidents(rng: _Draw, combination: Combination) -> Combination:
+    """A combination with evaluators of features, damaged images, a rollback and a second start, each in some."""
+    words: list[Any] = []
+    data = "damaged" if combination.data == "cifar29" and rng.maybe(0.2) else combination.data
+    if data not in ("labels", "one-label"):
+        words += ["--eval-knn", rng.choice([1, 5, 19])] if rng.maybe(0.25) else []
+        words += ["--eval-linear-probe"] if rng.maybe(0.2) else []
+    bad_batch = None
+    if combination.precision not in ("fp16", "pure bf16") and rng.maybe(0.2):
+        bad_batch = rng.randrange(1, combination.steps)
+        words += ["--rollback", rng.choice([1, 2])]
+    start = rng.choice([(), ("--resume", "auto")])
+    return dataclasses.replace(
+        combination,
+        data=data,
+        words=(*combination.words, *map(str, words)),
+        bad_batch=bad_batch,
+        interruption=dataclasses.replace(combination.interruption, second_start=start if rng.maybe(0.1) else None),
     )
 
 
@@ -547,8 +581,9 @@ def make_data(folder: Path, archives: Path) -> None:
         cifar_folder(archives / "test.tar", folder / name, val, "val")
     whole = folder / "cifar29"
     shutil.copytree(whole, folder / "damaged")
-    broken = sorted((folder / "damaged" / "train").rglob("*.*"))[7]
-    broken.write_bytes(broken.read_bytes()[:100])
+    for split, number in (("train", 7), ("val", 3)):
+        broken = sorted((folder / "damaged" / split).rglob("*.*"))[number]
+        broken.write_bytes(broken.read_bytes()[:100])
     (folder / "tar").mkdir()
     for split in ("train", "val"):
         with tarfile.open(folder / "tar" / f"{split}.tar", "w") as tar:
@@ -590,8 +625,23 @@ class Refused(Exception):
     """The trainer says that its input cannot be (exit code 2); its text is what it said."""
 
 
+@dataclass(frozen=True)
+class Accidents:
+    """What happens to a run from outside.
+
+    Attributes:
+        stop: (rank, step): this rank gets SIGTERM in this step.
+        bad_batch: as `Combination.bad_batch`.
+        second_start: (step, words): in this step rank 0 launches another run into the same folder, with these words.
+    """
+
+    stop: tuple[int, int] | None = None
+    bad_batch: int | None = None
+    second_start: tuple[int, tuple[str, ...]] | None = None
+
+
 def train_on_rank(
-    argv: list[str], first: bool, fp16: bool, stop: tuple[int, int] | None, breakage: Callable[[], Any] | None
+    argv: list[str], first: bool, fp16: bool, accidents: Accidents, breakage: Callable[[], Any] | None
 ) -> tuple[int, str]:
     """On a rank: the trainer's own entry point.
 
@@ -599,7 +649,7 @@ def train_on_rank(
         argv: of launch/train.py.
         first: of a combination's runs; the FLOPs, a fifth of a rank's time, are counted in this one alone.
         fp16: let a CPU take fp16.
-        stop: (rank, step): this rank gets SIGTERM in this step.
+        accidents: that happen to it.
         breakage: a context that breaks something on purpose.
 
     Returns:
@@ -619,33 +669,52 @@ def train_on_rank(
         stack.enter_context(mock.patch("ds_vit.models.compiled.BACKEND", "eager"))  # graphs, and no code of them
         if fp16:
             stack.enter_context(pretend_fp16())
-        if stop is not None:
-            stack.enter_context(_signalled(*stop))
+        if accidents.bad_batch is not None:
+            spoil_batches([accidents.bad_batch])
+        wrong = stack.enter_context(_disturbed(accidents, argv))
         if breakage is not None:
             stack.enter_context(breakage())
         code = main(argv)
-    return code, said.getvalue()
+    return (1, "\n".join(wrong)) if wrong else (code, said.getvalue())
 
 
 @contextlib.contextmanager
-def _signalled(rank: int, step: int) -> Iterator[None]:
-    """A rank that is told to stop in the given step of this process."""
+def _disturbed(accidents: Accidents, argv: list[str]) -> Iterator[list[str]]:
+    """A rank that receives SIGTERM, or sees another run launched into its folder, in the steps that are given.
+
+    Yields what was wrong with the other run.
+    """
     import torch.distributed as dist
 
     from ds_vit.training.trainer import Trainer
 
-    taken = 0
     train_step = Trainer.train_step
+    stop, second = accidents.stop, accidents.second_start
+    wrong: list[str] = []
 
-    def take_and_tell(self, *args):
-        nonlocal taken
-        taken += 1
-        if taken == step and dist.get_rank() == rank:
+    def disturb_and_train(self, step, *args):
+        nonlocal stop, second
+        if stop == (dist.get_rank(), step):
+            stop = None
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(self, *args)
+        if second is not None and dist.get_rank() == 0 and step == second[0]:
+            words, second = second[1], None
+            wrong.extend(_start_second(argv, words))
+        return train_step(self, step, *args)
 
-    with mock.patch.object(Trainer, "train_step", take_and_tell):
-        yield
+    with mock.patch.object(Trainer, "train_step", disturb_and_train):
+        yield wrong
+
+
+def _start_second(argv: list[str], words: tuple[str, ...]) -> list[str]:
+    """Launch a run of one process into the folder of the run that trains; what is wrong unless it is rejected."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in ranks}
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *argv, *words]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    if ended.returncode == exit_codes.BAD_INPUT and "in use by another run" in ended.stderr:
+        return []
+    return [f"a second start in the folder of a run ended with {ended.returncode}: {ended.stderr[-1000:]}"]
 
 
 class Runner:
@@ -691,6 +760,7 @@ class Runner:
         *words: object,
         output: str | None = None,
         stop: tuple[int, int] | None = None,
+        second_start: tuple[int, tuple[str, ...]] | None = None,
     ) -> list[Row]:
         """Train a combination in a layout, and give the rows of its metrics.jsonl.
 
@@ -702,8 +772,11 @@ class Runner:
         folder = self.folder / (output or name)
         argv = [*self.argv(combination, layout, name), "--output", str(folder), "--checkpoint-interval", "0"]
         argv += map(str, words)
+        if combination.bad_batch is not None:
+            argv += ["--checkpoint-interval", "1", "--keep-checkpoints", "0"]
         breakage = self.breakage if number else None
-        job = (argv, number == 0, combination.precision == "fp16", stop, breakage)
+        accidents = Accidents(stop, combination.bad_batch, second_start)
+        job = (argv, number == 0, combination.precision == "fp16", accidents, breakage)
         answers = self.ranks.run(layout.world, train_on_rank, *job, timeout=600.0)
         codes = [code for code, _ in answers]
         said = "\n".join(dict.fromkeys(text.strip() for _, text in answers if text.strip()))
@@ -726,6 +799,8 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         reference = self.run(combination, 0, "reference")
+        rollbacks = [row for row in reference if row["kind"] == "rollback"]
+        assert len(rollbacks) == (combination.bad_batch is not None), f"{rollbacks} in\n{combination}"
         try:
             return self._check_layouts(combination, reference)
         except (AssertionError, Refused) as error:
@@ -746,7 +821,10 @@ class Runner:
         for number in (1, 2, 3):
             killed = number == stopping.layout and stopping.kind == "killed"
             words = ["--checkpoint-interval", stopping.step, "--keep-checkpoints", 0] if killed else []
-            rows = self.run(combination, number, f"layout{number}", *words)
+            second = None
+            if number == stopping.layout and stopping.second_start is not None:
+                second = (stopping.step, stopping.second_start)
+            rows = self.run(combination, number, f"layout{number}", *words, second_start=second)
             compare(rows, f"layout {number}")
         evaluates_there = any(row["kind"] == "eval" and row["step"] == stopping.step for row in reference)
         rows, since = self._interrupted(combination, evaluates_there)
@@ -791,7 +869,10 @@ class Runner:
         steps = {int(path.name.removeprefix("step-")): path for path in folders}
         if stopping.kind != "killed":
             # The best by evaluation is kept too.
-            assert max(steps) == stopping.step, f"stopped after step {stopping.step}, and saved are {[*steps]}"
+            # A step that is rejected while the signal arrives is not trained again.
+            rejected = stopping.kind == "signal" and combination.bad_batch == stopping.step - 1
+            last = stopping.step - rejected
+            assert max(steps) == last, f"stopped after step {last}, and saved are {[*steps]}"
             if stopping.in_place:
                 rows = self.run(combination, 4, "resumed", "--resume", "auto", output=begun)
                 if stopping.kind == "told" and not evaluates_there:  # as every run at its end
@@ -816,8 +897,13 @@ def _compare(
             assert values[0] == values[1], f"{key}: {values[0]} and {values[1]}"
         for kind in ("eval", "eval_ema"):
             assert_same_evaluation(*(_by_step(run, kind) for run in (a, rows)), tolerance)
+        backs = [[{key: row[key] for key in _BACK} for row in run if row["kind"] == "rollback"] for run in (a, rows)]
+        assert backs[0] == [row for row in backs[1] if row["step"] > since], f"rollbacks: {backs[0]} and {backs[1]}"
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
+
+
+_BACK = ("step", "to_step", "skipped_batches", "number", "reason")
 
 
 def _by_step(rows: list[Row], kind: str) -> dict[int, Row]:
@@ -829,8 +915,8 @@ def assert_same_evaluation(a: dict[int, Row], b: dict[int, Row], tolerance: Tole
     """Assert that two runs evaluated at the same steps, counted the same images and agree."""
     assert a.keys() == b.keys(), f"evaluated at steps {[*a]} and {[*b]}"
     for step, row in a.items():
-        keys = ("images", "top1", "top5") if tolerance.exact else ("images",)
-        for key in keys:
+        figures = [key for key in ("top1", "top5", "knn_top1", "linear_top1") if key in row]
+        for key in ("images", *(figures if tolerance.exact else ())):
             assert row[key] == b[step][key], f"evaluation at step {step}: {key} {row[key]} and {b[step][key]}"
         deviation = abs(row["loss"] - b[step]["loss"]) / abs(row["loss"])
         assert deviation <= tolerance.loss, f"evaluation at step {step}: loss {row['loss']} and {b[step]['loss']}"
