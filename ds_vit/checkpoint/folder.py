@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,12 +133,11 @@ def checkpoints(parent: Path) -> list[Path]:
     First the one that `latest` names, then those before it, the newest first. Those of later steps come last: they
     were abandoned when a run resumed from an earlier checkpoint.
     """
-    by_step = {step_of(path.name): path for path in _list(parent) if step_of(path.name) is not None and path.is_dir()}
-    newest_first = sorted(by_step, key=lambda step: -int(step or 0))
+    folders = [path for path in _list(parent) if path.is_dir()]
+    by_step = {step: path for path in folders if (step := step_of(path.name)) is not None}
     latest = step_of(marked(parent, "latest") or "")
-    if latest in by_step:
-        newest_first.sort(key=lambda step: int(step or 0) > int(latest or 0))
-    return [by_step[step] for step in newest_first]
+    last = math.inf if latest is None or latest not in by_step else latest
+    return [by_step[step] for step in sorted(by_step, key=lambda step: (step > last, -step))]
 
 
 def prune(parent: Path, keep: int, spare: str = "") -> list[str]:

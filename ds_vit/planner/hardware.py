@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import numpy as np
 import yaml
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -104,15 +105,11 @@ class Accelerator:
 
 
 def _between(table: Mapping[int, float], width: int) -> float:
-    """A table's value at a width, on the line between its neighbours."""
+    """A table's value at a width: interpolated, and below the least width in proportion to it."""
     widths = sorted(table)
-    if width <= widths[0]:
+    if width < widths[0]:
         return table[widths[0]] * max(width / widths[0], 0.05)
-    if width >= widths[-1]:
-        return table[widths[-1]]
-    above = next(i for i, other in enumerate(widths) if other >= width)
-    low, high = widths[above - 1], widths[above]
-    return table[low] + (table[high] - table[low]) * (width - low) / (high - low)
+    return float(np.interp(width, widths, [table[one] for one in widths]))
 
 
 Kind = TypeVar("Kind", Accelerator, Link)
