@@ -149,7 +149,7 @@ def draws_by_rank():
 @contextlib.contextmanager
 def draws_anew_in_the_second_run():
     """Drop-path is another where activations are recomputed."""
-    from ds_vit.models import BlockRun
+    from ds_vit.models.sequential import BlockRun
 
     forward = BlockRun.forward
 

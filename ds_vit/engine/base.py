@@ -35,7 +35,9 @@ from ds_vit.engine.patches.zero import (
 )
 from ds_vit.engine.start import WarningsOnly
 from ds_vit.engine.step_guard import SquareNorms, StepGuard, StepResult
-from ds_vit.models import SequentialViT, Towers, blocks_of, set_image_size, timm_names
+from ds_vit.models import SequentialViT, Towers, timm_names
+from ds_vit.models.resolution import set_image_size
+from ds_vit.models.sequential import blocks_of
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
 from ds_vit.parallel.groups import Groups

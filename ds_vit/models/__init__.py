@@ -1,51 +1,20 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, parameter groups."""
 
-from ds_vit.models.checkpointing import (
-    CheckpointFunction,
-    recompute_all,
-    recompute_from_host_memory,
-    recompute_selectively,
-)
+from ds_vit.models.checkpointing import CheckpointFunction, recompute_all, recompute_selectively
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
-from ds_vit.models.kept_rows import check_kept, compute_kept, count_kept, wants_kept
+from ds_vit.models.kept_rows import compute_kept
 from ds_vit.models.keyed_init import initialise
 from ds_vit.models.last_block import compute_class_token
-from ds_vit.models.layers import (
-    MAIN_TOWER,
-    BlockLayer,
-    DecoderBlockLayer,
-    EmbedLayer,
-    HeadLayer,
-    Layer,
-    block_stacks,
-    chain_towers,
-    take_apart,
-    take_apart_towers,
-    tower_names,
-    tower_of,
-)
+from ds_vit.models.layers import MAIN_TOWER, BlockLayer, Layer, take_apart, take_apart_towers, tower_of
 from ds_vit.models.masked_autoencoder import (
     AutoencoderSettings,
-    BridgeLayer,
     MaskedAutoencoder,
-    PaintLayer,
     create_autoencoder,
     decoder_names,
     masked_patches,
-    patchify,
-    unpatchify,
 )
-from ds_vit.models.param_groups import classifier_names, freeze, frozen_names, no_weight_decay_names
-from ds_vit.models.resolution import check_sizes, set_image_size
-from ds_vit.models.sequential import (
-    BlockRun,
-    SequentialViT,
-    Towers,
-    blocks_of,
-    giving_features,
-    run_layers,
-    timm_names,
-)
+from ds_vit.models.param_groups import freeze, frozen_names, no_weight_decay_names
+from ds_vit.models.sequential import SequentialViT, Towers, giving_features, run_layers, timm_names
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -53,7 +22,6 @@ from ds_vit.models.zoo import (
     image_size,
     names_and_shapes,
     num_parameters,
-    require_supported_name,
     supported_names,
 )
 
@@ -61,29 +29,16 @@ __all__ = [
     "MAIN_TOWER",
     "AutoencoderSettings",
     "BlockLayer",
-    "BlockRun",
-    "BridgeLayer",
     "CheckpointFunction",
-    "DecoderBlockLayer",
-    "EmbedLayer",
-    "HeadLayer",
     "Layer",
     "MaskedAutoencoder",
     "ModelSpec",
-    "PaintLayer",
     "SequentialViT",
     "TimmViT",
     "Towers",
-    "block_stacks",
-    "blocks_of",
     "cast_block_buffers",
-    "chain_towers",
-    "check_kept",
-    "check_sizes",
-    "classifier_names",
     "compute_class_token",
     "compute_kept",
-    "count_kept",
     "create_autoencoder",
     "create_model",
     "decoder_names",
@@ -97,19 +52,12 @@ __all__ = [
     "no_weight_decay_names",
     "norms_in_fp32",
     "num_parameters",
-    "patchify",
     "recompute_all",
-    "recompute_from_host_memory",
     "recompute_selectively",
-    "require_supported_name",
     "run_layers",
-    "set_image_size",
     "supported_names",
     "take_apart",
     "take_apart_towers",
     "timm_names",
-    "tower_names",
     "tower_of",
-    "unpatchify",
-    "wants_kept",
 ]

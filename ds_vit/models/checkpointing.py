@@ -1,13 +1,13 @@
-"""Activation checkpointing: how blocks are run whose activations are computed again in the backward pass.
+"""Activation checkpointing: running blocks whose activations are recomputed in the backward pass.
 
 A checkpoint function is `function(run, *tensors) -> tensor`: `run(*tensors)` now, and again when its gradients are
 asked for. None is reentrant (a reentrant one gives the blocks no gradient when the embedding is frozen), and none
 keeps the state of a random generator: every draw is keyed.
 
-`recompute_all` keeps the inputs only. `recompute_selectively` keeps what dear operations give too, so that the second
-run repeats none of them: products of matrices and attention, all that torch counts FLOPs of. What is cheap runs again:
-norms, activation functions, sums, masks, and the collectives of tensor parallelism, which write into their input and so
-give nothing to keep.
+`recompute_all` keeps the inputs only. `recompute_selectively` also keeps the outputs of expensive operations (matrix
+products and attention: everything that torch counts FLOPs of), so that the second run repeats none of them. Cheap
+operations run again: norms, activation functions, sums, masks, and the collectives of tensor parallelism, which write
+into their input and so have no output to keep.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 class _SecondRun(_CachedTorchDispatchMode):
-    """torch's, which takes what was kept from the first run, without its insistence on the same cheap operations.
+    """torch's, which reads what the first run kept, but allows other cheap operations in the second run.
 
     In the first run autocast may have had a weight's cast at hand that it makes anew in the second, and ZeRO-3 decides
     in each which parameters it gathers ahead.
@@ -84,10 +84,10 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> Storages:
 
 
 class GivenByDear(TorchDispatchMode):
-    """While it is entered, takes down what dear operations give: what `recompute_selectively` would keep.
+    """While entered, records the outputs of expensive operations: what `recompute_selectively` would keep.
 
     Attributes:
-        storages: of what they gave.
+        storages: of these outputs.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Blocks compiled by `torch.compile`: one graph for all blocks that do the same, without a break in it.
 
-What is compiled is a function of a block, its tokens and its rotary table, not a block: its graph takes the weights as
-inputs, and serves every block that passes its guards. Those check whatever a graph read in Python, so nothing that
-differs from block to block or from step to step may be read in one. A random module therefore receives its row of the
+The compiled function takes a block, its tokens and its rotary table: its graph takes the weights as inputs, and serves
+every block that passes its guards. Guards check whatever a graph read in Python, so nothing that differs from block to
+block or from step to step may be read in one. A random module therefore receives its row of the
 micro-batch's masks (of hashed bits, where single elements drop) as a tensor before each call; its name stays outside.
 
 Shapes: B samples, S tokens, D width.
@@ -25,7 +25,7 @@ from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, convert
 from ds_vit.models.layers import BlockLayer, Layer
 
 BACKEND: Any = "inductor"
-"""What makes code of a graph, as `torch.compile` takes it."""
+"""The backend, as `torch.compile` takes it."""
 
 _LIMIT = 64  # graphs of one run: kinds of blocks, each in training, evaluation and giving features; torch's is 8
 _DIFFERING = ("lambda_init",)  # numbers that timm's blocks have by their depth
@@ -93,7 +93,7 @@ def _run(block: nn.Module, tokens: torch.Tensor, arguments: dict[str, torch.Tens
 
 
 def compile_block(layer: Layer, function: Compiled) -> None:
-    """Have a layer's block run compiled, in place; its names and those of its parameters stay.
+    """Compile a layer's block, in place; its names and those of its parameters stay.
 
     Hooks of the block itself run outside its graph.
 

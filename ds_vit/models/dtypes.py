@@ -1,4 +1,4 @@
-"""What DeepSpeed's cast to 16 bits does not do: norms that compute in fp32, buffers in the type of the weights.
+"""Casts that DeepSpeed's 16-bit modes leave out: norms compute in fp32, buffers get the type of the weights.
 
 Mixed-precision training keeps norms in fp32 (Apex's O2; see docs/numerics.md). Input, weight and bias are cast up, the
 result is cast back to the input's type.

@@ -1,9 +1,9 @@
 """Drop-path that computes only what it keeps: a branch is run on the samples whose mask is not 0.
 
-Stochastic depth multiplies a residual branch by 0 or 1 / keep, a sample at a time, and what is multiplied by 0 need
-not be computed. timm's own forward stays: the first module of a branch receives only the kept rows, its drop-path puts
-them back among zeros, and the residual stream never sees the difference. Draws, rates and scaling are those of
-`keyed_drop`; what changes is the rounding of matrix products over fewer rows.
+Stochastic depth multiplies a residual branch by 0 or 1 / keep, a sample at a time, and a branch that is multiplied by
+0 need not be computed. timm's own forward stays: the first module of a branch receives only the kept rows, its
+drop-path puts them back among zeros, and the residual stream never sees the difference. Draws, rates and scaling are
+those of `keyed_drop`; only the rounding of matrix products over fewer rows changes.
 
 How many rows stay is known on the host before the first layer runs, by the same hash of the samples' keys
 (`find_rows`): on a GPU nothing waits for a mask. At least one row is always computed, times 0 where none is kept, so
@@ -97,7 +97,7 @@ def _rates(model: nn.Module) -> Iterator[tuple[float, bool]]:
 
 
 def check_kept(model: nn.Module) -> None:
-    """Refuse --drop-path-compute kept for a model some of whose branches cannot be run on kept rows.
+    """Reject --drop-path-compute kept for a model some of whose branches cannot be run on kept rows.
 
     Args:
         model: from `create_model`.
@@ -138,7 +138,7 @@ class KeptDropPath(KeyedDropPath):
 
 
 def compute_kept(layer: Layer, wanted: Callable[[float], bool]) -> None:
-    """Let the branches of a block be run on kept rows only, in place; parameters and their names stay.
+    """Run the branches of a block on kept rows only, in place; parameters and their names stay.
 
     Args:
         layer: from `take_apart`, cut already where it is cut; one that is no block is left as it is.

@@ -28,7 +28,7 @@ from ds_vit.fault_tolerance.errors import UserError
 
 
 class KeyedDrop(nn.Module, ABC):
-    """What the keyed modules share.
+    """Base of the keyed modules.
 
     Attributes:
         name: of its draws.
@@ -52,18 +52,18 @@ class KeyedDrop(nn.Module, ABC):
 
     @property
     def rows(self) -> torch.Tensor | None:
-        """Which rows of the micro-batch it is given, int64 [k]; None for all of them."""
+        """The rows of the micro-batch that it receives, int64 [k]; None for all of them."""
         if self.branch is None or self.branch.shared is None:
             return None
         return self.branch.shared[0].rows.get(self.branch)
 
     def _own(self, of_all: torch.Tensor) -> torch.Tensor:
-        """Those of the rows it is given, of a tensor [B, ...]."""
+        """The rows that it receives, of a tensor [B, ...]."""
         rows = self.rows
         return of_all if rows is None else of_all.index_select(0, rows)
 
     def bits(self) -> torch.Tensor:
-        """The samples' keys with this module's name mixed in, int64 [B], of the rows it is given."""
+        """The samples' keys with this module's name mixed in, int64 [B], of the rows that it receives."""
         if self.shared is not None:
             together, row = self.shared
             return self._own(together.bits[row])
@@ -99,11 +99,11 @@ class KeyedDropPath(KeyedDrop):
 
     @property
     def divisor(self) -> float:
-        """What the samples that stay are divided by."""
+        """The divisor of the samples that stay."""
         return 1.0 - self.drop_prob if self.scale_by_keep else 1.0
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """What to multiply the samples by, [B], of the rows it is given."""
+        """The factor of each sample, [B], of the rows that it receives."""
         if self.shared is not None:
             together, row = self.shared
             return self._own(together.masks(dtype)[row])
@@ -208,12 +208,12 @@ def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Te
 
 
 def hash_together(drops: Sequence[KeyedDrop], keys: torch.Tensor) -> torch.Tensor:
-    """What each module makes of the samples' keys, int64 [B], by `bits`: int64 [M, B], by one hash."""
+    """The `bits` of all modules for the samples' keys int64 [B], by one hash: int64 [M, B]."""
     return randomness.mix_tensor(keys[None, :], _columns(drops, keys.device)[0])
 
 
 class Together:
-    """The draws of several keyed modules for one micro-batch: what each would make by itself, bit for bit.
+    """The draws of several keyed modules for one micro-batch, bit for bit those of each module by itself.
 
     Attributes:
         drops: the modules, of which each has a row.
@@ -266,7 +266,7 @@ def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None
 
 
 def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
-    """The keyed module that stands in for timm's, or None where `module` draws nothing."""
+    """The keyed counterpart of timm's module, or None if `module` draws nothing."""
     if isinstance(module, DropPath):
         return KeyedDropPath(name, module.drop_prob, module.scale_by_keep)
     if isinstance(module, (PatchDropout, PatchDropoutWithIndices)):
@@ -280,7 +280,7 @@ def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
 
 
 def replace_drops(model: nn.Module) -> None:
-    """Put a keyed module in place of every random module of a timm model, named by its timm path (in place).
+    """Replace every random module of a timm model by a keyed one, named by its timm path (in place).
 
     Dropout with rate 0 stays timm's own: it draws nothing, and the attention classes read its rate.
     """

@@ -1,8 +1,8 @@
 """The last block computed for the class token only, where the head reads no other.
 
-Behind the attention of a ViT's last block no token meets another one any more. What such a head does not read has no
+After the attention of a ViT's last block no token depends on another one. Tokens that the head does not read have no
 part in the loss and no gradient, so in training the last attention computes the class token only, and projection, MLP
-and final norm run on one token of an image in place of all. In evaluation every token is computed: pictures show them.
+and final norm run on one token of an image instead of all. In evaluation every token is computed: pictures show them.
 
 Shapes: B samples, S tokens, D width, H heads, K head width.
 """
@@ -47,7 +47,7 @@ class ClassTokenBlock(Block):
 
 
 def compute_class_token(layer: Layer) -> None:
-    """Let the last block compute in training what the head reads, in place; parameters and their names stay.
+    """Restrict the last block to what the head reads, in training, in place; parameters and their names stay.
 
     Args:
         layer: filled, and cut already where it is cut. One whose tokens are all read is left as it is, and so is a kind

@@ -4,10 +4,10 @@
 stages. A layer is a shallow part of the timm model: it holds some of its sub-modules and parameters under their timm
 paths, so `layer.state_dict()` has timm's names, and a container's prefix is all that has to be stripped from a name.
 
-Between layers travels a tuple of tensors: tokens [B, S, D]; the sample keys, int64 [B]; where several towers form one
+Layers exchange a tuple of tensors: tokens [B, S, D]; the sample keys, int64 [B]; where several towers form one
 list (`chain_towers`), the inputs of the later towers and the outputs of the earlier ones; and, for models whose blocks
 learn their rotary frequencies together (timm's rope type `mixed`), those frequencies [2, depth, H, K/2]. The last are
-one small parameter of the embedding layer: handing its value on keeps it in one place for the optimizer, the gradient
+one small parameter of the embedding layer: passing its value on keeps it in one place for the optimizer, the gradient
 norm and the checkpoint, and autograd adds up the blocks' gradients, across stages too.
 
 Shapes: B samples, S tokens, D width, H heads, K head width, N patches.
@@ -47,7 +47,7 @@ class TokenCount:
     Attributes:
         num_prefix_tokens: class and register tokens.
         num_patches: of an image, of the size that images have now (resolution.py).
-        patch_drop: what leaves some of the patches out.
+        patch_drop: the module that drops some of the patches.
     """
 
     num_prefix_tokens: int

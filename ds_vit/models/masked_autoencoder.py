@@ -38,14 +38,14 @@ from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
 
 @dataclass(frozen=True)
 class AutoencoderSettings:
-    """What masked autoencoding adds to a model; the defaults are the paper's.
+    """Settings of the mask and the decoder; the defaults are the paper's.
 
     Attributes:
         mask_ratio: share of the patches that the encoder does not see.
         decoder_dim: the decoder's width.
         decoder_depth: its blocks.
         decoder_heads: its attention heads.
-        norm_pix_loss: paint each patch less its own mean, over its own standard deviation.
+        norm_pix_loss: predict pixels normalised per patch.
 
     Raises:
         UserError: a number out of range, or numbers that do not fit each other.
@@ -104,7 +104,7 @@ def patchify(pixels: torch.Tensor, patch_size: tuple[int, int]) -> torch.Tensor:
 
 
 def unpatchify(patches: torch.Tensor, patch_size: tuple[int, int], img_size: tuple[int, int]) -> torch.Tensor:
-    """What `patchify` was given: [B, N, P] -> [B, C, height, width]."""
+    """The inverse of `patchify`: [B, N, P] -> [B, C, height, width]."""
     (height, width), (p, q) = img_size, patch_size
     channels = patches.shape[-1] // (p * q)
     parts = patches.reshape(len(patches), height // p, width // q, p, q, channels)
@@ -131,7 +131,7 @@ def sine_cosine_positions(grid_size: tuple[int, int], width: int, num_prefix_tok
 
 
 class MaskedAutoencoder(nn.Module):
-    """What makes a timm ViT the description of a masked autoencoder: mixed in before its class by `create_autoencoder`.
+    """Mixed in before the class of a timm ViT by `create_autoencoder`: the description of a masked autoencoder.
 
     The encoder's members keep their timm names; the decoder's are added. What is not trained has
     `requires_grad` off: the encoder's fixed positions, and attention pooling, which pretraining does not reach and

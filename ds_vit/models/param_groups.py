@@ -65,7 +65,7 @@ def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: boo
 
 
 def freeze(module: nn.Module, names: Collection[str]) -> None:
-    """Take the parameters with these timm names, as far as `module` holds them, out of training."""
+    """Freeze the parameters with these timm names that `module` holds."""
     own = timm_names(module)
     for name, parameter in module.named_parameters():
         if own[name] in names:

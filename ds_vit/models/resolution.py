@@ -14,7 +14,7 @@ from ds_vit.models.zoo import TimmViT
 
 
 def check_sizes(model: TimmViT, name: str, sizes: Iterable[int]) -> None:
-    """See that a model can take square images of these sizes.
+    """Check that a model can take square images of these sizes.
 
     Raises:
         UserError: its stem is no plain patch embedding, or a size is no multiple of its patches.
@@ -31,7 +31,7 @@ def check_sizes(model: TimmViT, name: str, sizes: Iterable[int]) -> None:
 
 
 def set_image_size(module: nn.Module, size: int, patch_size: tuple[int, int]) -> None:
-    """Have the layers inside any container take square images of `size` pixels from now on.
+    """Set the image size of the layers inside any container to `size` pixels (square).
 
     The table of positions stays a parameter of the model's own grid: timm's `dynamic_img_size` resamples it in each
     forward pass, and its gradient comes back through that. Rotary tables are made anew for the grid. At the model's own

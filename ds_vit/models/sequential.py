@@ -21,10 +21,10 @@ from ds_vit.models.layers import BlockLayer, Layer
 
 
 class BlockRun(nn.Module):
-    """A run of blocks as a function of tensors, for a checkpoint function; the tokens are all that changes in it.
+    """Consecutive blocks as a function of tensors, for a checkpoint function; only the tokens change in them.
 
     Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
-    Which rows are computed is known by then, and stays with the run.
+    The computed rows are known by then, and stay with the run.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ def run_layers(
     checkpoint_function: CheckpointFunction,
     keys_on_host: torch.Tensor | None = None,
 ) -> Any:
-    """What the last of the layers makes of `inputs`.
+    """Run layers one after the other on `inputs`; returns the outputs of the last.
 
-    All that the layers draw is hashed before the first of them runs; `keys_on_host` are the samples' keys on the CPU,
-    where they are known there. Where a backward pass will come, every
-    `checkpoint_interval` blocks that follow each other are run by `checkpoint_function`, which recomputes them; 0 keeps
-    all activations.
+    All random draws of the layers are hashed before the first of them runs; `keys_on_host` are the samples' keys on the
+    CPU, if they are known there. If gradients are enabled, every `checkpoint_interval` consecutive blocks are run by
+    `checkpoint_function`, which recomputes them in the backward pass; 0 keeps all activations.
     """
     layers, keys = tuple(layers), inputs[1]
     drops = [drop for drop in dict.fromkeys(drop for layer in layers for drop in layer.keyed_drops()) if drop.draws]
@@ -111,7 +110,7 @@ class SequentialViT(nn.Module):
         self.checkpoint_function = checkpoint_function or recompute_all
 
     def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or what the last layer gives.
+        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or another last layer's outputs.
 
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.

@@ -116,7 +116,7 @@ def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
 
 
 def _check_classifier(model: TimmViT, name: str) -> None:
-    """Refuse a model that gives no logits, or too many."""
+    """Reject a model without logits, or with logits for every token."""
     if model.num_classes < 1:
         raise UserError(f"model {name!r} with num_classes 0 has no classifier to train; give --num-classes")
     if not model.global_pool:
@@ -124,7 +124,7 @@ def _check_classifier(model: TimmViT, name: str) -> None:
 
 
 def _check_trainable(model: TimmViT, name: str) -> None:
-    """Refuse, before training, what would make a run depend on its layout or what could not be keyed."""
+    """Reject modules whose training would depend on the layout, or whose draws cannot be keyed."""
     for module_name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UserError(

@@ -1,8 +1,8 @@
 """The optimizer that the JSON names, without a JIT build, and which parameters it decays.
 
-ZeRO hands an optimizer one flat tensor a group. Elementwise optimizers do not feel it and are torch's, except Adagrad,
-whose constructor does (see there); LAMB, LARS and Muon are this package's, told by `attach` which parameter lies where;
-the others are refused by name.
+ZeRO passes an optimizer one flat tensor a group. Elementwise optimizers are not affected and are torch's, except
+Adagrad, whose constructor is (see there). LAMB, LARS and Muon are this package's and receive the map of parameters by
+`attach`. The others are rejected by name.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def build_optimizer(
 
 
 def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
-    """Refuse layer-wise decay for an optimizer whose update is not proportional to its learning rate.
+    """Reject layer-wise decay for an optimizer whose update is not proportional to its learning rate.
 
     Raises:
         UserError: names those it works with.
@@ -225,7 +225,7 @@ def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, 
 
 
 def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | None, path: str) -> list[str]:
-    """Refuse a weight decay that the optimizer would not take.
+    """Reject a weight decay that the optimizer does not have.
 
     Args:
         cls: the optimizer.
@@ -250,7 +250,7 @@ def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | N
 
 
 def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, model: nn.Module, layer_decay: float | None) -> None:
-    """Tell an optimizer that ZeRO has taken over which parameter lies where, as far as it has to know.
+    """Give an optimizer whose parameters ZeRO has replaced the map of its flat tensors, if it needs one.
 
     Args:
         optimizer: from `build_optimizer`, after `deepspeed.initialize`.

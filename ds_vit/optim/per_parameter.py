@@ -15,7 +15,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     """Base of LAMB, LARS and Muon.
 
     DeepSpeed replaces the parameters in `param_groups` by flat tensors and calls `step` once (BF16_Optimizer, no ZeRO),
-    once a group (ZeRO-1, ZeRO-2) or once a sub-group (ZeRO-3). `attach` is to be called in between.
+    once a group (ZeRO-1, ZeRO-2) or once a sub-group (ZeRO-3). Call `attach` in between.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         self._ratios: dict[tuple[int, ...], tuple[list[str], torch.Tensor]] = {}
 
     def attach(self, zero_map: ZeroMap, lr_scales: Mapping[str, float] | None = None) -> None:
-        """Tell the optimizer what lies where.
+        """Set the map of the flat tensors.
 
         Args:
             zero_map: the map of this rank.
@@ -46,7 +46,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update of whatever lies in `param_groups` now (a collective of the ranks that share the parameters)."""
+        """One update of the tensors in `param_groups` (a collective of the ranks that share the parameters)."""
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]

@@ -14,7 +14,7 @@ from ds_vit.fault_tolerance.errors import UserError
 
 
 def check_warmup(warmup_steps: int, total_steps: int) -> None:
-    """Refuse a warm-up that is longer than the run.
+    """Reject a warm-up that is longer than the run.
 
     Raises:
         UserError: with both numbers.
@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def acts(self) -> dict[str, Any]:
-        """The fields that set a rate at all: two schedules with the same ones are the same."""
+        """The fields that affect the rate: two schedules with the same ones are the same."""
         names = ["name", "base_lr", "warmup_steps"]
         names += ["warmup_lr"] if self.warmup_steps else []
         names += ["total_steps", "min_lr"] if self.name != "constant" else []

@@ -1,1 +1,1 @@
-"""How a run is cut over ranks: degrees, pipeline stages, hosts, ZeRO's flat memory, tensor slices."""
+"""How a run is distributed over ranks: degrees, process groups, hosts, ZeRO's flat memory, tensor shards."""

@@ -4,14 +4,14 @@
 |---|---|---|
 | the world | all: torch's default group | means of the loss, counts of evaluation, checkpoints read by all |
 | `dp` | of one stage and one tensor slice: copies of the same weights | ZeRO's sums and partitions, `check_replicas` |
-| `tp` | that share the layers of a replica's stage | the cut layers, a replica's inputs, `check_replicas` |
+| `tp` | that share the layers of a replica's stage | the sharded layers, a replica's inputs, `check_replicas` |
 | `stage` | that hold a pipeline stage's parameters between them, dp x tp | the ZeRO map: norms, ratios, matrices |
 | `replica` | that hold a whole model between them, pp x tp | the gradient norm without ZeRO |
 | `files` | all, over gloo | the thread that writes checkpoints, concurrently with training's collectives |
 | `ballots` | all, over gloo | whether to stop or to save, once a step, without waiting for the device |
 
-A group is None where it is all ranks, or where there is nobody to share with. DeepSpeed's own point-to-point groups of
-a pipeline are in `grid`, which only DeepSpeed reads. The watchdog asks nobody and needs no group.
+A group is None if it contains all ranks, or only this one. DeepSpeed's own point-to-point groups of
+a pipeline are in `grid`, which only DeepSpeed reads. The watchdog needs no group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Groups:
     """This rank's process groups; the table above says which ranks are in each, and when one is None.
 
     Attributes:
-        layout: how the world is cut.
+        layout: the degrees.
         rank: this one, of the world.
         dp, tp, stage, replica: of the training's device.
         files, ballots: of the host; None in a run that saves nothing.
@@ -69,14 +69,14 @@ class Groups:
         return self.layout.stage(self.rank)
 
     def tensor_parallel(self, *, sequence_parallel: bool) -> TensorParallel | None:
-        """This rank among those that share its layers, or None where layers are not cut."""
+        """This rank among those that share its layers, or None without tensor parallelism."""
         if self.tp is None:
             return None
         return TensorParallel(self.tp_rank, self.layout.tp, self.tp, sequence_parallel)
 
 
 def build_groups(layout: Layout, *, saves: bool = False) -> Groups:
-    """Make the process groups of a layout (a collective of all ranks, which have met).
+    """Create the process groups of a layout (a collective of all ranks, after `init_distributed`).
 
     Args:
         layout: as large as the world.
@@ -108,7 +108,7 @@ def _grid(layout: Layout) -> Any:
 
 
 def _own_of(lists: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """A group for each list of ranks, made by all; gives the one that this rank is in."""
+    """Create a group for each list of ranks; returns the one that this rank is in."""
     groups = [dist.new_group(list(ranks)) for ranks in lists]
     return next(group for ranks, group in zip(lists, groups, strict=True) if rank in ranks)
 
@@ -116,9 +116,9 @@ def _own_of(lists: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
 def secondary_partition_group(config: Mapping[str, Any]) -> Any | None:
     """The ranks around this one that keep a copy of ZeRO-3's weights between them (a collective); None for no copy.
 
-    `zero.Init` would make the groups of `zero_hpz_partition_size` for every layer anew, and the second time DeepSpeed
-    0.19.8 says that they are there. They are made once, for all layers, and for this run only: those of an earlier run
-    in this process may be of a world that is gone.
+    `zero.Init` creates the groups of `zero_hpz_partition_size` again for every layer, and DeepSpeed 0.19.8 fails the
+    second time. They are created once for all layers, and for this run only: groups of an earlier run in this process
+    may be of a world that no longer exists.
     """
     zero = config.get("zero_optimization", {})
     size = int(zero.get("zero_hpz_partition_size", 1))

@@ -1,4 +1,4 @@
-"""How a run is cut: pp x dp x tp degrees, and which coordinates a rank has."""
+"""The layout of a run: pp x dp x tp degrees, and the coordinates of each rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a run's ranks sit: which kind of parallelism stays inside a host, and which crosses the network.
 
-tp exchanges activations in every sub-layer and belongs inside a host; pp hands activations to neighbours once a
+tp exchanges activations in every sub-layer and belongs inside a host; pp sends activations to neighbours once a
 micro-batch; dp reduces gradients once a step. The order of ranks (`layout.AXES`) puts them on hosts in that order.
 Nothing here needs a process group.
 """
@@ -69,7 +69,7 @@ class Placement:
 
 
 def check_tp_inside_hosts(layout: Layout, process: Process, allowed: bool) -> None:
-    """Refuse tensor parallelism over the network, as far as this rank's launcher tells where ranks are.
+    """Reject tensor parallelism over the network, as far as this rank's launcher reports where ranks are.
 
     Launchers number ranks host by host. Where a host's share is no multiple of tp, some group lies on two hosts.
 

@@ -32,6 +32,6 @@ class _GatherRows(torch.autograd.Function):
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """[B, …] of each rank → [dp · B, …] in rank order (a collective, in the backward pass too).
 
-    The gradient of a rank's rows is the sum over the ranks of what each has of them; it is not divided.
+    The gradient of a rank's rows is the sum of all ranks' gradients for them; it is not divided.
     """
     return _GatherRows.apply(rows, group)

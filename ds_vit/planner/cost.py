@@ -265,7 +265,7 @@ def _traffic(
     of_gradient: int,
     json: Mapping[str, Any],
 ) -> tuple[float, float]:
-    """Seconds of traffic between the replicas in a step: (what cannot be hidden, what can)."""
+    """Seconds of traffic between the replicas in a step: (exposed, overlappable)."""
     if n == 1:
         return 0.0, 0.0
     zero = json.get("zero_optimization") or {}

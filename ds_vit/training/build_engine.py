@@ -34,13 +34,13 @@ from ds_vit.models import (
     no_weight_decay_names,
     norms_in_fp32,
     recompute_all,
-    recompute_from_host_memory,
     recompute_selectively,
     timm_names,
     tower_of,
-    wants_kept,
 )
+from ds_vit.models.checkpointing import recompute_from_host_memory
 from ds_vit.models.compiled import compile_block, compile_function, compiler_settings
+from ds_vit.models.kept_rows import wants_kept
 from ds_vit.optim.build import attach, build_optimizer, parameter_groups
 from ds_vit.parallel.groups import Groups, secondary_partition_group
 from ds_vit.parallel.layout import Layout

@@ -24,7 +24,8 @@ from ds_vit.engine.gradient_statistics import layers_of
 from ds_vit.engine.patches.process import version_warnings
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, launch_words
-from ds_vit.models import count_kept, no_weight_decay_names, num_parameters
+from ds_vit.models import no_weight_decay_names, num_parameters
+from ds_vit.models.kept_rows import count_kept
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
 from ds_vit.optim.build import rules_of, states_per_element
 from ds_vit.optim.layer_decay import layer_scales

@@ -18,11 +18,7 @@ from ds_vit.engine.gradient_statistics import layers_of as health_layers
 from ds_vit.models import (
     AutoencoderSettings,
     BlockLayer,
-    BridgeLayer,
-    DecoderBlockLayer,
-    EmbedLayer,
     ModelSpec,
-    PaintLayer,
     SequentialViT,
     create_autoencoder,
     create_model,
@@ -34,6 +30,8 @@ from ds_vit.models import (
     take_apart,
     timm_names,
 )
+from ds_vit.models.layers import DecoderBlockLayer, EmbedLayer
+from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
 from ds_vit.optim.layer_decay import layer_scales
 from ds_vit.parallel.tensor import check_cut, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs

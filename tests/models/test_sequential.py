@@ -10,8 +10,6 @@ from vits import KINDS, images, load_timm_state_dict, our_model, small_spec, tim
 
 from ds_vit.models import (
     BlockLayer,
-    EmbedLayer,
-    HeadLayer,
     SequentialViT,
     create_model,
     freeze,
@@ -20,6 +18,7 @@ from ds_vit.models import (
     take_apart,
     timm_names,
 )
+from ds_vit.models.layers import EmbedLayer, HeadLayer
 
 TINY = small_spec("vit_tiny_patch16_224")
 

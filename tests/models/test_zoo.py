@@ -10,7 +10,6 @@ from vits import KINDS, our_model, small_spec, timm_model
 
 from ds_vit.models import (
     ModelSpec,
-    classifier_names,
     create_model,
     freeze,
     frozen_names,
@@ -20,6 +19,7 @@ from ds_vit.models import (
     num_parameters,
     take_apart,
 )
+from ds_vit.models.param_groups import classifier_names
 from ds_vit.planner.counting import count_flops
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ds_vit import tasks
-from ds_vit.models import chain_towers, create_model
+from ds_vit.models import create_model
+from ds_vit.models.layers import chain_towers
 from ds_vit.tasks import MAIN_TOWER, Coupled
 from ds_vit.tasks.classification import Classification
 

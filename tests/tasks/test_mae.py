@@ -20,16 +20,8 @@ from ds_vit import config as flags
 from ds_vit.data import finish_images
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import (
-    SequentialViT,
-    initialise,
-    masked_patches,
-    no_weight_decay_names,
-    patchify,
-    take_apart,
-    timm_names,
-    unpatchify,
-)
+from ds_vit.models import SequentialViT, initialise, masked_patches, no_weight_decay_names, take_apart, timm_names
+from ds_vit.models.masked_autoencoder import patchify, unpatchify
 from ds_vit.tasks import find_task
 from ds_vit.tasks.losses import MaskedPatchLoss
 from ds_vit.tools.evaluate import evaluate_weights

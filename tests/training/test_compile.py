@@ -104,7 +104,7 @@ def weights_around_a_block(argv):
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from ds_vit.engine.plain import PlainEngine
-    from ds_vit.models import blocks_of
+    from ds_vit.models.sequential import blocks_of
 
     seen, gathered, blocks = {"inside": [], "held": [], "after": []}, [], []
     own_init, own_step = PlainEngine.__init__, PlainEngine.train_step

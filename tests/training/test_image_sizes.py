@@ -14,7 +14,8 @@ from ds_vit.config import parse
 from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import ModelSpec, SequentialViT, create_model, set_image_size, take_apart
+from ds_vit.models import ModelSpec, SequentialViT, create_model, take_apart
+from ds_vit.models.resolution import set_image_size
 from ds_vit.planner.counting import Flops
 from ds_vit.training.resolve import resolve_run
 from ds_vit.training.resume import Resume, check_same_run

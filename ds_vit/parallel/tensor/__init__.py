@@ -1,4 +1,4 @@
-"""Tensor parallelism (Megatron's) of timm's ViTs: layers cut over a group of ranks, on tokens whole or shared."""
+"""Megatron's tensor parallelism of timm's ViTs: layers sharded over a group of ranks; sequence parallelism."""
 
 from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, gather_logits, own_classes, pays
 from ds_vit.parallel.tensor.collectives import TensorParallel, reduce_from_region

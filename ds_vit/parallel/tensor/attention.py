@@ -1,4 +1,4 @@
-"""Forwards for the timm classes that take their features' width for their input's, and so cannot run on a share.
+"""Forwards for timm classes that assume that their features are as wide as their input, and so cannot run on a shard.
 
 Each subclass computes what its timm class computes, with this rank's heads and hidden features, and overrides forward
 only: `convert` makes a module one in place. Attention always goes through

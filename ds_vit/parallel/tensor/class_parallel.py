@@ -17,15 +17,15 @@ import torch
 from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
 
 CLASSES_WORTH_CUTTING = 8192
-"""Cutting the classifier pays where it takes at least so many classes off each rank.
+"""Sharding the classifier pays if it takes at least so many classes off each rank.
 
 At 16 bytes a weight (parameter, gradient and fp32 optimizer state) and width 1024 they take 128 MiB; the collectives
-that a cut costs are of a fixed, small size.
+that sharding costs are of a fixed, small size.
 """
 
 
 def pays(num_classes: int, size: int) -> bool:
-    """Whether the classifier should be cut over `size` ranks: ImageNet-21k's over 2, ImageNet-1k's never."""
+    """Whether to shard the classifier over `size` ranks: ImageNet-21k's over 2, ImageNet-1k's never."""
     return num_classes - -(-num_classes // size) >= CLASSES_WORTH_CUTTING
 
 

@@ -1,8 +1,8 @@
 """Megatron's f and g, and their counterparts for sequence parallelism, as autograd functions over a given group.
 
 f and g: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3; the ones along the tokens: Korthikanti et al.
-2022, https://arxiv.org/abs/2205.05198, section 4.2. A *region* is what lies between entering and leaving: there, every
-rank holds all tokens and a share of the heads or hidden features. Outside it, a rank holds all features of all tokens,
+2022, https://arxiv.org/abs/2205.05198, section 4.2. In a *region*, between entering and leaving it, every rank holds
+all tokens and a share of the heads or hidden features. Outside it, a rank holds all features of all tokens,
 or under sequence parallelism of its share of the tokens: ceil(S / t) of them, the last shares padded with zeros.
 
 Nothing here changes its input. Every collective is one of `all_reduce`, `all_gather_into_tensor` and
@@ -29,8 +29,8 @@ class TensorParallel:
     Attributes:
         rank: 0 to size - 1 within the group.
         size: ranks of the group.
-        group: the process group; its rank order is the order of the shards. None exchanges nothing: for shapes and
-            memory, where what comes out is not looked at.
+        group: the process group; its rank order is the order of the shards. None exchanges nothing: for counting
+            shapes and memory, where the values do not matter.
         sequence_parallel: between the regions each rank holds a share of the tokens.
     """
 

@@ -35,12 +35,12 @@ from ds_vit.parallel.tensor.slices import TensorSlice
 
 
 def _planned(module: nn.Module) -> list[tuple[nn.Module, CutPlan]]:
-    """The modules to cut in a block or head, with their plans."""
+    """The modules to shard in a block or head, with their plans."""
     return [(child, PLANS[type(child)]) for child in module.modules() if type(child) in PLANS]
 
 
 def _members(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Those of the named members that are there and have something to do."""
+    """Those of the named members that exist and are not an identity."""
     for name in names:
         member = getattr(module, name, None)
         if member is not None and not isinstance(member, nn.Identity):
@@ -48,7 +48,7 @@ def _members(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[str, n
 
 
 def _refused_kind(model: TimmViT) -> str | None:
-    """Why some kind of module in the model cannot be cut, or None."""
+    """Why some kind of module in the model cannot be sharded, or None."""
     for block in itertools.chain(*block_stacks(model).values()):
         planned = _planned(block)
         covered = {id(parameter) for module, _ in planned for parameter in module.parameters()}
@@ -65,7 +65,7 @@ def _refused_kind(model: TimmViT) -> str | None:
 
 
 def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
-    """What a degree must divide: (name, number), for each module to cut."""
+    """The numbers that a degree must divide: (name, number), for each module to shard."""
     parts = [
         (stack.removesuffix("blocks").replace("_", " "), block)
         for stack, blocks in block_stacks(model).items()
@@ -78,7 +78,7 @@ def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
 
 
 def legal_degrees(model: TimmViT) -> list[int]:
-    """The tensor-parallel degrees that a model can be cut into, ascending; [1] where it cannot be cut.
+    """The tensor-parallel degrees that a model supports, ascending; [1] if it cannot be sharded.
 
     Args:
         model: from `create_model`, on the meta device.
@@ -90,14 +90,14 @@ def legal_degrees(model: TimmViT) -> list[int]:
 
 
 def check_cut(model: TimmViT, size: int) -> None:
-    """Refuse a tensor-parallel degree that does not fit the model, before any process group exists.
+    """Reject a tensor-parallel degree that does not fit the model, before any process group exists.
 
     Args:
         model: from `create_model`, on the meta device.
         size: the degree; 1 always fits.
 
     Raises:
-        UserError: a kind of module cannot be cut, or its number of heads or hidden features cannot.
+        UserError: a kind of module is not supported, or the degree does not divide its heads or hidden features.
     """
     if size < 1:
         raise UserError(f"tp {size} must be at least 1")
@@ -215,9 +215,9 @@ def _divide(value: int | list[int], size: int) -> int | list[int]:
 
 
 def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Parameter]:
-    """Cut one module by its plan, in place; returns the whole parameters that get a partial gradient."""
+    """Shard one module by its plan, in place; returns the replicated parameters that get a partial gradient."""
     tp = region.tp
-    # The lengths are those of the module uncut: read them all before anything is changed.
+    # The lengths are those of the whole module: read them all before anything is changed.
     columns = {n: _lengths(plan.columns[n], module, m.out_features) for n, m in _members(module, tuple(plan.columns))}
     rows = {n: _lengths(plan.rows[n], module, m.in_features) for n, m in _members(module, tuple(plan.rows))}
     for name, sections in columns.items():
@@ -242,7 +242,7 @@ def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Par
 
 
 def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
-    """Sequence parallelism: what lies outside the regions works on this rank's tokens."""
+    """Sequence parallelism: modules outside the regions work on this rank's tokens."""
     if isinstance(layer, BlockLayer):
         for module in layer.modules():
             if type(module) is KeyedDropout:
@@ -252,24 +252,24 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
 
 
 def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
-    """Make a whole, filled layer this rank's share of it, in place.
+    """Shard an initialised layer, in place: this rank keeps its part.
 
     Parameters are replaced by slices; their names stay timm's. Every parameter gets a description, `tp_slice`, from
     which `assemble` makes the whole; the sharded ones get DeepSpeed's tag `tensor_model_parallel`. Whole parameters
-    whose gradient a rank sees in part have it summed over the group in the backward pass. All ranks of the group must
-    be given the same samples.
+    whose gradient is partial on each rank have it summed over the group in the backward pass. All ranks of the group
+    must receive the same samples.
 
-    What travels between the layers keeps its structure. Under sequence parallelism its tokens are [B, ceil(S / t), D];
+    The tuple that layers exchange keeps its structure. Under sequence parallelism its tokens are [B, ceil(S / t), D];
     learned rotary frequencies are those of this rank's heads.
 
     Args:
         layer: from `take_apart`, filled, in its final type; of a model that `check_cut` accepts for this size.
         tp: this rank's place in the group; of size 1, only the descriptions are written.
-        class_parallel: cut the classifier over the classes: a `HeadLayer` then returns [B, ceil(C / t)] logits, those
+        class_parallel: shard the classifier over the classes: a `HeadLayer` then returns [B, ceil(C / t)] logits, those
             past the last class zero, for the loss and `gather_logits`.
     """
     if tp.size > 1:
-        # What is no block works on all tokens; under sequence parallelism too.
+        # Layers other than blocks work on all tokens, under sequence parallelism too.
         inside = tp if isinstance(layer, BlockLayer) else replace(tp, sequence_parallel=False)
         region = Region(inside, layer.num_tokens)
         summed = [parameter for module, plan in _planned(layer) for parameter in _cut_module(module, plan, region)]

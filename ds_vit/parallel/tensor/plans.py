@@ -1,6 +1,6 @@
-"""The table of cuts: for each timm class with weights to cut, which of them are cut along which axis, and what follows.
+"""The sharding plans: for each timm class, which of its weights are sharded along which axis.
 
-A class that is not here is not cut. In a block, where that would leave weights whole in silence, it is refused by name
+A class without a plan is not sharded. In a block, where its weights would silently stay whole, it is rejected by name
 (`cut.check_cut`).
 """
 
@@ -52,18 +52,18 @@ class CutGeGluMlp(Entered, GeGluMlp):
 
 
 Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
-"""What is packed along the axis that is cut: that many equal parts, or their lengths, given the module uncut."""
+"""The matrices packed along the sharded axis: that many equal parts, or their lengths, given the whole module."""
 
 
 @dataclass(frozen=True)
 class CutPlan:
-    """How a module of one timm class is cut. All names are of the module's members; one that is absent is passed over.
+    """How a module of one timm class is sharded. All names are of the module's members; absent ones are ignored.
 
     Attributes:
         cut_class: the subclass that the module becomes.
         counts: what the degree must divide, by its name in messages.
-        columns: linear maps whose output features are cut, weight and bias.
-        rows: linear maps whose input features are cut; the bias is whole, and added once after the sum.
+        columns: linear maps whose output features are sharded, weight and bias.
+        rows: linear maps whose input features are sharded; the bias is whole, and added once after the sum.
         summands: of the rows, those whose summands leave the region together.
         vectors: the module's own one-dimensional parameters and buffers over sharded features.
         norms: norms over sharded features.

@@ -1,4 +1,4 @@
-"""The pieces that sub-layers are rewired with: how a region is entered and left, and dropout over a share.
+"""The modules that replace parts of timm's sub-layers: entering and leaving a region, and dropout on a share.
 
 Shapes: B samples, S tokens, D width, t ranks.
 """
@@ -58,11 +58,11 @@ class Entered(nn.Module):
 
 
 class ColumnLinear(Entered, nn.Linear):
-    """A linear map by itself (the classifier) with its output features cut: [B, D] -> [B, this rank's]."""
+    """A linear map by itself (the classifier) with sharded output features: [B, D] -> [B, this rank's]."""
 
 
 class RowLinear(nn.Linear):
-    """A linear map with its input features cut; the bias, held whole, is added once, to the sum."""
+    """A linear map with sharded input features; the whole bias is added once, to the sum."""
 
     region: Region
 
@@ -73,7 +73,7 @@ class RowLinear(nn.Linear):
 
 
 class SummandLinear(nn.Linear):
-    """A linear map with its input features cut, one of several whose sum leaves the region at once."""
+    """A linear map with sharded input features, one of several whose sum leaves the region at once."""
 
     region: Region
 

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a tensor-parallel rank holds, and how the parts make the whole again."""
+"""The shard of a tensor that a tensor-parallel rank holds, and the assembly of the whole from all shards."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 class TensorSlice:
     """One rank's slice of a tensor, or the whole of one that every rank holds.
 
-    A tensor is cut along one dimension. Several matrices may lie packed there (q, k and v; gate and value): each is
-    a section, cut by itself into `size` equal contiguous shares, of which this rank has number `rank`. A fused qkv
-    weight [3 * heads * head_dim, D] is so cut by heads. Where a section does not divide (the class axis only), shares
-    have the size of the largest, and what lies past the end is zero.
+    A tensor is sharded along one dimension. Several matrices may be packed there (q, k and v; gate and value): each is
+    a section, split into `size` equal contiguous shares, of which this rank has number `rank`. A fused qkv weight
+    [3 * heads * head_dim, D] is thereby split by heads. If a section does not divide evenly (only the class axis may),
+    all shares have the size of the largest, padded with zeros.
 
     Attributes:
         full_shape: of the whole tensor.
-        dim: the dimension that is cut; None for a tensor that every rank holds whole.
+        dim: the sharded dimension; None for a tensor that every rank holds whole.
         sections: lengths along `dim` of what is packed there.
         rank: of this slice, within the tensor-parallel group.
         size: ranks of the group.
@@ -47,7 +47,7 @@ class TensorSlice:
 
     @property
     def slice_rank(self) -> int:
-        """Which of the slices it is; there is but one where every rank holds the whole."""
+        """Its index among the slices; 0 if every rank holds the whole."""
         return 0 if self.dim is None else self.rank
 
     @property
@@ -83,7 +83,7 @@ def assemble(slices: Sequence[torch.Tensor], description: TensorSlice) -> torch.
         description: of any one of them.
 
     Returns:
-        a tensor of shape `description.full_shape`; where every rank holds the whole, the first rank's own tensor.
+        a tensor of shape `description.full_shape`; if every rank holds the whole, the first rank's tensor itself.
 
     Raises:
         ValueError: the number of slices or a shape does not fit.

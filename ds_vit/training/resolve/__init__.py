@@ -31,7 +31,8 @@ from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import names_and_shapes, require_supported_name
+from ds_vit.models import names_and_shapes
+from ds_vit.models.zoo import require_supported_name
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags

@@ -17,17 +17,10 @@ from ds_vit.data import ImageConfig
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import (
-    MAIN_TOWER,
-    ModelSpec,
-    TimmViT,
-    check_kept,
-    check_sizes,
-    frozen_names,
-    image_size,
-    tower_names,
-    tower_of,
-)
+from ds_vit.models import MAIN_TOWER, ModelSpec, TimmViT, frozen_names, image_size, tower_of
+from ds_vit.models.kept_rows import check_kept
+from ds_vit.models.layers import tower_names
+from ds_vit.models.resolution import check_sizes
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import check_cut, pays
 from ds_vit.planner.memory import layers_of_rank
