@@ -184,11 +184,10 @@ def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-class Failure:
+class Failure(NamedTuple):
     """An error for people on its way out of a worker, as a value: raised there, torch would wrap it in a traceback."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 class Batches(Dataset):

@@ -70,7 +70,7 @@ class Loader:
             sampler=numbers,
             num_workers=num_workers,
             prefetch_factor=PREFETCHED if num_workers else None,
-            collate_fn=partial(_each_tensor, _sendable) if num_workers else _unchanged,
+            collate_fn=partial(_each_tensor, _sendable),
             worker_init_fn=partial(_begin, cores if num_workers <= len(cores) else None) if num_workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each iteration draws a seed from the process's generator
@@ -158,10 +158,6 @@ def _kill_workers() -> None:
         worker.join()
 
 
-def _unchanged(item: Any) -> Any:
-    return item
-
-
 def _each_tensor(function: Callable[[Any], Any], item: Any) -> Any:
     """An item with a function applied to its parts, also those in NamedTuples."""
     if isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -173,14 +169,15 @@ _MOST_IN_PIPE = 2**16  # bytes
 
 
 def _sendable(part: Any) -> Any:
-    """A tensor in the form in which a worker sends it.
+    """A tensor in the form in which a worker sends it; as it is without workers.
 
     A small one is sent as an array through the worker's pipe, one in the slots by its place there. Any other takes a
     file of shared memory that is opened, passed on and mapped: 1 ms of both processes.
     """
-    if not isinstance(part, torch.Tensor):
+    worker = get_worker_info()
+    if worker is None or not isinstance(part, torch.Tensor):
         return part
-    slots = get_worker_info().dataset.reader.slots
+    slots = worker.dataset.reader.slots
     if slots is not None and slots.hold(part):
         return slots.sent(part)
     return part.numpy() if part.nbytes <= _MOST_IN_PIPE else part

@@ -25,8 +25,8 @@ from ds_vit.models import create_model, names_and_shapes
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Line
+from ds_vit.monitoring.report.record import note_start
 from ds_vit.monitoring.sheets import TrainingSheet
-from ds_vit.monitoring.starts import note_start
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups

@@ -15,7 +15,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
 from ds_vit.monitoring.metrics import print_table
 from ds_vit.monitoring.report import read_records, write_report
-from ds_vit.monitoring.starts import num_starts
+from ds_vit.monitoring.report.record import num_starts
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.run_folder import BEST, RunFolder, write_json
 from ds_vit.tasks import Figure

@@ -6,40 +6,20 @@ import itertools
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from curves import assert_same_curve, largest_deviation, train_in
+from micro_batches import in_global_order, load
 from picture_folders import smooth_photo
 from PIL import Image
-from project import ROOT
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 from torchvision.transforms.functional import pil_modes_mapping
 
 from ds_vit import randomness
-from ds_vit.data import (
-    AugmentConfig,
-    ImageConfig,
-    MixConfig,
-    SampleOrder,
-    Share,
-    finish_images,
-    finish_targets,
-    open_source,
-    train_loader,
-)
-from ds_vit.data.augment.on_device import (
-    OPERATIONS,
-    Crop,
-    Cut,
-    CuttingTransform,
-    augmented,
-    device_name,
-    packed,
-    worker_transform,
-)
+from ds_vit.data import AugmentConfig, ImageConfig, MixConfig, Share, finish_images, finish_targets, open_source
+from ds_vit.data.augment import on_device
+from ds_vit.data.augment.on_device import OPERATIONS, Crop, Cut, CuttingTransform, device_name
 from ds_vit.data.augment.steps import Operation, Policy
 from ds_vit.data.augment.transforms import train_transform
 
@@ -73,7 +53,7 @@ PIPELINE_BOUND = 1.0  # grey levels of the mean over all images: a contrast may 
 
 def _on_device(cuts: list[Cut], device: str = "cpu", size: tuple[int, int] = SIZE) -> torch.Tensor:
     memory = torch.empty(sum(cut.data.size for cut in cuts), dtype=torch.uint8)
-    return augmented(packed(cuts, size, memory), torch.device(device)).cpu()
+    return on_device.augmented(on_device.packed(cuts, size, memory), torch.device(device)).cpu()
 
 
 def _whole(image: Image.Image, operation: Operation) -> Cut:
@@ -203,25 +183,14 @@ def folder(tmp_path_factory) -> Path:
 
 def _load(
     folder: Path, share: Share, on: str = "device", start: int = 0, device: str = "cpu", **options
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Images and targets of all ranks for four steps, [steps, global batch, ...], and samples that were skipped."""
-    source = open_source("", str(folder), "train")
-    order = SampleOrder(len(source), share.global_batch, seed=7)
-    augment = AugmentConfig(**AUGMENT, augment_on=on)
-    images, targets, skipped = [], [], 0
-    for rank in range(share.dp_size):
-        mine = Share(rank, share.dp_size, share.micro_batch, share.accumulation)
-        for batch in train_loader(
-            source, order=order, share=mine, image=IMAGE, augment=augment, mix=MIX, start_step=start, stop_step=4,
-            on_bad_image="skip", **options,
-        ):  # fmt: skip
-            images.append(finish_images(batch, IMAGE, augment, device=device).cpu())
-            targets.append(finish_targets(batch, 3, MIX, device="cpu"))
-            skipped += batch.num_skipped
-    return *(
-        torch.stack(part).unflatten(0, (share.dp_size, -1, share.accumulation)).transpose(0, 1).flatten(1, 3)
-        for part in (images, targets)
-    ), skipped
+    source, augment = open_source("", str(folder), "train"), AugmentConfig(**AUGMENT, augment_on=on)
+    options |= {"image": IMAGE, "augment": augment, "mix": MIX, "on_bad_image": "skip"}
+    batches = load(source, share, start, 4, **options)
+    images = in_global_order(batches, share, lambda batch: finish_images(batch, IMAGE, augment, device=device).cpu())
+    targets = in_global_order(batches, share, lambda batch: finish_targets(batch, 3, MIX, device="cpu"))
+    return images, targets, sum(batch.num_skipped for batch in batches)
 
 
 @pytest.fixture(scope="module")
@@ -271,41 +240,4 @@ def test_what_the_device_cannot_do_is_refused(flags, named):
     """Would catch a flag that is passed over on the device."""
     augment = AugmentConfig(**flags, augment_on="device")
     with pytest.raises(ValueError, match=f"^--augment-on device does not support {named}.*, or augment on the cpu$"):
-        worker_transform(IMAGE, augment)
-
-
-# Training
-
-BASE = [
-    *("--model", oracle.MODEL, *oracle.kwargs_words(), "--img-size", oracle.IMG_SIZE, "--drop-path", 0.1),
-    *("--aa", "rand-m9-mstd0.5-inc1", "--mixup", 0.8, "--cutmix", 1.0, "--reprob", 0.5, "--workers", 0),
-    *("--epochs", 9, "--warmup-steps", 2, "--lr", 1e-3, "--log-interval", 1, "--eval-interval", 0),
-]
-
-
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images) -> Path:
-    folder = tmp_path_factory.mktemp("cifar")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 103, "train")
-    oracle.cifar_folder(real_images / "cifar10" / "test.tar", folder, 20, "val")
-    return folder
-
-
-def _train(ranks, world: int, folder: Path, words: str, *more) -> list:
-    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
-    return train_in(ranks, world, [*BASE, "--data-dir", folder, "--deepspeed_config", config, *words.split(), *more])
-
-
-@pytest.mark.parametrize(("world", "cut"), [(2, "--pp 2 -b 3 --grad-accum-steps 4"), (3, "--tp 3 -b 12")])
-def test_the_layout_does_not_change_the_curve(ranks, cifar, world, cut):
-    """Would catch a stage or a slice that gets other images."""
-    on = "--augment-on device --max-steps 3 --val-split="
-    assert_same_curve(_train(ranks, 1, cifar, f"{on} -b 12"), _train(ranks, world, cifar, f"{on} {cut}"), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_curve_is_the_cpus(ranks, cifar):
-    """Fifty steps within 1e-3; would catch pixels that are wrong on average, and a device path that is the CPU's."""
-    steps = "--max-steps 50 -b 16"
-    cpu, device = (_train(ranks, 1, cifar, f"{steps} --augment-on {on}") for on in ("cpu", "device"))
-    assert 0.0 < largest_deviation(cpu, device, "loss") < 1e-3
+        on_device.worker_transform(IMAGE, augment)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from micro_batches import load
 from picture_folders import smooth_photo
 from PIL import Image
 
@@ -18,12 +19,10 @@ from ds_vit.data import (
     ImageDecodeError,
     MicroBatch,
     MixConfig,
-    SampleOrder,
     Share,
     decode_on_device,
     finish_images,
     open_source,
-    train_loader,
 )
 from ds_vit.data.decode import decode
 from ds_vit.data.decode_on_device import File, _require_decoder, decode_on
@@ -96,12 +95,8 @@ def _augment(decode: str = "fast") -> AugmentConfig:
 
 def _batches(folder: Path, decode: str = "fast", **options) -> list[MicroBatch]:
     source = open_source("", str(folder), "train")
-    order = SampleOrder(len(source), len(source) // 2 * 2, seed=3)
-    share = Share(0, 1, 2, order.global_batch // 2)
-    augment = _augment(decode)
-    return list(
-        train_loader(source, order=order, share=share, image=IMAGE, augment=augment, mix=MIX, stop_step=2, **options)
-    )
+    share = Share(0, 1, 2, len(source) // 2)
+    return load(source, share, stop=2, image=IMAGE, augment=_augment(decode), mix=MIX, **options)
 
 
 def _images(batches: list[MicroBatch], device: str = "cpu") -> torch.Tensor:

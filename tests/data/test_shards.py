@@ -17,8 +17,9 @@ from picture_folders import encoded, noise
 from shards import write_shard
 
 from ds_vit.data import open_source
-from ds_vit.data.sources import made_once, shard_index, tars
+from ds_vit.data.sources import shard_index, tars
 from ds_vit.data.sources.shards import expand_braces
+from ds_vit.data.sources.source import one_at_a_time
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -148,7 +149,7 @@ def test_one_process_makes_an_index(folder, monkeypatch):
     monkeypatch.setattr(shard_index, "read_index", lambda shard: scanned.append(shard) or read(shard))
     shard = str(folder / "train-000.tar")
     pool = ThreadPoolExecutor(3)
-    with made_once.one_at_a_time(shard):
+    with one_at_a_time(shard):
         waiting = [pool.submit(shard_index.make_index, shard) for _ in range(3)]
         assert not any(one.done() for one in waiting)
         shard_index.save_index(shard, shard_index.read_index(shard))

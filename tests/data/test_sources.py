@@ -394,15 +394,6 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path, packed):
         assert "\n" not in message
 
 
-def test_a_file_that_is_gone_is_no_bad_image(tmp_path):
-    """Would catch a lost file system being skipped over, image by image."""
-    write_images(tmp_path / "train", "a/1.png")
-    source = open_source("", str(tmp_path), "train")
-    (tmp_path / "train" / "a" / "1.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"a/1.png"):
-        source.image(0)
-
-
 def test_a_part_of_a_split():
     """A part that lacks classes of a folder sorted by class, that differs between runs, or whose labels are others'."""
     whole, tenth, hundredth = (open_source("digits", None, f"train{part}") for part in ("", "[:10%]", "[:1%]"))

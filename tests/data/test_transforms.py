@@ -32,53 +32,30 @@ from torchvision import transforms
 from ds_vit import randomness
 from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, finish_images
 from ds_vit.data.augment.draws import seeded, shielded, uniform
-from ds_vit.data.augment.steps import (
-    ColorJitter,
-    GaussianBlur,
-    Maybe,
-    Operation,
-    Policy,
-    RandomResizedCrop,
-    augmix,
-)
+from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, Operation, Policy, RandomResizedCrop, step_of
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 
 
 def _generator_states() -> tuple:
-    return (
-        random.getstate(),
-        np.random.get_state()[1].tobytes(),
-        np.random.get_state()[2],
-        torch.get_rng_state().tolist(),
-    )
+    _, numbers, place, *_ = np.random.get_state()
+    return random.getstate(), numbers.tobytes(), place, torch.get_rng_state().tolist()
 
 
 HPARAMS = {"translate_const": 14, "img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
-PAIRS = {
-    "crop": (
-        "crop",
-        lambda: RandomResizedCropAndInterpolation(24, (0.1, 0.9), (0.5, 2.0), "random"),
-        RandomResizedCrop,
-    ),
-    "crop, one interpolation": (
-        "crop",
-        lambda: RandomResizedCropAndInterpolation((24, 16), interpolation="bicubic"),
-        RandomResizedCrop,
-    ),
-    "color jitter": ("color jitter", lambda: transforms.ColorJitter(0.4, 0.3, 0.2, 0.1), ColorJitter),
-    "blur": ("gaussian blur", lambda: transforms.GaussianBlur(23), GaussianBlur),
+CROP = RandomResizedCropAndInterpolation
+PAIRS = {  # name of the draw, a transform of timm or torchvision
+    "crop": ("crop", lambda: CROP(24, (0.1, 0.9), (0.5, 2.0), "random")),
+    "crop, one interpolation": ("crop", lambda: CROP((24, 16), interpolation="bicubic")),
+    "color jitter": ("color jitter", lambda: transforms.ColorJitter(0.4, 0.3, 0.2, 0.1)),
+    "blur": ("gaussian blur", lambda: transforms.GaussianBlur(23)),
     **{
-        text: ("auto augment", lambda text=text, factory=factory: factory(text, dict(HPARAMS)), adapter)
-        for factory, adapter, texts in (
-            (
-                rand_augment_transform,
-                Policy,
-                ("rand-m9-mstd0.5-inc1", "rand-n4-p1-mstd101", "rand-m5-n3-tweights", "rand-t3a"),
-            ),
-            (auto_augment_transform, Policy, ("original-mstd0.5", "originalr", "v0", "v0r-mstd2", "3a")),
-            (augment_and_mix_transform, augmix, ("augmix-m5-w4-d2", "augmix", "augmix-b1-mstd1")),
+        text: ("auto augment", lambda text=text, factory=factory: factory(text, dict(HPARAMS)))
+        for factory, texts in (
+            (rand_augment_transform, "rand-m9-mstd0.5-inc1 rand-n4-p1-mstd101 rand-m5-n3-tweights rand-t3a"),
+            (auto_augment_transform, "original-mstd0.5 originalr v0 v0r-mstd2 3a"),
+            (augment_and_mix_transform, "augmix-m5-w4-d2 augmix augmix-b1-mstd1"),
         )
-        for text in texts
+        for text in texts.split()
     },
 }
 
@@ -86,8 +63,8 @@ PAIRS = {
 @pytest.mark.parametrize("case", PAIRS)
 def test_a_step_makes_timms_pixels_from_the_same_stream(case):
     """Would catch any draw, argument or order that differs from timm's: 60 images equal to the last bit."""
-    name, make, adapt = PAIRS[case]
-    step, original = adapt(make()), make()
+    name, make = PAIRS[case]
+    step, original = step_of(make()), make()
     changed = 0
     for number in range(60):
         image, key = smooth_photo(seed=number % 7), randomness.mix(number)
@@ -324,7 +301,7 @@ def test_no_aug_is_timms_transform_to_the_last_bit(size, interpolation):
 
 
 @pytest.mark.parametrize("crop_mode", [None, "center", "squash", "border"])
-@pytest.mark.parametrize("crop_pct", [None, 0.7, 1.0])
+@pytest.mark.parametrize("crop_pct", [None, 0.7])
 @pytest.mark.parametrize("size", [(24, 24), (24, 40)])
 def test_evaluation_is_timms_transform_to_the_last_bit(crop_mode, crop_pct, size):
     """Would catch a flag of evaluation that does not reach timm."""

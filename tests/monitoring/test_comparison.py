@@ -24,6 +24,13 @@ def evil(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
 
 
+def add_wall_seconds(path):
+    """Two seconds a step."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
+    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_compare_says_what_differs(evil, tmp_path, capsys):
     """A difference that is passed over, a deviation that is not one."""
     other = write_run(tmp_path / "other", offset=0.5, stage=3)
@@ -45,9 +52,7 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
 def test_launches_of_a_run_that_went_on(evil, tmp_path):
     """A total that passes for one process's; steps that were done twice, counted twice."""
     path = shutil.copytree(evil, tmp_path / "run")
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    add_wall_seconds(path)
     two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
     # The second launch was killed at step 30, and the third went on from step 20.
     starts = [
@@ -97,9 +102,7 @@ def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil, tmp_path):
     """Dashes in place of what the rows of a killed run, or of one still under way, tell."""
     path = shutil.copytree(evil, tmp_path / "killed")
     (path / "summary.json").unlink()
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    add_wall_seconds(path)
     table = {name: values for name, *values in outcomes([Record.read(path), Record.read(evil)])}
     assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "not ended"]
     assert table["end"][1] == "completed"

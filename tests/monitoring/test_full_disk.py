@@ -20,6 +20,10 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.run_folder import RunFolder
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 class Disk:
     """A file that takes so many more bytes."""
 
@@ -30,7 +34,7 @@ class Disk:
 
     def write(self, data: bytes) -> int:
         if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            full()
         written = self._file.write(data[: self.room])
         self.room -= written
         return written
@@ -77,10 +81,6 @@ def test_rows_that_are_lost_are_counted(tmp_path):
 def test_pictures_without_room(tmp_path, monkeypatch):
     """TensorBoard raises in the training loop what its thread met."""
     reporter, said = reporter_on(tmp_path, room=10**6)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(reporter._board, "add_scalar", full)
     skip(reporter, range(3))
     reporter.close()
@@ -92,10 +92,6 @@ def test_pictures_without_room(tmp_path, monkeypatch):
 def test_tensorboards_thread_prints_no_traceback(tmp_path, capfd):
     """A traceback between the steps, or a warning that names another file than the one that was refused."""
     reporter, said = reporter_on(tmp_path, room=0)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     writer = reporter._board._get_file_writer().event_writer._async_writer
     writer._writer._writer.write = full
     for step in range(50):

@@ -288,19 +288,8 @@ def test_a_report_that_fails_is_a_warning(ranks, tmp_path):
     """A finished run that exits with an error for want of a picture."""
     config = str(ROOT / "ds_configs" / "cpu_zero0_fp32.json")
     kwargs = ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"]
-    words = [
-        "--deepspeed_config",
-        config,
-        *DIGITS,
-        *kwargs,
-        "--max-steps",
-        "1",
-        "-b",
-        "8",
-        "--checkpoint-interval",
-        "0",
-    ]
-    words += ["--val-split", "", "--lr", "1e-3", "--epochs", "1", "--output", str(tmp_path / "run")]
+    words = ["--deepspeed_config", config, *DIGITS, *kwargs, "--val-split", "", "--output", str(tmp_path / "run")]
+    words += ["--max-steps", "1", "-b", "8", "--checkpoint-interval", "0", "--lr", "1e-3", "--epochs", "1"]
     [(code, out, _)] = ranks.run(1, run_quietly, words, break_the_report)
     assert code == 0
     assert "report.html is not written (KeyError: 'oh'); ds-vit report makes it" in out

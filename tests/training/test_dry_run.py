@@ -13,7 +13,7 @@ from runs import DIGITS
 from ds_vit.config import parse
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
-from ds_vit.monitoring.starts import note_start
+from ds_vit.monitoring.report.record import note_start
 from ds_vit.run_folder import RunFolder
 from ds_vit.train import main
 from ds_vit.training.build import engine_config

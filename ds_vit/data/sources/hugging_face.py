@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 from timm.utils.misc import natural_key
 
-from ds_vit.data.sources.made_once import one_at_a_time, written_whole
 from ds_vit.data.sources.source import (
     TRAIN_NAMES,
     ArraySource,
     below_common_folder,
     check_labels,
     no_such_split,
+    one_at_a_time,
     synonyms_of,
+    written_whole,
 )
 from ds_vit.fault_tolerance.errors import UserError, first_line
 

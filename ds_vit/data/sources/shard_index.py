@@ -22,8 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from ds_vit.data.sources.made_once import one_at_a_time, written_whole
-from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED
+from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, one_at_a_time, written_whole
 from ds_vit.fault_tolerance.errors import UserError
 
 SUFFIX = ".index.npz"

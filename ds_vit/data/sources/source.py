@@ -6,12 +6,15 @@ in any number of worker processes.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import posixpath
+import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -268,3 +271,31 @@ def no_such_split(folder: str, split: str, wanted: str, hint: str = "") -> NoSuc
     found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     synonyms = ", ".join(synonyms_of(split)[1:]) or "none"
     return NoSuchSplit(f"{folder} has no {wanted} (synonyms tried: {synonyms}); it holds {shortened(found, 8)}{hint}")
+
+
+# ---- files derived from a data set's and kept next to them, made by one of a run's ranks and hosts -------------------
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: str) -> Iterator[None]:
+    """Hold the lock of an existing file, so that of many processes the first does the work and the others see it.
+
+    On a file system without locks all of them work, each in a separate file.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(path, "rb"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def written_whole(path: str) -> Iterator[str]:
+    """A name to write to that no other process has, on any host; at the end of the block the file is renamed."""
+    partial = f"{path}.{uuid.uuid4().hex[:16]}.partial"
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)

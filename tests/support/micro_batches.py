@@ -1,0 +1,31 @@
+"""Micro-batches as the ranks of a layout read them, and their contents in the order of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_vit.data import MicroBatch, SampleOrder, Share, Source, train_loader
+
+
+def load(
+    source: Source, share: Share, start: int = 0, stop: int = 6, repeats: int = 0, **options: Any
+) -> list[MicroBatch]:
+    """Each rank's micro-batches of some steps, one rank after the other."""
+    order = SampleOrder(len(source), share.global_batch, seed=7, aug_repeats=repeats)
+    batches: list[MicroBatch] = []
+    for rank in range(share.dp_size):
+        mine = Share(rank, share.dp_size, share.micro_batch, share.accumulation)
+        batches += train_loader(source, order=order, share=mine, start_step=start, stop_step=stop, **options)
+    return batches
+
+
+def in_global_order(
+    batches: list[MicroBatch], share: Share, finish: Callable[[MicroBatch], torch.Tensor]
+) -> torch.Tensor:
+    """What `finish` makes of the batches, as [steps, global batch, ...]."""
+    pieces = torch.stack([finish(batch) for batch in batches])
+    per_rank = pieces.unflatten(0, (share.dp_size, -1, share.accumulation))
+    return per_rank.transpose(0, 1).flatten(1, 3)
