@@ -7,6 +7,7 @@ DeepSpeed itself.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,34 +142,76 @@ class Rejection(NamedTuple):
     """Values of one key that are rejected.
 
     Attributes:
-        key: its dotted name.
+        key: its dotted name; ".x" is "zero_optimization.x".
         matches: whether a value (never None) is one of them.
-        reason: follows the key's name in the message, and ends with what to do.
-        stages: the ZeRO stages at which the rule holds; elsewhere the key has no effect.
+        reason: follows the key's name in the message, and ends with what to do; {value} and {stage} are filled in.
+        stages: the ZeRO stages at which the rule holds.
+        when: whether the rest of the file makes the rule hold.
     """
 
     key: str
     matches: Callable[[Any], bool]
     reason: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    when: Callable[[Mapping[str, Any]], bool] = lambda data: True
+
+    @property
+    def name(self) -> str:
+        """The dotted name of the key."""
+        return f"zero_optimization{self.key}" if self.key.startswith(".") else self.key
 
 
-_QUANTIZED = "rounds {} in transit, which changes the loss curve, and needs a CUDA build; delete it"
+def _not_positive(value: Any) -> bool:
+    return isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0
+
+
+def _not_one(value: Any) -> bool:
+    return value != 1
+
+
+def _on(value: Any) -> bool:
+    return value != "none"
+
+
+def _is_given(value: Any) -> bool:
+    return True
+
+
+def _scatters(data: Mapping[str, Any]) -> bool:
+    return value_of(data, "zero_optimization.reduce_scatter") is not False
+
+
+def _offloads_masters(data: Mapping[str, Any]) -> bool:
+    return switched_on(data["bf16"]) and value_of(data, "zero_optimization.offload_optimizer.device") == "cpu"
+
+
+def _lacks(key: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda data: not value_of(data, key)
+
+
+def _is_missing(package: str) -> Callable[[Any], bool]:
+    """Whether a monitor is on and its package is not installed."""
+    return lambda block: switched_on(block) and importlib.util.find_spec(package) is None
+
+
+_QUANTIZED = "rounds values in transit, which changes the loss curve, and needs a CUDA build; delete it"
 _LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
 _CPU_ADAM = "needs DeepSpeed's compiled CPU Adam; delete it"
 _NVME = 'needs DeepSpeed\'s AIO build; use "cpu"'
+_POSITIVE = "must be a number above 0, not {value}"
+_SCATTER = 'at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.19.8; delete it, or use stage 1'
+_MASTERS, _STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 REJECTIONS = (
     Rejection("autotuning", switched_on, "is a launcher mode of DeepSpeed that rewrites the run; delete the block"),
     Rejection("hybrid_engine", switched_on, "is for generation during RLHF; delete the block"),
     Rejection("data_efficiency", switched_on, "replaces the data loader and its keyed order; delete the block"),
     Rejection("expert_parallel", switched_on, "needs a mixture of experts, which no ViT here has; delete the block"),
     Rejection("tensor_parallel", bool, "is AutoTP, which replaces ds_vit's sharding of the model; use --tp"),
-    Rejection("sequence_parallel_size", lambda v: v != 1, "is Ulysses, which does not shard a ViT; delete the key"),
-    Rejection("data_parallel_size", lambda v: True, "follows from the number of ranks, --pp and --tp; delete the key"),
+    Rejection("sequence_parallel_size", _not_one, "is Ulysses, which does not shard a ViT; delete the key"),
+    Rejection("data_parallel_size", _is_given, "follows from the number of ranks, --pp and --tp; delete the key"),
     Rejection("weight_quantization", bool, "changes the weights during training; delete the block"),
-    Rejection(
-        "managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete the key"
-    ),
+    Rejection("managed_gradient_accumulation", lambda v: v is False, "leaves accumulation to the caller; delete it"),
     Rejection(
         "gradient_allreduce_op",
         lambda v: str(v).lower() != "mean",
@@ -179,24 +222,37 @@ REJECTIONS = (
         lambda v: not isinstance(v, Mapping) or v.get("deepcompile") not in (None, False),
         "(DeepCompile) hides ZeRO's partitions from optimizers and checkpoints; delete the block and use --compile",
     ),
-    Rejection("zero_optimization.legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
-    Rejection("zero_optimization.round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
-    Rejection("zero_optimization.zenflow", lambda v: True, "updates parameters late, which moves the curve; delete it"),
-    Rejection("zero_optimization.offload_param.device", lambda v: v == "nvme", _NVME),
-    Rejection("zero_optimization.offload_optimizer.device", lambda v: v == "nvme", _NVME),
-    Rejection("zero_optimization.offload_optimizer.ratio", lambda v: v != 1, f"below 1 {_CPU_ADAM}"),
-    Rejection("zero_optimization.offload_optimizer.super_offload", bool, _CPU_ADAM),
-    Rejection("zero_optimization.zero_quantized_weights", bool, _QUANTIZED.format("the weights"), (3,)),
+    Rejection("steps_per_print", _not_positive, _POSITIVE),
+    Rejection("prescale_gradients", bool, _SCATTER, (2, 3), _scatters),
+    Rejection("gradient_predivide_factor", _not_positive, _POSITIVE),
+    Rejection("gradient_predivide_factor", _not_one, _SCATTER, (2, 3), _scatters),
     Rejection(
-        "zero_optimization.zero_quantized_nontrainable_weights", bool, _QUANTIZED.format("the frozen weights"), (3,)
+        "gradient_predivide_factor",
+        _not_one,
+        "divides the gradients where it equals the number of data-parallel ranks (DeepSpeed 0.19.8); delete it",
+        (3,),
     ),
-    Rejection("zero_optimization.zero_quantized_gradients", bool, _QUANTIZED.format("the gradients"), (3,)),
-    Rejection("zero_optimization.leaf_module", bool, _LEAVES, (3,)),
-    Rejection("zero_optimization.stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
-    Rejection(
-        "fp16.fp16_master_weights_and_grads",
-        bool,
-        f'{_CPU_ADAM}, or use bf16 with "bf16_master_weights_and_grads" and "bf16_optimizer_states"',
+    Rejection(".legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
+    Rejection(".round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
+    Rejection(".zenflow", _is_given, "updates parameters late, which moves the curve; delete it"),
+    Rejection(".offload_param.device", lambda v: v == "nvme", _NVME),
+    Rejection(".offload_param.device", _on, "needs stage 3; this file has stage {stage}", (0, 1, 2)),
+    Rejection(".offload_optimizer.device", lambda v: v == "nvme", _NVME),
+    Rejection(".offload_optimizer.device", _on, "needs stage 1, 2 or 3; this file has stage {stage}", (0,)),
+    Rejection(".offload_optimizer.ratio", _not_one, f"below 1 {_CPU_ADAM}"),
+    Rejection(".offload_optimizer.super_offload", bool, _CPU_ADAM),
+    Rejection(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
+    Rejection(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
+    Rejection(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),
+    Rejection(".leaf_module", bool, _LEAVES, (3,)),
+    Rejection(".stage3_module_granularity_threshold", bool, _LEAVES, (3,)),
+    Rejection("fp16.fp16_master_weights_and_grads", bool, f'{_CPU_ADAM}, or use "{_MASTERS}" and "{_STATES}"'),
+    Rejection(_MASTERS, bool, f'works only together with "{_STATES}"; set both, or delete it', when=_lacks(_STATES)),
+    Rejection(_STATES, bool, f'works only together with "{_MASTERS}"; set both, or delete it', when=_lacks(_MASTERS)),
+    Rejection(_MASTERS, bool, f"with offload_optimizer {_CPU_ADAM}, or the offload", when=_offloads_masters),
+    *(
+        Rejection(block, _is_missing(package), f"needs the package {package}: pip install {package}, or delete it")
+        for block, package in _MONITORS.items()
     ),
 )
 
@@ -210,9 +266,10 @@ def check_values(data: Mapping[str, Any], path: str) -> None:
     """
     stage = value_of(data, "zero_optimization.stage") or 0
     for rule in REJECTIONS:
-        value = value_of(data, rule.key)
-        if value is not None and stage in rule.stages and rule.matches(value):
-            raise UserError(f'{path}: "{rule.key}" {rule.reason}')
+        value = value_of(data, rule.name)
+        if value is not None and stage in rule.stages and rule.matches(value) and rule.when(data):
+            reason = rule.reason.replace("{value}", repr(value)).replace("{stage}", str(stage))
+            raise UserError(f'{path}: "{rule.name}" {reason}')
 
 
 # Keys that have no effect in ds_vit: DeepSpeed's own checkpoints, loaders, optimizers, experts and log level.

@@ -1,12 +1,11 @@
 """Settings of a DeepSpeed JSON that depend on each other, on the layout or on the machine.
 
-The rules about one key alone are in `deepspeed_keys.py`.
+The rules that need only the file are in `deepspeed_keys.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,62 +66,6 @@ def sums_are_plain(data: Mapping[str, Any]) -> bool:
         and data.get("prescale_gradients") in (None, False)
         and data.get("gradient_predivide_factor") in (None, 1)
     )
-
-
-def check_combinations(data: Mapping[str, Any], path: str) -> None:
-    """Reject combinations that DeepSpeed 0.19.8 accepts and computes wrongly, or that need a build.
-
-    Args:
-        data: with the values that DeepSpeed reads (`deepspeed_json.read_values`).
-        path: named in messages.
-
-    Raises:
-        UserError: names the keys, the reason and the nearest thing that works.
-    """
-    stage = zero_stage(data)
-    for block, first_stage in (("offload_param", 3), ("offload_optimizer", 1)):
-        device = value_of(data, f"zero_optimization.{block}.device") or "none"
-        if device != "none" and stage < first_stage:
-            needed = "stage 3" if first_stage == 3 else "stage 1, 2 or 3"
-            raise UserError(f'{path}: "zero_optimization.{block}" needs {needed}; this file has stage {stage}')
-    for key, default in (("steps_per_print", 1), ("gradient_predivide_factor", 1)):
-        number = default if data.get(key) is None else data[key]
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or number <= 0:
-            raise UserError(f"{path}: {key} must be a number above 0, not {number!r}")
-    _check_masters(data, path)
-    factor = data.get("gradient_predivide_factor", 1)
-    for key, is_set in (
-        ("prescale_gradients", data.get("prescale_gradients")),
-        ("gradient_predivide_factor", factor != 1),
-    ):
-        if is_set and stage >= 2 and value_of(data, "zero_optimization.reduce_scatter") is not False:
-            raise UserError(
-                f'{path}: "{key}" at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.19.8; '
-                "delete it, or use stage 1"
-            )
-    if factor != 1 and stage == 3:
-        raise UserError(
-            f'{path}: "gradient_predivide_factor" at ZeRO stage 3 makes DeepSpeed 0.19.8 divide the gradients by it '
-            "where it equals the number of data-parallel ranks; delete it"
-        )
-    for block, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
-        if switched_on(data.get(block)) and importlib.util.find_spec(package) is None:
-            raise UserError(f'{path}: "{block}" needs the package {package}: pip install {package}, or delete it')
-
-
-def _check_masters(data: Mapping[str, Any], path: str) -> None:
-    """Reject 16-bit master weights that would need DeepSpeed's compiled CPU Adam."""
-    masters, states = "bf16_master_weights_and_grads", "bf16_optimizer_states"
-    has_masters, has_states = bool(value_of(data, f"bf16.{masters}")), bool(value_of(data, f"bf16.{states}"))
-    if has_masters != has_states:
-        given, missing = (masters, states) if has_masters else (states, masters)
-        raise UserError(f'{path}: "bf16.{given}" works only together with "{missing}": set both, or delete it')
-    is_offloaded = value_of(data, "zero_optimization.offload_optimizer.device") not in (None, "none")
-    if has_masters and is_offloaded and switched_on(data["bf16"]):
-        raise UserError(
-            f'{path}: "bf16.{masters}" with "zero_optimization.offload_optimizer" needs DeepSpeed\'s compiled CPU '
-            "Adam; delete one of them"
-        )
 
 
 def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:

@@ -39,6 +39,7 @@ from ds_vit.config.flag import (
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's."""
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 _DEGREE = Range(1, 4096)
 _BLOCKS = Range(1, 1000)
 _RECOMPUTED = Rule(
@@ -60,11 +61,7 @@ class RunSettings:
 
     deepspeed_config: str = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
     set: Sequence[str] = flag(
-        (),
-        "values of the DeepSpeed JSON, over the file's: zero_optimization.stage=2",
-        FREE | EVALUATION,
-        nargs="+",
-        metavar="K=V",
+        (), "values of the DeepSpeed JSON: zero_optimization.stage=2", FREE | EVALUATION, nargs="+", metavar="K=V"
     )
     pp: int = flag(1, "pipeline stages", FREE | EVALUATION, span=_DEGREE)
     tp: int = flag(1, "tensor-parallel ranks", FREE | EVALUATION, span=_DEGREE)
@@ -84,60 +81,38 @@ class RunSettings:
     allow_batch_change: bool = flag(False, "resume with another global batch", START)
     allow_schedule_change: bool = flag(False, "resume with another learning-rate schedule", START)
     checkpoint_interval: str = flag(
-        "epoch",
-        "steps (500) or time (30m) between checkpoints, or epoch: at the end of each (0: only when interrupted)",
-        FREE,
-        neutral=("0",),
+        "epoch", "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)", FREE, neutral=("0",)
     )
     keep_checkpoints: int = flag(2, "checkpoints to keep in addition to the best one (0: all)", FREE, span=STEPS)
-    stop_before_seconds: float | None = flag(
-        None, "save and stop this long before --time-limit or the Slurm job's end", START, span=SECONDS
-    )
+    stop_before_seconds: float | None = flag(None, "save and stop this long before the time limit", START, span=SECONDS)
     time_limit: str = flag("", "save and stop after this time: 90m, 24h", START)
     log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder", FREE)
-    log_images: int = flag(
-        16, "images of the first step, as the model sees them, in augmented.png (0: none)", FREE, span=Range(0, 4096)
-    )
-    profile_steps: str = flag(
-        "", "profile the steps A to B - 1 into profile/ in the output folder", FREE, metavar="A:B"
-    )
+    log_images: int = flag(16, "images of the first step in augmented.png (0: none)", FREE, span=Range(0, 4096))
+    profile_steps: str = flag("", "profile the steps A to B - 1 into profile/", FREE, metavar="A:B")
     log_interval: int | None = flag(
         None,
-        "optimizer steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)",
+        "steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)",
         FREE,
         span=STEPS_FROM_1,
     )
     wandb: bool = flag(
-        False,
-        'also log to Weights & Biases, as the JSON\'s "wandb": {"enabled": true}',
-        FREE | EVALUATION,
-        short=("--log-wandb",),
-        key="wandb.enabled",
+        False, "also log to Weights & Biases", FREE | EVALUATION, short=("--log-wandb",), key="wandb.enabled"
     )
     wandb_project: str = flag("", "--wandb: project of the run", FREE | EVALUATION, key="wandb.project")
     eval_interval: int = flag(1, "epochs between evaluations (0: only at the end)", neutral=(0,), span=EPOCHS)
-    eval_metric: str = flag(
-        "",
-        "the metric of evaluation that decides which weights are the best: loss, top5, … (default: the task's first)",
-    )
+    eval_metric: str = flag("", "metric that decides which weights are best: loss, top5, … (default: the task's first)")
     validation_batch_size: int | None = flag(
         None, "images a rank in evaluation", FREE | EVALUATION, short=("-vb",), span=IMAGES
     )
     eval_only: bool = flag(False, "evaluate the initial weights and stop", EVALUATION)
     eval_knn: int = flag(
-        0,
-        "also evaluate the features by N nearest neighbours in the training split (20 without a number)",
-        EVALUATION,
-        span=Range(0, 10**6),
-        const=20,
+        0, "evaluate the features by N nearest neighbours too", EVALUATION, span=Range(0, 10**6), const=20
     )
     eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", EVALUATION)
     stall_seconds: float | None = flag(
         None, "end a run without progress for this long (300 with several ranks; 0: never)", EVALUATION, span=SECONDS
     )
-    dry_run: bool = flag(
-        False, "resolve, check and show the run with its memory and files, without starting it", START | EVALUATION
-    )
+    dry_run: bool = flag(False, "show the run, its memory and its files without starting it", START | EVALUATION)
     verbose: bool = flag(False, "show all of DeepSpeed's log", FREE | EVALUATION)
 
 
@@ -151,46 +126,22 @@ class ModelSettings:
     decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
     decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
-    model: str = flag(
-        "vit_base_patch16_224",
-        "timm name of a VisionTransformer or Eva model, hf-hub:ORG/NAME or local-dir:FOLDER",
-        WEIGHTS,
-    )
-    model_kwargs: Mapping[str, Any] = flag(
-        {}, "arguments of the model's constructor", WEIGHTS, nargs="*", metavar="K=V"
-    )
+    model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
+    model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, "classes of the head (default: the data's)", WEIGHTS, span=Range(1, 10**7))
     img_size: int | None = flag(None, "image side in pixels (default: the model's)", WEIGHTS, span=PIXELS)
-    img_size_schedule: str = flag(
-        "",
-        "progressive resizing: sides, and the share of the run at which each starts; the last is the model's",
-        metavar="128:0,160:0.4,224:0.8",
-    )
+    img_size_schedule: str = flag("", "sides of the images, and when each starts", metavar="128:0,160:0.4,224:0.8")
     train_img_sizes: Sequence[int] = flag(
-        (),
-        "sides from which each step draws one; the largest is the model's",
-        nargs="+",
-        span=PIXELS,
-        rule=_SEVERAL_SIZES,
-        metavar="SIZE",
+        (), "sides from which each step draws one", nargs="+", span=PIXELS, rule=_SEVERAL_SIZES, metavar="SIZE"
     )
     drop: float = flag(0.0, "dropout before the head", span=FROM_0_BELOW_1)
     drop_path: float = flag(0.0, "stochastic depth rate of the last block", span=FROM_0_BELOW_1)
     drop_path_compute: str = flag(
-        "auto",
-        "compute a branch for all samples, or only for those that drop-path keeps (auto: the faster)",
-        FREE,
-        choices=("auto", "all", "kept"),
+        "auto", "the samples that compute a branch (auto: the faster)", FREE, choices=("auto", "all", "kept")
     )
-    pretrained: bool = flag(
-        False, "start from the weights of this --model (Hugging Face cache or Hub, or its folder)", FREE | EVALUATION
-    )
-    initial_checkpoint: str = flag(
-        "", "weights to start from: .safetensors or .pth in timm's names", FREE | EVALUATION, metavar="FILE"
-    )
-    resample_patch_embed: bool = flag(
-        False, "resample the patch kernels of weights with another patch size", FREE | EVALUATION
-    )
+    pretrained: bool = flag(False, "start from the weights of this --model (cache, Hub or folder)", FREE | EVALUATION)
+    initial_checkpoint: str = flag("", "weights to start from, in timm's names", FREE | EVALUATION, metavar="FILE")
+    resample_patch_embed: bool = flag(False, "resample patch kernels of another patch size", FREE | EVALUATION)
     grad_checkpointing: str = flag(
         "",
         "recompute activations in the backward pass: full (each block; the default word), selective (all except "
@@ -200,9 +151,7 @@ class ModelSettings:
         const="full",
         metavar="full|selective|N",
     )
-    compile: bool = flag(
-        False, "run the blocks through torch.compile; the first step takes a minute or more", FREE | EVALUATION
-    )
+    compile: bool = flag(False, "run the blocks through torch.compile", FREE | EVALUATION)
     compile_mode: str = flag("default", "mode of torch.compile", FREE | EVALUATION, choices=COMPILE_MODES)
     freeze: Sequence[str] = flag((), "timm parameter names (patterns) that are not trained", nargs="+")
     linear_probe: bool = flag(False, "train only the classifier head")
@@ -212,15 +161,9 @@ class ModelSettings:
 class DataSettings:
     """The images and how they are read."""
 
-    dataset: str = flag(
-        "", "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER, …; empty: image folders or tars in --data-dir", RECORDED
-    )
+    dataset: str = flag("", "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER; empty: folders in --data-dir", RECORDED)
     data_dir: str | Sequence[str] = flag(
-        "",
-        "folder that holds train/ and val/ or validation/ (or .tar files); several are mixed",
-        FREE | RECORDED,
-        nargs="+",
-        metavar="DIR",
+        "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
     )
     data_weights: Sequence[float] = flag(
         (),
@@ -230,24 +173,14 @@ class DataSettings:
     )
     train_split: str = flag("train", "name of the training split", RECORDED)
     val_split: str = flag("validation", "name of the evaluation split; '': no evaluation", RECORDED, neutral=("",))
-    val_fraction: float | None = flag(
-        None, "share of the training split to hold out for evaluation, instead of --val-split", RECORDED, span=SHARE
-    )
+    val_fraction: float | None = flag(None, "share of the training split to evaluate on", RECORDED, span=SHARE)
     dataset_download: bool = flag(False, "let torchvision download the dataset", FREE | EVALUATION)
     workers: int | str = flag(
-        4,
-        "loader processes a rank (0: load in the training process; auto: by the cores of its host)",
-        FREE | RECORDED,
-        short=("-j",),
-        span=_WORKERS,
-        metavar="auto|N",
+        4, "loader processes a rank (0: none; auto)", FREE | RECORDED, short=("-j",), span=_WORKERS, metavar="auto|N"
     )
     allow_empty_classes: bool = flag(False, "allow class folders without a readable image", FREE | RECORDED)
     on_bad_image: str = flag(
-        "skip",
-        "an image that cannot be decoded: replace it by another, or end the run",
-        RECORDED,
-        choices=("error", "skip"),
+        "skip", "replace an image that cannot be decoded, or end the run", RECORDED, choices=("error", "skip")
     )
     max_bad_images: float = flag(
         0.01, "save and stop if a larger share of an epoch's images cannot be decoded", FREE, span=PROBABILITY
@@ -258,20 +191,12 @@ class DataSettings:
 class ImageSettings:
     """The input of the model and of evaluation."""
 
-    mean: Sequence[float] | None = flag(
-        None, "pixel mean, 0 to 1 (default: the model's)", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS
-    )
-    std: Sequence[float] | None = flag(
-        None, "pixel deviation (default: the model's)", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS
-    )
+    mean: Sequence[float] | None = flag(None, "pixel mean", WEIGHTS, nargs="+", span=Range(0, 1), rule=_CHANNELS)
+    std: Sequence[float] | None = flag(None, "pixel deviation", WEIGHTS, nargs="+", span=ABOVE_0_TO_1, rule=_CHANNELS)
     interpolation: str = flag("", "resize filter of evaluation (default: the model's)", WEIGHTS)
-    crop_pct: float | None = flag(
-        None, "centre-crop share of evaluation (default: the model's)", WEIGHTS, span=ABOVE_0_TO_1
-    )
+    crop_pct: float | None = flag(None, "centre crop of evaluation (default: the model's)", WEIGHTS, span=ABOVE_0_TO_1)
     crop_mode: str = flag("", "evaluation crop", WEIGHTS, choices=("center", "squash", "border"))
-    aug_repeats: int = flag(
-        0, "repeated augmentation: copies of a sample in an epoch", neutral=(1,), span=Range(0, 1000)
-    )
+    aug_repeats: int = flag(0, "repeated augmentation: copies of a sample", neutral=(1,), span=Range(0, 1000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,16 +213,10 @@ class OptimizerSettings:
     """The optimizer, the batch and bad steps."""
 
     lr: float | None = flag(None, "base learning rate (default: the JSON's)", span=RATE, key="optimizer.params.lr")
-    weight_decay: float | None = flag(
-        None, "weight decay (default: the JSON's)", span=RATE, key="optimizer.params.weight_decay"
-    )
-    clip_grad: float | None = flag(
-        None, "largest norm of the gradient (default: the JSON's)", span=Range(0, 10**9), key="gradient_clipping"
-    )
+    weight_decay: float | None = flag(None, "weight decay", span=RATE, key="optimizer.params.weight_decay")
+    clip_grad: float | None = flag(None, "largest norm of the gradient", span=Range(0, 10**9), key="gradient_clipping")
     layer_decay: float | None = flag(None, "layer-wise learning-rate decay", neutral=(1.0,), span=ABOVE_0_TO_1)
-    lr_scale_by_batch: str = flag(
-        "none", "scale the learning rate with global batch / --lr-base-size", choices=("none", "linear", "sqrt")
-    )
+    lr_scale_by_batch: str = flag("none", "scale --lr with the global batch", choices=("none", "linear", "sqrt"))
     lr_base_size: int = flag(256, "global batch of the unscaled learning rate", span=IMAGES)
     model_ema: bool = flag(False, "keep an exponential moving average of the weights, and evaluate it too")
     model_ema_decay: float = flag(0.9998, "decay of the average", span=FROM_0_BELOW_1)
@@ -306,16 +225,9 @@ class OptimizerSettings:
     tf32: bool = flag(False, "let fp32 matrix products use a GPU's TF32 cores", EVALUATION)
     on_nonfinite: str = flag("stop", "a step whose gradient is not finite", choices=("stop", "skip"))
     spike_factor: float | None = flag(
-        None,
-        "reject a step whose loss or gradient norm exceeds this many times its recent mean",
-        span=Range(1, 10**9, above=True),
+        None, "largest loss or gradient norm in multiples of its recent mean", span=Range(1, 10**9, above=True)
     )
-    rollback: int = flag(
-        0,
-        "instead of stopping at a bad step: return to the last scheduled checkpoint and skip the samples since then, "
-        "at most this many times",
-        span=STEPS,
-    )
+    rollback: int = flag(0, "times to return to the last checkpoint at a bad step, and skip its samples", span=STEPS)
     grad_stats_interval: int = flag(0, "steps between gradient statistics by layer (0: none)", span=STEPS)
     batch_size: int | None = flag(
         None,
@@ -326,17 +238,12 @@ class OptimizerSettings:
         key="train_micro_batch_size_per_gpu",
     )
     grad_accum_steps: int | None = flag(
-        None, 'accumulation where the JSON says "auto" (1)', span=IMAGES, key="gradient_accumulation_steps"
+        None, 'accumulation where the JSON says "auto"', span=IMAGES, key="gradient_accumulation_steps"
     )
     auto_batch: bool = flag(
-        False,
-        "use the largest micro-batch that fits and keep the global batch by accumulation; measured on a GPU, "
-        "estimated on a CPU and with --dry-run",
-        FREE,
+        False, "use the largest micro-batch that fits, and keep the global batch by accumulation", FREE
     )
-    memory: str = flag(
-        "", "--auto-batch: memory of a rank, such as 8GiB (default: what is free)", FREE, metavar="BYTES"
-    )
+    memory: str = flag("", "--auto-batch: memory of a rank (default: what is free)", FREE, metavar="BYTES")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,9 +252,7 @@ class ScheduleSettings:
 
     epochs: int | None = flag(None, "length of training and of the schedule (300)", span=EPOCHS_FROM_1)
     max_steps: int | None = flag(None, "stop after this many optimizer steps", FREE, span=STEPS_FROM_1)
-    sched: str = flag(
-        "cosine", "learning-rate schedule", neutral=("constant",), choices=("cosine", "linear", "constant", "wsd")
-    )
+    sched: str = flag("cosine", "learning-rate schedule", neutral=("constant",), choices=SCHEDULES)
     warmup_steps: int | None = flag(None, "warm-up in optimizer steps", neutral=(0,), span=STEPS)
     warmup_epochs: float | None = flag(None, "warm-up in epochs (5)", neutral=(0.0,), span=EPOCHS)
     warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", neutral=(0.0,), span=RATE)

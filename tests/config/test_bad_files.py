@@ -63,13 +63,13 @@ BLOCKS = [
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "eps": "small"}}}, "params of AdamW"),
     ({"gradient_clipping": "a lot"}, "gradient_clipping must be a number"),
     ({"zero_optimization": None}, "must be a block"),
-    ({"zero_optimization": {"stage": [1]}}, "stage [1] does not exist"),
+    ({"zero_optimization": {"stage": [1]}}, "stage: Input should be 0, 1, 2, 3"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled"),
     ({"data_types": {"grad_accum_dtype": [1]}}, "data_types.grad_accum_dtype"),
     ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": 3}}, "must be a list"),
     ({"train_batch_size": 4.5}, "train_batch_size must be a whole number"),
-    ({"steps_per_print": "often"}, "steps_per_print must be a number above 0"),
+    ({"steps_per_print": "often"}, '"steps_per_print" must be a number above 0'),
 ]
 FLAGS = {
     "--deepspeed_config {folder}/folder.json": "Is a directory",

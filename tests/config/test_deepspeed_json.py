@@ -98,7 +98,7 @@ def test_our_key_lists_are_deepspeeds():
     assert read - deepspeed_keys.TOP_LEVEL == set()
     assert deepspeed_keys.TOP_LEVEL - read - elsewhere == set()
     named = [*(f"zero_optimization.{key}" for key in deepspeed_keys.STAGES_OF), *deepspeed_keys._IDLE_NAMES.split()]
-    named += [rule.key for rule in deepspeed_keys.REJECTIONS]
+    named += [rule.name for rule in deepspeed_keys.REJECTIONS]
     for name in named:
         block, _, key = name.partition(".")
         assert block in deepspeed_keys.TOP_LEVEL
@@ -116,16 +116,14 @@ REJECTED = [
     ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
     ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": MiCS'),
     ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
-    ({"zero_optimization": {"stage": 4}}, "stage 4 does not exist; it may be 0, 1, 2 or 3"),
-    ({"zero_optimization": {"stage": True}}, "stage True does not exist"),
-    ({"zero_optimization": {"stage": "4"}}, "stage '4' does not exist"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: Input should be 0, 1, 2, 3"),
     ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
     ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'use "cpu"'),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "rounds the weights"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "changes the loss curve"),
     ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["torch.nn.Linear"]}}}, "mixtures of experts"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, '.ratio" below 1'),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
@@ -139,9 +137,9 @@ REJECTED = [
         "equals the number of data-parallel ranks",
     ),
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
-    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16_master_weights_and_grads"'),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16.bf16_master_weights_and_grads"'),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "compiled CPU Adam"),
-    ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "delete one of them"),
+    ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "compiled CPU Adam; delete it, or"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
     ({"optimizer": {"params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas must be a finite number"),
     ({"gradient_clipping": -1}, "gradient_clipping must be at least 0 and at most 1,000,000,000, not -1"),
@@ -488,7 +486,7 @@ def test_a_missing_weight_decay(tmp_path, params, flags, notes):
     [
         ({"type": "NoSuchLR"}, "scheduler.type 'NoSuchLR' is unsupported; use one of LRRangeTest, OneCycle, WarmupLR"),
         ({"type": "StepLR", "params": {"step_size": 2}}, "'StepLR' is unsupported"),
-        ({"type": "WarmupLR", "params": {"warmup_steps": 2}}, "scheduler.params.warmup_steps: WarmupLR has no such"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 2}}, "unexpected keyword argument 'warmup_steps'"),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": "1e-3"}}, '"1e-3" is text, not a number'),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "must be a positive integer, got 0"),
         ({"type": "OneCycle", "params": {}}, "scheduler.params of OneCycle"),
