@@ -16,20 +16,10 @@ from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError, read_text
 
-FORWARDED: tuple[str, ...] = (
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "SHARP_",
-    "MV2_",
-    "TORCH_",
-    "PYTORCH_",
-    "DS_",
-    "DEEPSPEED_",
-    "OMP_",
-)
-FORWARDED += ("MKL_", "HF_", "MLFLOW", "PYTHON", "LD_LIBRARY_PATH")
+_FORWARDED = """
+    NCCL_ GLOO_ UCX_ FI_ SHARP_ MV2_ TORCH_ PYTORCH_ DS_ DEEPSPEED_ OMP_ MKL_ HF_ MLFLOW PYTHON LD_LIBRARY_PATH
+"""
+FORWARDED = tuple(_FORWARDED.split())
 """Beginnings of the names of variables that go from the launching machine to every host."""
 
 _KEPT_HERE = ("DS_ENV_FILE",)

@@ -1,13 +1,14 @@
-"""Which hosts a run has, and how many slots each: hostfiles, Slurm and PBS in; a DeepSpeed hostfile out.
+"""The hosts of a run and their slots, from hostfiles, Slurm and PBS; a DeepSpeed hostfile out.
 
     ds-vit hosts --from slurm --output hostfile
 
-A slot is a rank's place: one accelerator, or one CPU rank. Nothing here starts a process or asks a network.
+A slot is a rank's place: one accelerator, or one CPU rank.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ SCHEDULERS = ("slurm", "pbs")
 # Names reach ssh and pdsh as arguments: no leading dash (an option), nothing that a shell or pdsh's own lists expand.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%@-]*")
 _HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)(?:\s.*)?")  # DeepSpeed's runner.py: ^(\S+)\s+slots=(\d+)
-_MAX_HOSTS = 100_000  # a range that is longer is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,24 @@ def to_hostfile(hosts: tuple[Host, ...]) -> str:
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
-def expand_nodelist(text: str) -> list[str]:
-    """`n[1-3,7]-ib,gpu[08-10]` → every name, in order, as `scontrol show hostnames` would.
+def first_host(nodelist: str) -> str:
+    """The first name of Slurm's list: `n[08-10]-ib,gpu1` → "n08-ib"; a container often has no `scontrol`."""
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", nodelist).partition(",")[0]
+
+
+def expand_nodelist(text: str, environ: Mapping[str, str]) -> list[str]:
+    """`n[1-3,7]-ib,gpu[08-10]` → every name, in order, by `scontrol show hostnames`.
 
     Raises:
-        UserError: brackets that do not match, or a range that runs backwards.
+        UserError: there is no `scontrol`, or it rejects the list.
     """
-    names: list[str] = []
-    for item in _split_outside_brackets(text):
-        names += _expand(item, text)
-        if len(names) > _MAX_HOSTS:
-            raise UserError(f"node list {text!r} names more than {_MAX_HOSTS} hosts")
-    if not names:
-        raise UserError("the node list is empty")
-    return names
+    command = ["scontrol", "show", "hostnames", text]
+    try:
+        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        raise UserError(f"{' '.join(command)}: {reason.strip()}; write a hostfile and give --from FILE") from None
+    return done.stdout.split()
 
 
 def expand_counts(text: str) -> list[int]:
@@ -128,7 +132,7 @@ def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         raise UserError("SLURM_JOB_NODELIST is not set: this is not inside a Slurm job (salloc, sbatch)")
-    names = expand_nodelist(nodes)
+    names = expand_nodelist(nodes, environ)
     gpus = environ.get("SLURM_GPUS_PER_NODE", "")  # "4", "h100:4" or "h100:2,a100:2"
     if gpus:
         try:
@@ -162,15 +166,6 @@ def from_pbs(environ: Mapping[str, str]) -> tuple[Host, ...]:
     return parse_names(read_text(path, "PBS_NODEFILE="), path)
 
 
-def scheduler_of(environ: Mapping[str, str]) -> str | None:
-    """The scheduler whose job this process is in: one of `SCHEDULERS`, or None."""
-    signs = {
-        "slurm": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        "pbs": ("PBS_NODEFILE",),
-    }
-    return next((name for name, variables in signs.items() if any(environ.get(v) for v in variables)), None)
-
-
 def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None = None) -> tuple[Host, ...]:
     """The hosts of a run.
 
@@ -183,9 +178,10 @@ def read_hosts(source: str | None, environ: Mapping[str, str], slots: int | None
         UserError: there is no such source, or it is not of its form.
     """
     if source is None:
-        source = scheduler_of(environ)
-        if source is None:
-            raise UserError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
+        signs = {"SLURM_JOB_NODELIST": "slurm", "SLURM_NODELIST": "slurm", "PBS_NODEFILE": "pbs"}
+        source = next((scheduler for variable, scheduler in signs.items() if environ.get(variable)), None)
+    if source is None:
+        raise UserError(f"no job of {', '.join(SCHEDULERS)} around this process; give --from FILE")
     if source == "lsf":
         raise UserError("--from lsf was removed; write a hostfile (`name slots=N` a line) and give --from FILE")
     if source in SCHEDULERS:
@@ -210,37 +206,3 @@ def _host(name: str, slots: int, where: str) -> Host:
         return Host(name, slots)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    items, depth = [""], 0
-    for character in text.strip():
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1):
-            raise UserError(f"node list {text!r}: the brackets do not match")
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    if depth:
-        raise UserError(f"node list {text!r}: a bracket is not closed")
-    return [item.strip() for item in items if item.strip()]
-
-
-def _expand(item: str, whole: str) -> list[str]:
-    """Expand the first bracket of one item, then the rest of it."""
-    before, bracket, rest = item.partition("[")
-    if not bracket:
-        return [item]
-    inside, _, after = rest.partition("]")
-    tails = _expand(after, whole)
-    names = []
-    for piece in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
-        if match is None:
-            raise UserError(f"node list {whole!r}: {piece!r} is neither a number nor a range")
-        first, last = match.group(1), match.group(2) or match.group(1)
-        if int(last) < int(first) or int(last) - int(first) >= _MAX_HOSTS:
-            raise UserError(f"node list {whole!r}: the range {piece} runs backwards or names too many hosts")
-        names += [f"{before}{n:0{len(first)}d}{tail}" for n in range(int(first), int(last) + 1) for tail in tails]
-    return names

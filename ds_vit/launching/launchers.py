@@ -26,7 +26,7 @@ from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.environment import forwarded, render
-from ds_vit.launching.hosts import Host, expand_nodelist, read_hosts
+from ds_vit.launching.hosts import Host, first_host, read_hosts
 from ds_vit.launching.ports import free_port
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
 
@@ -67,15 +67,15 @@ class Launcher(ABC):
             UserError: it cannot start, and why.
         """
 
-    @abstractmethod
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        """Send SIGUSR1 ("save and end") or SIGKILL to the ranks."""
+        """Send SIGUSR1 ("save and end") or SIGKILL to the ranks.
+
+        mpirun and srun forward SIGUSR1 to all ranks. They kill the ranks without saving on SIGTERM.
+        """
+        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     def _rank_words(self, job: Job) -> list[str]:
         return [str(RANK_PY), f"--run={self.run}", job.encode()]
-
-    def _local_port(self) -> int:
-        return free_port(self.port or 0)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Local(Launcher):
     def command(self, job: Job) -> Command:
         ranks = ["--num_gpus", str(self.num_ranks)] if self.num_ranks else []
         ranks += ["--include", self.include] if self.include else []
-        argv = [*_deepspeed(), *ranks, "--master_port", str(self._local_port()), *self._rank_words(job)]
+        argv = [*_deepspeed(), *ranks, "--master_port", str(free_port(self.port or 0)), *self._rank_words(job)]
         return Command(tuple(argv), Path(job.cwd), self.environ)
 
     def send(self, launcher: subprocess.Popen, signum: int) -> None:
@@ -227,7 +227,7 @@ class Mpi(Launcher):
         family = self._family()
         hosts = read_hosts(str(self.hostfile), self.environ) if self.hostfile else ()
         address = self.address or (hosts[0].name.rpartition("@")[2] if hosts else _own_address())
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(self._local_port())}
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(self.port or 0))}
         job = replace(job, environ={**job.environ, **meeting})
         # No binding: a rank would share one core with all its loader workers.
         if family == "openmpi":
@@ -238,10 +238,6 @@ class Mpi(Launcher):
             argv += ["-genv", "I_MPI_PIN", "0"] if family == "intel" else ["-bind-to", "none"]
             argv += ["-f", str(self._machinefile(hosts))] if hosts else []
         return Command((*argv, sys.executable, "-u", *self._rank_words(job)), Path(job.cwd), self.environ)
-
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        # mpirun forwards SIGUSR1 to all ranks. On SIGTERM it kills them a second later, without saving.
-        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     def _family(self) -> str:
         """The MPI of this mpirun, from the output of `--version`."""
@@ -275,18 +271,14 @@ class Slurm(Launcher):
         nodes = self.environ.get("SLURM_JOB_NODELIST")
         if not nodes or not self.environ.get("SLURM_JOB_ID"):
             raise UserError("SLURM_JOB_ID is not set: start this by sbatch launch/slurm.sbatch, or inside salloc")
-        first = expand_nodelist(nodes)[0]
+        first = first_host(nodes)
         if self.port or first.partition(".")[0] == socket.gethostname().partition(".")[0]:
-            port = self._local_port()
+            port = free_port(self.port or 0)
         else:  # on a login node the first node cannot be probed without a step, but the job has it exclusively
             port = 20000 + int(self.environ["SLURM_JOB_ID"]) % 10000
         job = replace(job, environ={**job.environ, "MASTER_ADDR": first, "MASTER_PORT": str(port)})
         argv = [*self.srun, "--kill-on-bad-exit=1", sys.executable, "-u", *self._rank_words(job)]
         return Command(tuple(argv), Path(job.cwd), self.environ)
-
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        # srun forwards SIGUSR1 to all tasks, and ends the step on SIGTERM.
-        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
 
 def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
@@ -351,12 +343,7 @@ def mpi_family(version: str) -> str:
     Raises:
         UserError: it is none of them.
     """
-    for sign, family in (
-        ("Open MPI", "openmpi"),
-        ("Open-MPI", "openmpi"),
-        ("Intel(R) MPI", "intel"),
-        ("HYDRA", "mpich"),
-    ):
+    for sign, family in {"Open MPI": "openmpi", "Open-MPI": "openmpi", "Intel(R)": "intel", "HYDRA": "mpich"}.items():
         if sign in version:
             return family
     raise UserError(f"mpirun --version says {version[:80]!r}: neither Open MPI nor MPICH nor Intel MPI")

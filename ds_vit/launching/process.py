@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.hosts import expand_counts, expand_nodelist
+from ds_vit.launching.hosts import expand_counts, first_host
 from ds_vit.launching.ports import free_port
 
 _OMPI = "OMPI_COMM_WORLD_"
@@ -127,7 +127,7 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
     if process.launcher in ("none", "env"):
         return {"auto_mpi_discovery": False}
     if process.launcher == "slurm" and "MASTER_ADDR" not in environ:
-        environ["MASTER_ADDR"] = expand_nodelist(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))[0]
+        environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     if process.launcher == "slurm" and "MASTER_PORT" not in environ:
         environ["MASTER_PORT"] = str(20000 + (int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"])) % 10000)
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:

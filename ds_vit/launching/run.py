@@ -40,20 +40,17 @@ def build_parser() -> argparse.ArgumentParser:
     local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
     hostfile = kind("hostfile", "the hosts of a hostfile, over ssh by pdsh")
     hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
-    hostfile.add_argument("--include", default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
-    hostfile.add_argument("--exclude", default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
+    for filters in ("--include", "--exclude"):
+        hostfile.add_argument(filters, default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
     hostfile.add_argument("--ssh_port", type=int, metavar="P", help="port of every sshd")
     mpi = kind("mpi", "mpirun of Open MPI, MPICH or Intel MPI")
     mpi.add_argument("-np", "-n", dest="num_ranks", type=int, required=True, metavar="N", help="ranks over all hosts")
     mpi.add_argument("--hostfile", type=Path, help="lines of `name slots=N` [this machine, or the scheduler's]")
-    mpi.add_argument(
-        "--mpirun", default="mpirun", metavar="COMMAND", help="mpirun and its own options, in one word [mpirun]"
-    )
-    slurm = kind("slurm", "srun, inside a job")
-    slurm.add_argument("--srun", default="srun", metavar="COMMAND", help="srun and its own options, in one word [srun]")
+    for program, each in (("mpirun", mpi), ("srun", kind("slurm", "srun, inside a job"))):
+        each.add_argument(f"--{program}", default=program, metavar="COMMAND", help="with its own options, in one word")
     for several in (hostfile, mpi):
         several.add_argument("--master_addr", metavar="A", help="rank 0's address [its host's name]")
-    for each in (local, hostfile, mpi, slurm):
+    for each in kinds.choices.values():
         each.add_argument("script", help="launch/train.py")
         each.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
     return parser
@@ -61,20 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every launcher."""
-    parser.add_argument(
-        "--restarts", type=int, default=0, metavar="N", help="start a failed run again, N times at most [0]"
-    )
-    parser.add_argument(
-        "--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]"
-    )
-    parser.add_argument(
-        "--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host"
-    )
-    parser.add_argument("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
-    parser.add_argument("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
+    add = parser.add_argument
+    add("--restarts", type=int, default=0, metavar="N", help="restarts of a failed run [0]")
+    add("--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]")
+    add("--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]")
+    add("--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host")
+    add("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
+    add("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ds_vit import cli
-from ds_vit.launching.hosts import Host, expand_nodelist, parse_hostfile, to_hostfile
+from ds_vit.launching.hosts import Host, parse_hostfile, to_hostfile
 from ds_vit.launching.ports import free_port
 from ds_vit.tools.doctor import remote
 from ds_vit.tools.doctor.checks import Finding, Run, check_network, examine, slowest, views_of
@@ -365,7 +365,7 @@ def test_a_thousand_hosts_are_asked_in_little_memory(monkeypatch):
         return Ended(gpu_host(int(asked.names[-1][1:]), asked.names).pack(), 0, [])
 
     monkeypatch.setattr(remote, "run_program", answers)
-    hosts = parse_hostfile(to_hostfile(tuple(Host(name, 8) for name in expand_nodelist("n[1-1024]"))))
+    hosts = parse_hostfile(to_hostfile(tuple(Host(f"n{number}", 8) for number in range(1, 1025))))
     answers = ask_all(hosts, Ask(port=29500), Way({}, ROOT), 60)
     assert examine(answers, RUN) == []
     assert sum(len(answer.facts.resolves) for answer in answers) == 2 * 1024 - 1
