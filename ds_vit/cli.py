@@ -29,9 +29,10 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from ds_vit.config.parser import Parser, show_examples
 from ds_vit.fault_tolerance import exit_codes
@@ -60,61 +61,14 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands (COMMAND --help: its flags)")
     for name, text in _WITH_FLAGS.items():
         commands.add_parser(name, help=text, add_help=False)
-
-    def add(name: str, text: str, among: argparse._SubParsersAction = commands) -> argparse.ArgumentParser:
-        words = f" bench {name} " if among is not commands else f" {name} "
-        epilog = show_examples("\n".join(line for line in _EXAMPLES.splitlines() if words in f"{line} "))
-        layout = argparse.RawDescriptionHelpFormatter
-        return among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
-
-    launched = add("launch", "train, eval or bench on several ranks of this machine")
+    launched = _add(commands, "launch", "train, eval or bench on several ranks of this machine", _launch)
     launched.allow_abbrev = False  # of a flag of training
     add_launch_arguments(launched)
-    launched.set_defaults(run=_launch)
-
-    kinds = add("bench", "ratios against a peer, measured in the same run").add_subparsers(dest="kind", required=True)
-    for name, text in (
-        ("step", "one training step without data loading; other flags are those of launch/train.py"),
-        ("ladder", "published steps towards a fast ViT, one after the other; other flags as in training"),
-    ):
-        kind = add(name, text, kinds)
-        kind.allow_abbrev = False  # of a flag of training
-        kind.add_argument("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
-        kind.add_argument(
-            "-b", "--batch-size", type=int, default=16, help="images of a rank's micro-batch [%(default)s]"
-        )
-        several = {"nargs": "+"} if name == "step" else {}
-        kind.add_argument("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
-        kind.add_argument("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
-        kind.add_argument("--steps", type=int, default=3, help="steps a turn [%(default)s]")
-        kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-        kind.set_defaults(run=_bench)
-        if name == "step":
-            kind.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
-            kind.add_argument(
-                "--against",
-                nargs="+",
-                metavar="PEER",
-                help="among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)",
-            )
-
-    data = add("data", "the loader on your own images, by stage; other flags are those of launch/train.py", kinds)
-    data.allow_abbrev = False
-    data.add_argument("--images", type=int, default=256, help="how many to look at [%(default)s]")
-    data.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    data.set_defaults(run=_bench_data)
-
-    hosts = add("hosts", "a DeepSpeed hostfile from a file or a scheduler's lists")
-    hosts.add_argument(
-        "--from", dest="source", metavar="FILE|slurm|pbs", help="where to read (default: the job's scheduler)"
-    )
-    hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
-    hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
-    hosts.set_defaults(run=_hosts)
-
-    planned = add("plan", "which layouts of a model fit on GPUs, and how fast each would be")
+    _add_bench(_add(commands, "bench", "ratios against a peer, measured in the same run"))
+    _add_hosts(_add(commands, "hosts", "a DeepSpeed hostfile from a file or a scheduler's lists", _hosts))
+    planned = _add(commands, "plan", "which layouts of a model fit on GPUs, and how fast each would be")
     if planning:
-        gc.disable()  # what is imported stays; looking for what does not took a fifth of the imports' time
+        gc.disable()  # the imports allocate objects that stay; searching them took a fifth of the time
         try:
             from ds_vit.tools import plan
         finally:
@@ -122,38 +76,77 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
 
         plan.add_arguments(planned)
         planned.set_defaults(run=plan.plan)
-
-    doctor = add("doctor", "what would keep a run from starting or slow it down")
+    doctor = _add(commands, "doctor", "what would keep a run from starting or slow it down")
     add_doctor_arguments(doctor)
     doctor.set_defaults(run=lambda arguments: run_doctor(arguments, os.environ))
-
-    add_report_arguments(add("report", "a run as an HTML page, or several side by side"))
-    add_compare_arguments(add("compare", "differences between runs, in settings and results"))
-
-    gradients = add("gradients", "what a number format makes of a run's gradients")
+    add_report_arguments(_add(commands, "report", "a run as an HTML page, or several side by side"))
+    add_compare_arguments(_add(commands, "compare", "differences between runs, in settings and results"))
+    gradients = _add(commands, "gradients", "the effect of a number format on a run's gradients", _gradients)
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
-    gradients.add_argument("--step", type=int, help="which step (default: the last that was looked at)")
+    gradients.add_argument("--step", type=int, help="which step (default: the last one recorded)")
     gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
-    gradients.set_defaults(run=_gradients)
-
-    shards = add("shards", "WebDataset shards of class folders")
-    shards.add_argument("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
-    shards.add_argument("out", metavar="OUT", help="folder for the shards; an unfinished one is continued")
-    shards.add_argument("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
-    shards.add_argument("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
-    shards.add_argument("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
-    shards.add_argument("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
-    shards.add_argument("--allow-empty-classes", action="store_true", help="allow class folders without images")
-    shards.set_defaults(run=_shards)
-
-    from_timm = add("from-timm", "a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON")
+    _add_shards(_add(commands, "shards", "WebDataset shards of class folders", _shards))
+    text = "a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON"
+    from_timm = _add(commands, "from-timm", text, _from_timm)
     from_timm.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is")
-    from_timm.set_defaults(run=_from_timm)
-
-    completion = add("completion", "a script that lets the shell complete commands and flags")
+    completion = _add(commands, "completion", "a script that lets the shell complete commands and flags", _completion)
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    completion.set_defaults(run=_completion)
     return parser
+
+
+def _add(
+    among: argparse._SubParsersAction, name: str, text: str, run: Callable[[argparse.Namespace], int] | None = None
+) -> argparse.ArgumentParser:
+    """Add a command, with its examples at the end of its --help."""
+    words = f" bench {name} " if among.dest == "kind" else f" {name} "
+    epilog = show_examples("\n".join(line for line in _EXAMPLES.splitlines() if words in f"{line} "))
+    layout = argparse.RawDescriptionHelpFormatter
+    command = among.add_parser(name, help=text, description=text, epilog=epilog, formatter_class=layout)
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    kinds = bench.add_subparsers(dest="kind", required=True)
+    text = "one training step without data loading; other flags are those of launch/train.py"
+    step = _add(kinds, "step", text, _bench)
+    step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
+    against = "among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)"
+    step.add_argument("--against", nargs="+", metavar="PEER", help=against)
+    text = "published steps towards a fast ViT, one after the other; other flags as in training"
+    ladder = _add(kinds, "ladder", text, _bench)
+    for kind in (step, ladder):
+        add = kind.add_argument
+        add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
+        add("-b", "--batch-size", type=int, default=16, help="images of a rank's micro-batch [%(default)s]")
+        several: dict[str, Any] = {"nargs": "+"} if kind is step else {}
+        add("--deepspeed_config", "--deepspeed-config", required=True, metavar="FILE", **several)
+        add("--turns", type=int, default=12, help="turns of each side; the fastest counts [%(default)s]")
+        add("--steps", type=int, default=3, help="steps a turn [%(default)s]")
+    text = "the loader on your own images, by stage; other flags are those of launch/train.py"
+    data = _add(kinds, "data", text, _bench_data)
+    data.add_argument("--images", type=int, default=256, help="how many to load [%(default)s]")
+    for kind in (step, ladder, data):
+        kind.allow_abbrev = False  # of a flag of training
+        kind.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _add_hosts(hosts: argparse.ArgumentParser) -> None:
+    source = "where to read (default: the job's scheduler)"
+    hosts.add_argument("--from", dest="source", metavar="FILE|slurm|pbs", help=source)
+    hosts.add_argument("--slots", type=int, help="ranks a host, whatever the source says")
+    hosts.add_argument("--output", metavar="FILE", help="write there (default: stdout)")
+
+
+def _add_shards(shards: argparse.ArgumentParser) -> None:
+    add = shards.add_argument
+    add("folder", metavar="FOLDER", help="holds train/ and val/, or class folders")
+    add("out", metavar="OUT", help="folder for the shards; an unfinished one is continued")
+    add("--per-shard", type=int, default=5000, metavar="N", help="images of a shard [%(default)s]")
+    add("--resize", type=int, metavar="PIXELS", help="make the shorter side no longer than this")
+    add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
+    add("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
+    add("--allow-empty-classes", action="store_true", help="allow class folders without images")
 
 
 # Commands that take flags of launch/train.py and read their command line themselves.
@@ -178,30 +171,21 @@ _EXAMPLES = r"""
 ds-vit launch train --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --output runs/first
 ds-vit launch -n 2 --restarts 3 train --deepspeed_config FILE --data-dir photos --output runs/first
 ds-vit launch -n 2 eval runs/first
-ds-vit bench step --deepspeed_config ds_configs/cpu_zero1_fp32.json
 ds-vit bench step --deepspeed_config ds_configs/zero1_bf16.json --model vit_base_patch16_224 --batch-size 64 --json
 ds-vit bench step --deepspeed_config ds_configs/cpu_zero{0,1,3}_fp32.json --against timm ddp --drop-path 0.4
 torchrun --nproc_per_node 2 -m ds_vit.cli bench step --deepspeed_config ds_configs/cpu_zero3_fp32.json --against fsdp2
 ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8
-ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --aa rand-m9-mstd0.5 --json
 ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
-torchrun --nproc_per_node 8 -m ds_vit.cli bench ladder --model vit_huge_patch14_224 -b 64 --deepspeed_config zero1.json
 ds-vit plan --model vit_22b_patch14_224 --gpus 256 --gpu h200
 ds-vit plan --model vit_giant_patch14_224 --gpus 64 --gpu a100 --link ib200 --global-batch 4096 --write plans/g
 ds-vit hosts --from slurm --output hostfile
 ds-vit hosts --from names.txt --slots 8
-ds-vit doctor
 ds-vit doctor --hostfile hostfile --data-dir photos --output runs/first
-ds-vit report runs/first
 ds-vit report runs/first runs/second --output both.html
 ds-vit compare runs/first runs/second
-ds-vit compare runs/*/ --output comparison.html
-ds-vit gradients runs/first
 ds-vit gradients runs/first --step 100 --output gradients.png
-ds-vit shards photos photos-shards
 ds-vit shards imagenet imagenet-256 --resize 256 --quality 90 --workers 16
 ds-vit from-timm 'python train.py photos --model vit_small_patch16_224 -b 128 --opt lamb --amp --lr 4e-3'
-ds-vit from-timm 'torchrun --nproc_per_node 8 train.py photos --model vit_small_patch16_224' > train.sh
 ds-vit completion bash > ~/.ds-vit.bash && echo '. ~/.ds-vit.bash' >> ~/.bashrc
 ds-vit completion zsh > "${fpath[1]}/_ds-vit"
 """

@@ -1,4 +1,4 @@
-"""Thirty kills at random moments, and a curve that shows none of them."""
+"""Eighteen kills at random moments, and a curve that shows none of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ds_vit.checkpoint.folder import newest
 
 pytestmark = pytest.mark.slow
 
-NUM_KILLS = 32
-STEPS = 60
+NUM_KILLS = 18
+STEPS = 40
 # ranks, --pp, --tp, ZeRO stage: the run goes on in another layout after each kill
 LAYOUTS = [(2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 1, 1, 3), (1, 1, 1, 0)]
 
@@ -83,7 +83,7 @@ def test_killed_at_random_moments(ranks, tmp_path):
     assert len(met) == NUM_KILLS
     assert ended.count("killed") >= NUM_KILLS // 3
     assert ended.count("ended in order") >= 3
-    assert deadly >= 3
+    assert deadly >= 2
     assert 0 < saved < STEPS
 
     rows = train_in(ranks, 2, command(tmp_path, LAYOUTS[0], output))

@@ -1,8 +1,7 @@
-"""What a run over ssh does when a cable is pulled, a host dies, a port is taken, or packets are late and lost."""
+"""What a run over ssh does when a cable is pulled, a rank fails, a port is taken, or its launcher is killed."""
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import timm
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
 from launches import GLOBAL_BATCH, alone, cifar_folder, explain, training
@@ -76,22 +74,11 @@ def ranks_of(host: Host) -> list[str]:
     return [line for line in host.processes() if "train.py" in line or "script.py" in line]
 
 
-def test_a_pulled_cable_ends_the_run(hosts, running, tmp_path):
-    # Catches: a run that waits for a host that is gone, and never says which.
-    hosts[1].link("down")
-    assert running.wait(240) == 1
-    said = (tmp_path / "stderr").read_text()
-    assert "the connection to node2 broke: the host or its network is down" in said
-    assert not ranks_of(hosts[0])
-    hosts[1].link("up")  # the rank over there finds out by itself, after DEEPSPEED_TIMEOUT at the latest
-    wait_until(lambda: not ranks_of(hosts[1]), "node2's rank has not ended")
-
-
-def test_a_dead_host_ends_the_run_and_another_goes_on(hosts, running, ranks, data, tmp_path):
+def test_a_pulled_cable_ends_the_run_and_another_goes_on(hosts, running, ranks, data, tmp_path):
     # Catches: a run that waits for a host that is gone, and never says which; work that is lost with the host.
     latest = tmp_path / "out" / "checkpoints" / "latest"
     wait_until(latest.exists, "no checkpoint")
-    hosts[1].kill()
+    hosts[1].link("down")
     assert running.wait(240) == 1
     assert "the connection to node2 broke: the host or its network is down" in (tmp_path / "stderr").read_text()
     assert not ranks_of(hosts[0])
@@ -102,6 +89,8 @@ def test_a_dead_host_ends_the_run_and_another_goes_on(hosts, running, ranks, dat
     done = hosts[0].run([*line, *whole], cwd=tmp_path)
     assert done.returncode == 0, explain(done, tmp_path / "out")
     assert_same_curve(alone(ranks, data, step + 2), read_up_to(tmp_path / "out", step + 2), rtol=1e-4)
+    hosts[1].link("up")  # the rank over there finds out by itself, after DEEPSPEED_TIMEOUT at the latest
+    wait_until(lambda: not ranks_of(hosts[1]), "node2's rank has not ended")
 
 
 def read_up_to(output: Path, last: int) -> list[dict]:
@@ -157,25 +146,23 @@ def test_sigterm_reaches_the_ranks_on_all_hosts(hosts, waiting, tmp_path):
 
 
 FAILS = """
-import os, sys, time
+import os, time
 if os.environ["RANK"] == "1":
     print("before", flush=True); raise RuntimeError("the disk of rank 1 is full")
-time.sleep(3 if sys.argv[-1] == "falls" else 300); raise RuntimeError("connection closed by peer")
+time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("other", ["falls", "hangs"])
-def test_the_first_error_is_shown_last(other, hosts, tmp_path):
-    # Catches: the first rank's complaint about the second in place of the second's own error; a hang.
+def test_the_first_error_is_shown_last(hosts, tmp_path):
+    # Catches: a hang of the other ranks; an error that is lost among the launchers' lines.
     (tmp_path / "script.py").write_text(FAILS)
-    done = hosts[0].run([*command(tmp_path), str(tmp_path / "script.py"), other], cwd=tmp_path)
+    done = hosts[0].run([*command(tmp_path), str(tmp_path / "script.py")], cwd=tmp_path)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     first = next(i for i, line in enumerate(lines) if "rank 1 on node2 failed first, code 1" in line)
     assert str(tmp_path / "logs" / "rank-0001.node2.log") in lines[first]
     assert "run:   RuntimeError: the disk of rank 1 is full" in lines[first + 1 :]
     assert len(lines) - first < 10
-    assert "closed by peer" not in "\n".join(lines[first:])
     assert not [line for host in hosts for line in host.processes() if "script.py" in line]
 
 
@@ -199,50 +186,14 @@ def test_hosts_that_cannot_take_part(hosts, tmp_path):
     assert "Traceback" not in done.stderr
     hosts[1].start_sshd()
 
-    with (hosts[0].folder / "hosts").open("a") as names:
-        names.write("10.77.0.2 other\n")
-    refused(hosts, tmp_path, "node2 and other are one machine", "node2 slots=1", "other slots=1")
-
-    hosts[1].check("mount", "-t", "tmpfs", "none", "/proc/driver")
-    hosts[1].check("mkdir", "-p", "/proc/driver/nvidia/gpus/0000:01:00.0")
-    refused(hosts, tmp_path, "node2: 4 slots, but 1 GPUs: write slots=1", "node1 slots=1", "node2 slots=4")
-    hosts[1].check("umount", "/proc/driver")
-
-    (info,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info")
-    other = tmp_path / "METADATA"
-    other.write_text((info / "METADATA").read_text().replace("Version: 1.", "Version: 0.", 1))
-    hosts[1].check("mount", "--bind", str(other), str(info / "METADATA"))
-    refused(hosts, tmp_path, "timm is 1.", "node1 slots=1", "node2 slots=1")
-    hosts[1].check("umount", str(info / "METADATA"))
-
+    other = tmp_path / "randomness.py"
     other.write_text((ROOT / "ds_vit" / "randomness.py").read_text() + "# an old version\n")
     hosts[1].check("mount", "--bind", str(other), str(ROOT / "ds_vit" / "randomness.py"))
-    refused(hosts, tmp_path, "the code of ds_vit on node2 is not that on node1", "node1 slots=1", "node2 slots=1")
-    assert not (tmp_path / "out").exists()
-
-
-def refused(hosts: list[Host], folder: Path, why: str, *lines: str) -> None:
-    """A run on the hosts of these lines is not started, and says why in a line."""
-    (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
-    done = hosts[0].run([*command(folder), str(ROOT / "launch" / "train.py"), "--output", str(folder / "out")])
+    done = hosts[0].run([*command(tmp_path), *train])
     assert done.returncode == 2, done.stderr
-    assert f"run.py: error: {why}" in done.stderr
+    assert "run.py: error: the code of ds_vit on node2 is not that on node1" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_late_and_lost_packets_change_nothing(ranks, tmp_path, data):
-    # Catches: results that depend on the order or the time of arrival.
-    output = tmp_path / "out"
-    with cluster(tmp_path / "c", 2, delay_seconds=0.05, loss=0.01) as hosts:
-        (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
-        half = str(GLOBAL_BATCH // 2)
-        arguments = [*training(data, 3), "--batch-size", half, "--output", str(output)]
-        environ = SOON | {"DEEPSPEED_TIMEOUT": "5"}
-        line = [*command(tmp_path), str(ROOT / "launch" / "train.py"), *arguments]
-        done = hosts[0].run(line, environ=environ, cwd=tmp_path, timeout=500)
-    assert done.returncode == 0, explain(done, output)
-    assert json.loads((output / "summary.json").read_text())["layout"]["dp"] == 2
-    assert_same_curve(alone(ranks, data, 3), read_rows(output), rtol=1e-5)
+    assert not (tmp_path / "out").exists()
 
 
 def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):

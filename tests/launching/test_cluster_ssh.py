@@ -30,16 +30,6 @@ def hosts(tmp_path_factory) -> Iterator[list[Host]]:
         yield hosts
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory, real_images) -> Path:
-    return cifar_folder(tmp_path_factory.mktemp("cifar"), real_images)
-
-
-@pytest.fixture(scope="module")
-def reference(ranks, data) -> list[dict]:
-    return alone(ranks, data)
-
-
 def hostfile(folder: Path, *lines: str) -> Path:
     path = folder / "hosts"
     path.write_text("".join(f"{line}\n" for line in lines))
@@ -51,21 +41,18 @@ def command(path: Path, *options: str, script: Path = ROOT / "launch" / "train.p
     return ["bash", str(ROOT / "launch" / "run_hostfile.sh"), "--hostfile", str(path), *options, str(script)]
 
 
-@pytest.mark.parametrize("cut", [["--pp", "2", "--grad-accum-steps", "2"], []], ids=["pp", "dp"])
-def test_two_hosts_train_like_one_process(cut, hosts, data, reference, tmp_path):
-    # Catches: ranks that do not meet, a stage or a replica that trains alone, an output folder's name cut by a shell.
-    output = tmp_path / NASTY
+def test_two_hosts_train_like_one_process(hosts, ranks, real_images, tmp_path):
+    # Catches: ranks that do not meet, a stage that trains alone, an output folder's name cut by a shell.
+    data, output = cifar_folder(tmp_path / "cifar", real_images), tmp_path / NASTY
     path = hostfile(tmp_path, "node1 slots=1", "node2 slots=1")
-    arguments = [*training(data), *cut, "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
-    done = hosts[0].run([*command(path, "--logs", str(tmp_path / "logs")), *arguments], cwd=tmp_path)
+    layout = ["--pp", "2", "--grad-accum-steps", "2", "--batch-size", str(GLOBAL_BATCH // 2)]
+    line = command(path, "--logs", str(tmp_path / "logs"))
+    done = hosts[0].run([*line, *training(data), *layout, "--output", str(output)], cwd=tmp_path)
     assert done.returncode == 0, explain(done, output)
     layout = json.loads((output / "summary.json").read_text())["layout"]
-    assert (layout["pp"], layout["dp"]) == ((2, 1) if cut else (1, 2))
-    assert_same_curve(reference, read_rows(output), rtol=1e-5)
-    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == [
-        "rank-0000.node1.log",
-        "rank-0001.node2.log",
-    ]
+    assert (layout["pp"], layout["dp"]) == (2, 1)
+    assert_same_curve(alone(ranks, data), read_rows(output), rtol=1e-5)
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["rank-0000.node1.log", "rank-0001.node2.log"]
     assert "INFO" not in done.stdout
     assert not (tmp_path / "pwned").exists()
 
@@ -124,6 +111,6 @@ def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
 
 def test_include(hosts, tmp_path):
     # Catches: a filter that is not passed on, and a master address on a host that takes no part. (--exclude:
-    # test_a_dead_host_ends_the_run_and_another_goes_on; both against DeepSpeed's own reading: test_launching.py)
+    # test_a_pulled_cable_ends_the_run_and_another_goes_on; both against DeepSpeed's own reading: test_launching.py)
     path = hostfile(tmp_path, "node1 slots=2", "node2 slots=2")
     assert [place["host"] for place in show(hosts[0], tmp_path, path, "--include", "node2:0,1")] == ["node2", "node2"]
