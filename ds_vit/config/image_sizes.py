@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,78 +15,39 @@ FLAG = "--img-size-schedule"
 
 
 @dataclass(frozen=True)
-class ImageSizes(ABC):
+class ImageSizes:
     """The side of the images as a pure function of the step's number.
 
     Attributes:
         sizes: sides in pixels; the last is the model's own and the largest.
+        firsts: the first step of each size, counted from 0; empty if each step draws a size.
+        seed: of the run; a step's size is drawn from its number and this, all sizes alike.
+        later_by: subtracted from a step's number.
     """
 
     sizes: tuple[int, ...]
-
-    @abstractmethod
-    def at(self, step: int) -> int:
-        """The side in pixels at a step, counted from 0."""
-
-    @abstractmethod
-    def later(self, steps: int) -> ImageSizes:
-        """The same for numbers that are larger by `steps`, as those of batches are when some were left out."""
-
-    @property
-    @abstractmethod
-    def in_words(self) -> str:
-        """For a table."""
-
-
-@dataclass(frozen=True)
-class SizeSchedule(ImageSizes):
-    """One size after the other.
-
-    Attributes:
-        firsts: the first step of each, counted from 0.
-    """
-
-    firsts: tuple[int, ...]
-
-    def at(self, step: int) -> int:
-        """As `ImageSizes.at`."""
-        return self.sizes[bisect.bisect_right(self.firsts, step) - 1]
-
-    def later(self, steps: int) -> SizeSchedule:
-        """As `ImageSizes.later`."""
-        return replace(self, firsts=(0, *(first + steps for first in self.firsts[1:])))
-
-    @property
-    def in_words(self) -> str:
-        """As `ImageSizes.in_words`."""
-        return ", ".join(f"{size} from step {first + 1:,}" for size, first in zip(self.sizes, self.firsts, strict=True))
-
-
-@dataclass(frozen=True)
-class RandomSizes(ImageSizes):
-    """A step's size is drawn from its number and the run's seed, all sizes alike.
-
-    Attributes:
-        seed: of the run.
-        later_by: what is added to a step's number.
-    """
-
-    seed: int
+    firsts: tuple[int, ...] = ()
+    seed: int = 0
     later_by: int = 0
 
     def at(self, step: int) -> int:
-        """As `ImageSizes.at`."""
-        drawn = randomness.mix(self.seed, randomness.name_key("image size"), step - self.later_by)
+        """The side in pixels at a step, counted from 0."""
+        step -= self.later_by
+        if self.firsts:
+            return self.sizes[max(bisect.bisect_right(self.firsts, step), 1) - 1]
+        drawn = randomness.mix(self.seed, randomness.name_key("image size"), step)
         return self.sizes[(drawn & (2**63 - 1)) % len(self.sizes)]
 
-    def later(self, steps: int) -> RandomSizes:
-        """As `ImageSizes.later`."""
+    def later(self, steps: int) -> ImageSizes:
+        """The same for numbers that are larger by `steps`, as those of batches are when some were left out."""
         return replace(self, later_by=self.later_by + steps)
 
     @property
     def in_words(self) -> str:
-        """As `ImageSizes.in_words`."""
-        return f"{', '.join(map(str, self.sizes))}: drawn for each step"
+        """For a table."""
+        if not self.firsts:
+            return f"{', '.join(map(str, self.sizes))}: drawn for each step"
+        return ", ".join(f"{size} from step {first + 1:,}" for size, first in zip(self.sizes, self.firsts, strict=True))
 
 
 def all_sizes(schedule: str, drawn: Sequence[int]) -> list[int]:
@@ -121,7 +81,7 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     return parts
 
 
-def size_schedule(text: str, num_steps: int) -> SizeSchedule:
+def size_schedule(text: str, num_steps: int) -> ImageSizes:
     """The schedule of a run whose learning-rate schedule is made for so many steps.
 
     Raises:
@@ -131,4 +91,4 @@ def size_schedule(text: str, num_steps: int) -> SizeSchedule:
     firsts = tuple(math.ceil(round(share * num_steps, 6)) for _, share in parts)
     if len({*firsts}) < len(firsts) or firsts[-1] >= num_steps:
         raise UserError(f"{FLAG} {text}: {num_steps} steps are too few for each size to have one; take fewer sizes")
-    return SizeSchedule(tuple(size for size, _ in parts), firsts)
+    return ImageSizes(tuple(size for size, _ in parts), firsts)

@@ -13,9 +13,22 @@ from ds_vit.config.schema import TYPES, number_or_auto
 
 BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
-# Every flag that each release keeps, with a value as a user of timm or DeepSpeed would write it.
-SPELLINGS = {
-    "--model vit_tiny_patch16_224": ("model", "vit_tiny_patch16_224"),
+# Every flag that each release keeps, as a user of timm or DeepSpeed would write it.
+SPELLINGS = """
+    --model vit_tiny_patch16_224 | --num-classes 7 | --img-size 32 | --drop-path 0.2 | --initial-checkpoint w.pth
+    --grad-checkpointing full | --grad-checkpointing selective | --grad-checkpointing 2 -b 4 | --dataset torch/cifar10
+    --data-dir /data | --train-split a | --val-split b | --workers 2 | --workers auto | --aa rand-m9-mstd0.5-inc1
+    --aug-repeats 3 | --scale 0.2 1.0 | --ratio 0.5 2 | --hflip 0 | --color-jitter 0.3 | --train-interpolation bicubic
+    --crop-pct 0.9 | --mixup 0.8 | --cutmix 1.0 | --mixup-prob 0.5 --mixup 0.8 | --mixup-off-epoch 10 --mixup 0.8
+    --smoothing 0 | --reprob 0.25 | --mean 0.5 0.5 0.5 | --std .5 .5 .5 | --epochs 3 | --max-steps 10 | --sched wsd
+    --lr 1e-3 | --warmup-steps 5 | --warmup-epochs 1.5 | --warmup-lr 1e-6 | --min-lr 1e-5 | --layer-decay 1.0
+    --model-ema-decay 0.9998 | --pp 1 | --tp 1 | --output o | --seed 7 | --resume none | --checkpoint-interval 0
+    --checkpoint-interval 30m | --checkpoint-interval epoch | --keep-checkpoints 0 | --log-interval 5
+    --eval-interval 2 | --eval-knn 5 | --batch-size 32 | --grad-accum-steps 4 | --deepspeed_config y.json
+    --validation-batch-size 3
+"""
+# Further spellings, and flags with their own form: name and value.
+FORMS = {
     "--model-kwargs patch_size=4 depth=5 act_layer=gelu qk_norm=True": (
         "model_kwargs",
         {"patch_size": 4, "depth": 5, "act_layer": "gelu", "qk_norm": True},
@@ -24,78 +37,37 @@ SPELLINGS = {
         "model_kwargs",
         {"qkv_bias": False, "qk_norm": True, "pre_norm": False},
     ),
-    "--num-classes 7": ("num_classes", 7),
-    "--img-size 32": ("img_size", 32),
-    "--drop-path 0.2": ("drop_path", 0.2),
-    "--initial-checkpoint w.pth": ("initial_checkpoint", "w.pth"),
     "--grad-checkpointing": ("grad_checkpointing", "full"),
-    "--grad-checkpointing full": ("grad_checkpointing", "full"),
-    "--grad-checkpointing selective": ("grad_checkpointing", "selective"),
-    "--grad-checkpointing 2 -b 4": ("grad_checkpointing", "2"),
     "--grad-checkpointing -b 4": ("grad_checkpointing", "full"),
     "--grad-checkpointing selective --no-grad-checkpointing": ("grad_checkpointing", ""),
-    "--dataset torch/cifar10": ("dataset", "torch/cifar10"),
-    "--data-dir /data": ("data_dir", "/data"),
-    "--train-split a": ("train_split", "a"),
-    "--val-split b": ("val_split", "b"),
-    "--workers 2": ("workers", 2),
     "-j 3": ("workers", 3),
-    "--workers auto": ("workers", "auto"),
+    "-b 32": ("batch_size", 32),
+    "-vb 32": ("validation_batch_size", 32),
     "--no-aug": ("no_aug", True),
-    "--aa rand-m9-mstd0.5-inc1": ("aa", "rand-m9-mstd0.5-inc1"),
-    "--aug-repeats 3": ("aug_repeats", 3),
-    "--scale 0.2 1.0": ("scale", (0.2, 1.0)),
-    "--ratio 0.5 2": ("ratio", (0.5, 2.0)),
-    "--hflip 0": ("hflip", 0.0),
-    "--color-jitter 0.3": ("color_jitter", 0.3),
-    "--train-interpolation bicubic": ("train_interpolation", "bicubic"),
-    "--crop-pct 0.9": ("crop_pct", 0.9),
-    "--mixup 0.8": ("mixup", 0.8),
-    "--cutmix 1.0": ("cutmix", 1.0),
-    "--mixup 0.8 --mixup-prob 0.5": ("mixup_prob", 0.5),
-    "--mixup 0.8 --mixup-off-epoch 10": ("mixup_off_epoch", 10),
-    "--smoothing 0": ("smoothing", 0.0),
     "--bce-loss": ("bce_loss", True),
-    "--reprob 0.25": ("reprob", 0.25),
-    "--mean 0.5 0.5 0.5": ("mean", (0.5, 0.5, 0.5)),
-    "--std .5 .5 .5": ("std", (0.5, 0.5, 0.5)),
-    "--epochs 3": ("epochs", 3),
-    "--max-steps 10": ("max_steps", 10),
-    "--sched wsd": ("sched", "wsd"),
-    "--lr 1e-3": ("lr", 1e-3),
-    "--warmup-steps 5": ("warmup_steps", 5),
-    "--warmup-epochs 1.5": ("warmup_epochs", 1.5),
-    "--warmup-lr 1e-6": ("warmup_lr", 1e-6),
-    "--min-lr 1e-5": ("min_lr", 1e-5),
-    "--layer-decay 1.0": ("layer_decay", 1.0),
-    "--model-ema-decay 0.9998": ("model_ema_decay", 0.9998),
-    "--pp 1": ("pp", 1),
-    "--tp 1": ("tp", 1),
-    "--output o": ("output", "o"),
-    "--seed 7": ("seed", 7),
-    "--resume none": ("resume", "none"),
-    "--checkpoint-interval 0": ("checkpoint_interval", "0"),
-    "--checkpoint-interval 30m": ("checkpoint_interval", "30m"),
-    "--checkpoint-interval epoch": ("checkpoint_interval", "epoch"),
-    "--keep-checkpoints 0": ("keep_checkpoints", 0),
-    "--log-interval 5": ("log_interval", 5),
-    "--eval-interval 2": ("eval_interval", 2),
     "--eval-only": ("eval_only", True),
     "--eval-knn": ("eval_knn", 20),
-    "--eval-knn 5": ("eval_knn", 5),
     "--eval-linear-probe": ("eval_linear_probe", True),
-    "-b 32": ("batch_size", 32),
-    "--batch-size 32": ("batch_size", 32),
-    "--grad-accum-steps 4": ("grad_accum_steps", 4),
-    "--deepspeed_config y.json": ("deepspeed_config", "y.json"),
     "--deepspeed-config y.json": ("deepspeed_config", "y.json"),
 }
 
 
-@pytest.mark.parametrize("words", SPELLINGS)
+@pytest.mark.parametrize("words", re.split(r"\s*[|\n]\s*", SPELLINGS.strip()))
 def test_spelling(words):
     """A flag of the contract that stops being accepted as timm or DeepSpeed spells it."""
-    name, value = SPELLINGS[words]
+    flag, *first = re.split(r"(?= -)", words)[0].split()
+    config, explicit = parse([*BASE, *words.split()])
+    name = flag.strip("-").replace("-", "_")
+    value = getattr(config, name)
+    values = value if isinstance(value, tuple) else (value,)
+    assert [type(item)(word) for item, word in zip(values, first, strict=True)] == [*values]
+    assert name in explicit
+
+
+@pytest.mark.parametrize("words", FORMS)
+def test_form(words):
+    """A short flag, a switch, a flag whose value may be left out, or key=value pieces."""
+    name, value = FORMS[words]
     config, explicit = parse([*BASE, *words.split()])
     assert getattr(config, name) == value
     assert name in explicit

@@ -11,7 +11,7 @@ from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
 
 from ds_vit.config import parse
-from ds_vit.config.image_sizes import RandomSizes, parse_schedule, size_schedule
+from ds_vit.config.image_sizes import ImageSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, SequentialViT, create_model, take_apart
@@ -52,10 +52,10 @@ def test_the_size_of_a_step():
 
 def test_sizes_that_are_drawn():
     """A size that depends on more than seed and step, or that is never drawn."""
-    sizes = RandomSizes((8, 12, 16), seed=3)
+    sizes = ImageSizes((8, 12, 16), seed=3)
     drawn = [sizes.at(step) for step in range(600)]
     assert all(150 < drawn.count(size) < 250 for size in sizes.sizes)
-    assert drawn != [RandomSizes((8, 12, 16), seed=4).at(step) for step in range(600)]
+    assert drawn != [ImageSizes((8, 12, 16), seed=4).at(step) for step in range(600)]
     assert drawn == [sizes.later(2).later(3).at(step + 5) for step in range(600)]
 
 
@@ -203,7 +203,7 @@ def test_drawn_sizes_in_another_layout(ranks, tmp_path):
     """Ranks that draw each for itself, or by what was done since the process began."""
     argv = [*RUN, *VIT, "--img-size-schedule", "", "--train-img-sizes", 16, 8, 12]
     whole = train_in(ranks, 1, words(*argv, *config(1), "-b", 16, "--output", tmp_path / "one"))
-    drawn = RandomSizes((8, 12, 16), seed=42)
+    drawn = ImageSizes((8, 12, 16), seed=42)
     assert len({drawn.at(step) for step in range(3, 5)}) + len({drawn.at(step) for step in range(3)}) > 2
     checkpoint = tmp_path / "one" / "checkpoints" / "step-00000003"
     cut = ["-b", 8, "--grad-accum-steps", 2, "--tp", 2, "--resume", checkpoint]

@@ -25,7 +25,7 @@ from ds_vit import config as flags
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.flag import Scope
-from ds_vit.config.image_sizes import ImageSizes, RandomSizes, all_sizes, size_schedule
+from ds_vit.config.image_sizes import ImageSizes, all_sizes, size_schedule
 from ds_vit.config.schema import KEY_OF_FLAG, names_with
 from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
@@ -162,7 +162,7 @@ class Resolved:
         """Which size of images each step trains on; None where all have the model's size."""
         text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
         if drawn:
-            return RandomSizes(tuple(all_sizes("", drawn)), self.config.seed)
+            return ImageSizes(tuple(all_sizes("", drawn)), seed=self.config.seed)
         return size_schedule(text, self.training.horizon) if text else None
 
     @property
