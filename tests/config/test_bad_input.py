@@ -140,14 +140,16 @@ def run_main(argv):
     return code, said.getvalue()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_image_that_cannot_be_decoded(ranks, tmp_path, folder, workers):
+def test_image_that_cannot_be_decoded(ranks, tmp_path, folder):
     """--on-bad-image error names the file, from a worker too; no weights are left behind. The same command in the same
-    folder is not refused afterwards, and the rows of the first try do not stay among the second one's."""
+    folder is not refused afterwards, and the rows of the first try do not stay among the second one's. timm loads the
+    weights as they are."""
+    import timm
+
     sound = (folder / "train" / "cat" / "1.png").read_bytes()
     (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
     output = tmp_path / "out"
-    argv = [*TINY, "--workers", str(workers), "--deepspeed_config", CPU, "--data-dir", str(folder)]
+    argv = [*TINY, "--workers", "2", "--deepspeed_config", CPU, "--data-dir", str(folder)]
     argv += ["--max-steps", "3", "-b", "6", "--output", str(output), "--checkpoint-interval", "0"]
     argv += ["--on-bad-image", "error"]
     [(code, said)] = ranks.run(1, run_main, argv)
@@ -162,6 +164,10 @@ def test_image_that_cannot_be_decoded(ranks, tmp_path, folder, workers):
     assert code == 0, said
     assert all(row["step"] <= 3 for row in read_rows(output))
     assert (output / "unsaved-1" / "metrics.jsonl").exists()
+    model = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=2, img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2
+    )
+    model.load_state_dict(load_file(str(output / "model.safetensors")), strict=True)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -219,21 +225,6 @@ def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
     assert code == 0, said
 
 
-def test_bad_image_skipped_and_counted(ranks, tmp_path, folder):
-    """--on-bad-image skip replaces it, the same in every layout, and the summary counts it."""
-    (folder / "train" / "cat" / "1.png").write_bytes(b"not a picture")
-    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--log-interval", "1"]
-    argv += ["--on-bad-image", "skip", "--max-bad-images", "1"]
-    runs = []
-    for world, micro in ((1, 6), (2, 3)):
-        output = tmp_path / f"out{world}"
-        argv_here = [*argv, "-b", str(micro), "--output", str(output), "--max-steps", "3"]
-        assert ranks.run(world, run_main, argv_here)[0][0] == 0
-        assert json.loads((output / "summary.json").read_text())["skipped_images"] == 3
-        runs.append(read_rows(output))
-    assert_same_curve(*runs, rtol=1e-5)
-
-
 def meet_at_a_taken_port(argv):
     """On a rank that stands alone: main, at a port that somebody else listens on."""
     import os
@@ -273,19 +264,6 @@ def test_a_bug_shows_its_traceback(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_inside_the_package_shows_its_traceback(capsys, monkeypatch, tmp_path, folder):
-    """`zip(strict=True)` and `int()` raise in our own frames: no mistake of the user's, and worth another start."""
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("epochs: 1\n")
-    monkeypatch.setattr("ds_vit.config.parser.REPLACES", ((),))  # of which a pair is unpacked
-    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--recipe", str(recipe)]
-    assert main(argv) == exit_codes.BUG
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "ValueError" in said
-    assert "train.py: error" not in said
-
-
 def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder):
     """A ValueError of our own code in a worker, which travelled as if a file were damaged."""
     output = tmp_path / "out"
@@ -317,16 +295,3 @@ def test_every_command_shows_a_bug(capsys, monkeypatch):
     monkeypatch.undo()
     assert cli.main(["hosts", "--from", "/nowhere/at/all"]) == exit_codes.BAD_INPUT
     assert capsys.readouterr().err.startswith("ds-vit: error: ")
-
-
-def test_final_weights_are_timms(ranks, tmp_path, folder):
-    """timm must load model.safetensors as it is, strictly."""
-    import timm
-
-    output = tmp_path / "out"
-    argv = [*TINY, "--deepspeed_config", CPU, "--data-dir", str(folder), "--output", str(output)]
-    assert ranks.run(1, run_main, argv) == [(0, "")]
-    model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=2, img_size=16, patch_size=8, embed_dim=24, depth=1, num_heads=2
-    )
-    model.load_state_dict(load_file(str(output / "model.safetensors")), strict=True)
