@@ -46,23 +46,17 @@ class AugmentConfig:
     """Augmentation of a single training image; each field means the same as timm's flag."""
 
     decode: str = flag(
-        "exact",
-        "decode training images as Pillow does, or fast: within two grey levels on average",
-        section="data",
-        choices=("exact", "fast"),
+        "exact", "decode as Pillow does, or within two grey levels", section="data", choices=("exact", "fast")
     )
     augment_on: str = flag(
-        "cpu",
-        "augment in the loader's processes, or in batches on the training device",
-        section="data",
-        choices=("cpu", "device"),
+        "cpu", "augment in the loader's processes, or on the device", section="data", choices=("cpu", "device")
     )
     no_aug: bool = flag(False, "resize and crop only")
     train_crop_mode: str = flag("", "training crop", choices=("rrc", "rkrc", "rkrr"))
     train_interpolation: str = flag("random", "resize filter of training", choices=(*INTERPOLATIONS, "random"))
     scale: Sequence[float] | None = flag((0.08, 1.0), "random-resized crop: area", span=_SIDES, rule=ASCENDING, nargs=2)
     ratio: Sequence[float] | None = flag(
-        (3 / 4, 4 / 3), "random-resized crop: aspect ratio", span=_SIDES, rule=ASCENDING, nargs=2
+        (3 / 4, 4 / 3), "random-resized crop: aspect", span=_SIDES, rule=ASCENDING, nargs=2
     )
     hflip: float = flag(0.5, "horizontal flip probability", span=PROBABILITY, neutral=(0.0,))
     vflip: float = flag(0.0, "vertical flip probability", span=PROBABILITY)
@@ -81,9 +75,7 @@ class AugmentConfig:
         check_fields(self)
         factors = self.color_jitter if isinstance(self.color_jitter, tuple) else (self.color_jitter,)
         if len(factors) not in (1, 3, 4):
-            raise UserError(
-                f"--color-jitter takes 1, 3 (brightness, contrast, saturation) or 4 (hue) numbers, not {factors}"
-            )
+            raise UserError(f"--color-jitter takes 1, 3 or 4 numbers (the last is the hue), not {factors}")
         if len(factors) == 4 and factors[3] > 0.5:
             raise UserError(f"the hue of --color-jitter is at most 0.5, not {factors[3]}")
         if self.aa:

@@ -121,10 +121,10 @@ def _followed(path: str, total: int, dp: int, micro_batch: int) -> BatchSizes:
     """The run's global batch on this number of ranks."""
     followed = nearest_batch(total, dp, max(1, micro_batch))
     if followed is None:
+        batch = round(total / dp) * dp or dp
         raise UserError(
             f"{path}: the run's global batch is {total}, which {dp} data-parallel ranks cannot share; start "
-            f"{nearest_dp(total, dp)} data-parallel ranks, give another layout by --pp and --tp, or another batch "
-            f"by --set train_batch_size={round(total / dp) * dp or dp}"
+            f"{nearest_dp(total, dp)} data-parallel ranks, or give another batch by --set train_batch_size={batch}"
         )
     return followed
 

@@ -51,9 +51,9 @@ def load_json(path: str | Path) -> dict[str, Any]:
             _load_hjson(text, unique, path) if path.suffix == ".hjson" else json.loads(text, object_pairs_hook=unique)
         )
     except json.JSONDecodeError as error:
+        where = f"{path}, line {error.lineno}, column {error.colno}"
         raise UserError(
-            f"{path}, line {error.lineno}, column {error.colno}: malformed JSON: {error.msg} (comments and trailing "
-            "commas need a file named .hjson)"
+            f"{where}: malformed JSON: {error.msg} (comments and trailing commas need a file named .hjson)"
         ) from None
     except UserError:
         raise

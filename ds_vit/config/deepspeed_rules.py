@@ -78,16 +78,10 @@ def check_pipeline(data: Mapping[str, Any], path: str, pp: int) -> None:
         return
     stage = zero_stage(data)
     if stage > 1:
-        raise UserError(
-            f"{path}: ZeRO stage {stage} does not work with --pp {pp}: DeepSpeed's pipeline takes stages 0 and 1; "
-            "use stage 1, or --pp 1"
-        )
+        raise UserError(f"{path}: ZeRO stage {stage} does not work with --pp {pp}; use stage 1, or --pp 1")
     for key in ("wall_clock_breakdown", "flops_profiler"):
         if data.get(key) is True or switched_on(data.get(key)):
-            raise UserError(
-                f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it (the start table has the FLOPs, '
-                "metrics.jsonl the times)"
-            )
+            raise UserError(f'{path}: "{key}" crashes DeepSpeed 0.19.8 with --pp {pp}; delete it')
 
 
 def check_secondary_partition(data: Mapping[str, Any], path: str, *, dp: int, tp: int) -> None:
@@ -100,10 +94,7 @@ def check_secondary_partition(data: Mapping[str, Any], path: str, *, dp: int, tp
         return
     key = f"zero_optimization.zero_hpz_partition_size {size}"
     if tp > 1:
-        raise UserError(
-            f"{path}: {key} does not work with --tp {tp}: DeepSpeed 0.19.8 groups consecutive ranks, which hold "
-            "different shards; delete the key, or use --tp 1"
-        )
+        raise UserError(f"{path}: {key} does not work with --tp {tp}; delete the key, or use --tp 1")
     if dp % min(size, dp):
         fits = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
         raise UserError(f"{path}: {key} does not divide the {dp} data-parallel ranks; it may be {fits}")
@@ -117,9 +108,7 @@ def check_grad_norm(data: Mapping[str, Any], path: str, *, clip: float) -> None:
     if clip > 0:
         raise UserError(f"{key} leaves no norm for gradient_clipping {clip:g}; delete one of them, or set it to 0")
     if switched_on(data.get("bf16")) and zero_stage(data) == 1 and sums_in_fp32(data):
-        raise UserError(
-            f"{key} does not work with bf16, stage 1 and gradients summed in fp32; delete it, or use stage 2"
-        )
+        raise UserError(f"{key} does not work with bf16, stage 1 and gradients summed in fp32; use stage 2")
 
 
 def precision(data: Mapping[str, Any], path: str, *, on_cpu: bool) -> Precision:
@@ -186,10 +175,8 @@ def check_types(data: Mapping[str, Any], selected: Precision, path: str) -> None
         try:
             getattr(importlib.import_module(package), cls)
         except (ImportError, AttributeError, ValueError):
-            raise UserError(
-                f"{path}: torch_autocast.lower_precision_safe_modules: there is no {name!r}; write the class with its "
-                'module, such as "torch.nn.Linear"'
-            ) from None
+            where = f"{path}: torch_autocast.lower_precision_safe_modules"
+            raise UserError(f'{where}: there is no {name!r}; write a class such as "torch.nn.Linear"') from None
 
 
 def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: str) -> Checkpointing:
@@ -215,13 +202,9 @@ def activation_checkpointing(data: Mapping[str, Any], path: str, *, flag: str) -
         raise UserError(f"{name} 0 turns activation checkpointing off and {asker} turns it on; delete one of them")
     asked = int(flag) if flag.isdecimal() else 1 if selective else None
     if asked is not None and interval not in (None, asked):
-        raise UserError(
-            f"{name} {interval} contradicts --grad-checkpointing {flag}, which recomputes {asked} together; delete one"
-        )
+        raise UserError(f"{name} {interval} contradicts --grad-checkpointing {flag}; delete one of them")
     if selective and cpu:
-        raise UserError(
-            f"{path}: activation_checkpointing.cpu_checkpointing moves little of what --grad-checkpointing selective "
-            "keeps; delete it, or use --grad-checkpointing full"
-        )
+        name = f"{path}: activation_checkpointing.cpu_checkpointing"
+        raise UserError(f"{name} does not work with --grad-checkpointing selective; use --grad-checkpointing full")
     is_on = bool(flag) or block is not None
     return Checkpointing(asked or interval or int(is_on), cpu, selective)

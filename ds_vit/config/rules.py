@@ -45,10 +45,7 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
 def _invalid_values(config: RunConfig) -> Iterator[str]:
     """Problems of single flags, and missing flags."""
     if not config.deepspeed_config:
-        yield (
-            "--deepspeed_config FILE is missing; ds_configs/ has one for each ZeRO stage and precision: begin with "
-            "ds_configs/zero1_bf16.json on GPUs, with ds_configs/cpu_zero1_fp32.json on a CPU"
-        )
+        yield "--deepspeed_config FILE is missing; begin with ds_configs/zero1_bf16.json, or with cpu_zero1_fp32.json"
     checks: list[Callable[[], Any]] = [
         lambda: check_fields(config),
         lambda: (config.augment, config.mix),  # their constructors check combinations
@@ -93,23 +90,15 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
     if config.resume == "auto" and not config.output:
         yield "--resume auto looks for checkpoints in the run's folder: give it by --output DIR"
     if config.rollback and Interval.parse(config.checkpoint_interval, "--checkpoint-interval").seconds:
-        yield (
-            f"--rollback {config.rollback} would return to a step that depends on the clock with --checkpoint-interval "
-            f"{config.checkpoint_interval}; give --checkpoint-interval in steps, or epoch"
-        )
+        interval = f"--checkpoint-interval {config.checkpoint_interval}"
+        yield f"--rollback {config.rollback} does not work with {interval}; give it in steps, or epoch"
     num_folders = 1 if isinstance(config.data_dir, str) else len(config.data_dir)
     if num_folders > 1 and len(config.data_weights) not in (0, num_folders):
-        yield (
-            f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir; give "
-            "one for each"
-        )
+        yield f"--data-weights has {len(config.data_weights)} numbers for the {num_folders} folders of --data-dir"
     sizes_flag = "--img-size-schedule" if config.img_size_schedule else "--train-img-sizes"
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes and config.img_size not in (None, sizes[-1]):
-        yield (
-            f"{sizes_flag} ends at {sizes[-1]}, the size of evaluation, and --img-size is {config.img_size}; make them "
-            "equal, or drop --img-size"
-        )
+        yield f"{sizes_flag} ends at {sizes[-1]}, and --img-size is {config.img_size}; make them equal, or drop it"
     if config.compile:
         for is_set, words in (
             (config.drop_path_compute == "kept", "--drop-path-compute kept changes the number of rows"),
@@ -146,8 +135,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
         lambda c: c.aa not in ("", "none") and "3a" not in c.aa,
         "under --aa, which replaces the colour jitter",
     ),
-    ("decode", lambda c: c.train_crop_mode == "rkrc", "with --train-crop-mode rkrc, which takes whole images"),
-    ("decode", lambda c: c.train_crop_mode == "rkrr", "with --train-crop-mode rkrr, which takes whole images"),
+    ("decode", lambda c: c.train_crop_mode in ("rkrc", "rkrr"), "with --train-crop-mode rkrc or rkrr: whole images"),
     ("max_bad_images", lambda c: c.on_bad_image == "error", "with --on-bad-image error"),
     ("mixup_prob mixup_switch_prob mixup_off_epoch", lambda c: not c.active, "without --mixup or --cutmix"),
     (

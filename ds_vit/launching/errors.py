@@ -28,9 +28,8 @@ class ErrorFinder:
         self.first_seen: float | None = None
         self._rest = b""
         self._tail: deque[str] = deque(maxlen=MAX_LINES)
-        self._traceback: deque[str] | None = None
-        self._open = False
-        self._line: str | None = None
+        self._found: deque[str] = deque(maxlen=MAX_LINES)
+        self._in_traceback = self._has_traceback = False
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the output."""
@@ -41,26 +40,21 @@ class ErrorFinder:
     def _take(self, line: str) -> None:
         if line:
             self._tail.append(line)
-        if self._traceback is not None and self._open:
-            self._traceback.append(line)
-            self._open = line[:1] in ("", " ")  # the exception itself stands at the margin
-        elif self._traceback is None and _TRACEBACK.match(line):
-            self._traceback, self._open = deque([line], maxlen=MAX_LINES), True
-            self._see()
-        elif self._line is None and self._traceback is None and _ERROR.search(line):
-            self._line = line
-            self._see()
-
-    def _see(self) -> None:
-        if self.first_seen is None:
+        if self._in_traceback:
+            self._found.append(line)
+            self._in_traceback = line[:1] in ("", " ")  # the exception itself stands at the margin
+        elif not self._has_traceback and _TRACEBACK.match(line):
+            self._found = deque([line], maxlen=MAX_LINES)
+            self._in_traceback = self._has_traceback = True
+        elif not self._found and _ERROR.search(line):
+            self._found.append(line)
+        if self._found and self.first_seen is None:
             self.first_seen = time.time()
 
     @property
     def lines(self) -> list[str]:
         """The first traceback; else the first line that says error; else the last lines. `MAX_CHARS` at most."""
-        found = list(
-            self._traceback or ([self._line] if self._line else [*self._tail, self._rest.decode(errors="replace")])
-        )
+        found = list(self._found or [*self._tail, self._rest.decode(errors="replace")])
         while sum(map(len, found)) > MAX_CHARS:
             found = found[1:] if len(found) > 1 else [found[0][-MAX_CHARS:]]
         return [line for line in found if line]

@@ -32,9 +32,7 @@ class Host:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise UserError(
-                f"{self.name!r} is not a host name: letters, digits and . _ - : % @ only, and no dash at the start"
-            )
+            raise UserError(f"{self.name!r} is not a host name: letters, digits and . _ - : % @, no dash first")
         if self.slots < 1:
             raise UserError(f"host {self.name} has {self.slots} slots; it needs at least 1, or leave the host out")
 
@@ -53,10 +51,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
             raise UserError(f"{path}, line {number}: {line!r} is not of the form `name slots=N`")
         name, slots = match.group(1), int(match.group(2))
         if name in seen:
-            raise UserError(
-                f"{path}, line {number}: host {name} is already on line {seen[name]}; "
-                "give it one line with the sum of its slots"
-            )
+            raise UserError(f"{path}, line {number}: host {name} is already on line {seen[name]}; keep one")
         seen[name] = number
         hosts.append(_host(name, slots, f"{path}, line {number}: "))
     if not hosts:
@@ -148,9 +143,7 @@ def from_slurm(environ: Mapping[str, str]) -> tuple[Host, ...]:
         if len(counts) == 1:
             counts *= len(names)
     if len(counts) != len(names):
-        raise UserError(
-            f"SLURM_JOB_NODELIST={nodes} has {len(names)} hosts, and SLURM_TASKS_PER_NODE has {len(counts)} counts"
-        )
+        raise UserError(f"{nodes} has {len(names)} hosts, and SLURM_TASKS_PER_NODE has {len(counts)} counts")
     return tuple(_host(name, count, "SLURM_JOB_NODELIST: ") for name, count in zip(names, counts, strict=True))
 
 

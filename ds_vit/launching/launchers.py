@@ -327,9 +327,7 @@ def check_hosts(hosts: Sequence[Host], facts: Mapping[str, Mapping[str, Any]]) -
     for name in others:
         for package, version in facts[first]["versions"].items():
             if (there := facts[name]["versions"].get(package)) != version:
-                raise UserError(
-                    f"{package} is {version} on {first} and {there} on {name}: install the same environment on both"
-                )
+                raise UserError(f"{package} is {version} on {first} and {there} on {name}: make them the same")
         if facts[name]["code"] != facts[first]["code"]:
             raise UserError(
                 f"the code of ds_vit on {name} is not that on {first} (checksums {facts[name]['code']} and "

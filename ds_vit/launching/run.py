@@ -115,9 +115,7 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
     if arguments.restarts and getattr(arguments, "program", "train") != "train":
         raise UserError(f"--restarts resumes a training from its checkpoint, and {arguments.program} writes none")
     if arguments.restarts and not any(a == "--output" or a.startswith("--output=") for a in arguments.arguments):
-        raise UserError(
-            "--restarts needs --output DIR among the training's flags: else it starts in a new folder each time"
-        )
+        raise UserError("--restarts needs --output DIR among the training's flags, to resume from")
     if min(arguments.restarts, arguments.backoff, arguments.grace) < 0:
         raise UserError("--restarts, --backoff and --grace cannot be negative")
     if getattr(arguments, "master_addr", None):

@@ -149,7 +149,7 @@ REFUSED = {
     "--mean 0.5 0.5": "--mean must be one number or three",
     "--no-aug --aa rand-m9": "--aa has no effect under --no-aug; drop it",
     "--no-aug --decode fast": "--decode has no effect under --no-aug; drop it",
-    "--train-crop-mode rkrc --decode fast": "--decode has no effect with --train-crop-mode rkrc",
+    "--train-crop-mode rkrc --decode fast": "--decode has no effect with --train-crop-mode rkrc or rkrr",
     "--no-aug --reprob 0.2": "--reprob has no effect under --no-aug",
     "--aa rand-m9 --color-jitter 0.2": "--color-jitter has no effect under --aa",
     "--mixup 0.2 --cutmix 1 --cutmix-minmax 0.2 0.8": "--cutmix has no effect with --cutmix-minmax",

@@ -108,41 +108,24 @@ here.touch(); time.sleep(300)
 """
 
 
-@pytest.fixture
-def waiting(hosts, tmp_path) -> Iterator[subprocess.Popen]:
-    """A script on both hosts that waits to be told to save."""
-    (tmp_path / "script.py").write_text(SAVES)
-    line = [*command(tmp_path), str(tmp_path / "script.py"), str(tmp_path)]
-    process = hosts[0].popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "no ranks")
-    yield process
-    process.kill()
-    process.wait()
-
-
 def saved(folder: Path) -> list[str]:
     """What each rank has noted on its way out."""
     return [(folder / rank).read_text() for rank in "01"]
 
 
-def test_ranks_end_with_the_process_that_started_them(hosts, waiting, tmp_path):
+def test_ranks_end_with_the_process_that_started_them(hosts, tmp_path):
     # Catches: GPUs held on every host by a run that nobody watches any more; a kill without time to save.
+    (tmp_path / "script.py").write_text(SAVES)
+    line = [*command(tmp_path), str(tmp_path / "script.py"), str(tmp_path)]
+    launcher = hosts[0].popen(line, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists(), "no ranks")
     waiting_for = hosts[0].check("pgrep", "-f", "^[^ ]*python [^ ]*launch/run.py hostfile").split()
     assert len(waiting_for) == 2  # and its guard
     hosts[0].check("kill", "-KILL", min(waiting_for, key=int))
+    launcher.wait(60)
     wait_until(lambda: not ranks_of(hosts[0]) and not ranks_of(hosts[1]), "the ranks have not ended")
     assert set(saved(tmp_path)) <= {str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))}
     wait_until(lambda: not hosts[0].processes(), "something is left on node1")
-
-
-def test_sigterm_reaches_the_ranks_on_all_hosts(hosts, waiting, tmp_path):
-    # Catches: a stop that only the launching machine's ranks hear, or hear as SIGTERM without time to save.
-    launcher = min(hosts[0].check("pgrep", "-f", "^[^ ]*python [^ ]*launch/run.py hostfile").split(), key=int)
-    hosts[0].check("kill", launcher)
-    _, error = waiting.communicate(timeout=120)
-    assert waiting.returncode == 75, error
-    assert saved(tmp_path) == [str(int(signal.SIGUSR1))] * 2
-    assert "interrupted and saved (code 75)" in error
 
 
 FAILS = """
@@ -197,7 +180,8 @@ def test_hosts_that_cannot_take_part(hosts, tmp_path):
 
 
 def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):
-    # Catches: a job that ignores the scheduler's hosts, words torn at blanks, a SIGTERM that bash keeps to itself.
+    # Catches: a job that ignores the scheduler's hosts, words torn at blanks, a SIGTERM that bash keeps to itself, that
+    # only the launching machine's ranks hear, or that ends them without time to save.
     (tmp_path / "script.py").write_text(SAVES)
     (tmp_path / "nodes").write_text("node1\nnode2\n")
     environ = {
@@ -217,3 +201,4 @@ def test_pbs_starts_on_the_hosts_of_the_job(hosts, tmp_path):
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error
     assert saved(tmp_path) == [str(int(signal.SIGUSR1))] * 2
+    assert "interrupted and saved (code 75)" in error

@@ -71,7 +71,8 @@ def show(host: Host, folder: Path, path: Path, *options: str, arguments=(), envi
 
 
 def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
-    # Catches: a word, a folder or a variable that a shell between two hosts splits, expands or runs.
+    # Catches: a word, a folder or a variable that a shell between two hosts splits, expands or runs; a filter that is
+    # not passed on; a master address on a host that takes no part.
     folder = tmp_path / NASTY
     folder.mkdir()
     words = [
@@ -94,12 +95,12 @@ def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
     places = show(
         hosts[0],
         folder,
-        hostfile(folder, "node1 slots=1", "node2 slots=1"),
-        *("--env-file", "more.env"),
+        hostfile(folder, "node1 slots=2", "node2 slots=2"),
+        *("--env-file", "more.env", "--include", "node2:0,1"),
         arguments=words,
         environ=environ,
     )
-    assert [place["host"] for place in places] == ["node1", "node2"]
+    assert [place["host"] for place in places] == ["node2", "node2"]
     for place in places:
         _local_rank, *arrived = place["argv"] if place["argv"][0].startswith("--local") else [None, *place["argv"]]
         assert arrived == words
@@ -107,10 +108,3 @@ def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
         assert place["environ"]["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
         for name in ("HERE", "SHELL", "FILE"):
             assert place["environ"][f"DS_TEST_{name}"] == value
-
-
-def test_include(hosts, tmp_path):
-    # Catches: a filter that is not passed on, and a master address on a host that takes no part. (--exclude:
-    # test_a_pulled_cable_ends_the_run_and_another_goes_on; both against DeepSpeed's own reading: test_launching.py)
-    path = hostfile(tmp_path, "node1 slots=2", "node2 slots=2")
-    assert [place["host"] for place in show(hosts[0], tmp_path, path, "--include", "node2:0,1")] == ["node2", "node2"]

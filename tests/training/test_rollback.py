@@ -191,7 +191,7 @@ def test_nothing_to_go_back_to(ranks, cifar, tmp_path):
     ("interval", "message"),
     [
         ("0", "--rollback has no effect with --checkpoint-interval 0"),
-        ("30m", "--rollback 2 .* --checkpoint-interval 30m; give --checkpoint-interval in steps, or epoch"),
+        ("30m", "--rollback 2 .* --checkpoint-interval 30m; give it in steps, or epoch"),
     ],
 )
 def test_needs_checkpoints_at_steps(interval, message):
