@@ -11,11 +11,8 @@ on a machine without them is skipped with the reason. The hosts share the file s
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -154,13 +151,11 @@ class Host:
 
 
 @contextmanager
-def cluster(folder: Path, num_hosts: int = 2, *, delay_seconds: float = 0.0, loss: float = 0.0) -> Iterator[list[Host]]:
+def cluster(folder: Path, num_hosts: int = 2) -> Iterator[list[Host]]:
     """Make `num_hosts` hosts that reach each other by name and by ssh without a password; skip where that cannot be.
 
     Args:
         folder: made here; in it keys, logs, `hosts` (every host's /etc/hosts, may be edited) and `home` (the user's).
-        delay_seconds, loss: what happens to a packet on its way between two hosts (netem's delay and loss, done by a
-            small process, because few kernels carry netem).
     """
     reason = missing()
     if reason:
@@ -171,10 +166,7 @@ def cluster(folder: Path, num_hosts: int = 2, *, delay_seconds: float = 0.0, los
         for number in range(1, num_hosts + 1):
             init = stack.enter_context(_namespaces())
             hosts.append(Host(f"node{number}", f"{SUBNET}.{number}", folder, environ, init))
-        if delay_seconds or loss:
-            stack.enter_context(_wire(hosts, delay_seconds, loss))
-        else:
-            stack.enter_context(_switch(hosts))
+        stack.enter_context(_switch(hosts))
         for host in hosts:
             _set_up(host)
             host.start_sshd()
@@ -243,24 +235,6 @@ def _switch(hosts: Sequence[Host]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _wire(hosts: Sequence[Host], delay_seconds: float, loss: float) -> Iterator[None]:
-    """Join the hosts by a process that holds a TAP device of each, and passes frames on late or not at all."""
-    if not os.path.exists("/dev/net/tun"):
-        pytest.skip("no bad network: the kernel has no /dev/net/tun")
-    ready, tell = os.pipe()
-    command = [sys.executable, __file__, str(delay_seconds), str(loss), str(tell), *(str(h.init) for h in hosts)]
-    wire = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], pass_fds=[tell])
-    os.close(tell)
-    try:
-        assert os.read(ready, 1) == b"1", "the wire's process could not start"
-        yield
-    finally:
-        os.close(ready)
-        wire.kill()
-        wire.wait()
-
-
 def _set_up(host: Host) -> None:
     """Give the host its name, address, /etc/hosts, and a /run and /dev/shm that are not the machine's."""
     host.check("hostname", host.name)
@@ -282,50 +256,3 @@ def _wait(condition: Callable[[], bool], message: str, seconds: float = 60) -> N
     while not condition():
         assert time.monotonic() < end, f"{message} after {seconds:g} s"
         time.sleep(0.02)
-
-
-# What follows is the wire's process: python cluster.py DELAY LOSS READY_FD PID ...
-
-
-def _open_tap(pid: int) -> int:
-    """A TAP device called eth0 in the network namespace of process `pid`; its frames are read and written here."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as namespace:
-        if libc.setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), f"setns of {pid}")
-    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    set_interface, tap_device_without_header = 0x400454CA, 0x1002
-    fcntl.ioctl(tap, set_interface, struct.pack("16sH22x", b"eth0", tap_device_without_header))
-    return tap
-
-
-def _wire_main(delay_seconds: float, loss: float, ready: int, pids: list[int]) -> None:
-    """Pass every frame on to all other hosts after the delay; a seeded generator picks those that are lost."""
-    import heapq
-    import random
-    import select
-
-    generator = random.Random(0)
-    taps = [_open_tap(pid) for pid in pids]
-    os.write(ready, b"1")
-    os.close(ready)
-    on_the_way: list[tuple[float, int, int, bytes]] = []
-    number = 0
-    while True:
-        wait = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
-        for tap in select.select(taps, [], [], wait)[0]:
-            with contextlib.suppress(OSError):  # a link that is down, or a host that is gone
-                frame = os.read(tap, 65536)
-                if generator.random() >= loss:
-                    number += 1
-                    heapq.heappush(on_the_way, (time.monotonic() + delay_seconds, number, tap, frame))
-        while on_the_way and on_the_way[0][0] <= time.monotonic():
-            _, _, source, frame = heapq.heappop(on_the_way)
-            for tap in taps:
-                if tap != source:
-                    with contextlib.suppress(OSError):
-                        os.write(tap, frame)
-
-
-if __name__ == "__main__":
-    _wire_main(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), [int(pid) for pid in sys.argv[4:]])
