@@ -145,10 +145,11 @@ class StepResult:
         return self._verdict.rejection
 
 
+@dataclass(eq=False)
 class StepGuard:
     """Stands in front of the optimizer that ZeRO calls.
 
-    Args:
+    Attributes:
         zero_map: the map of this rank.
         norm: the global gradient norm of the step under way, before clipping.
         loss: this rank's sum and number of losses of the step under way; read to detect spikes only.
@@ -159,46 +160,36 @@ class StepGuard:
             with the timm names of their parameters, to be read later. None where the host decides.
     """
 
-    def __init__(
-        self,
-        zero_map: ZeroMap,
-        norm: Callable[[], torch.Tensor | float | None],
-        loss: Callable[[], tuple[torch.Tensor | None, int]],
-        clipped_by: Callable[[], float],
-        *,
-        judged: bool,
-        square_norms: Callable[[], SquareNorms] | None = None,
-    ) -> None:
-        self._zero_map = zero_map
-        self._norm = norm
-        self._loss = loss
-        self._clipped_by = clipped_by
-        self._judged = judged
-        self._square_norms = square_norms
-        self._losses: Recent | None = None
-        self._norms: Recent | None = None
+    zero_map: ZeroMap
+    norm: Callable[[], torch.Tensor | float | None]
+    loss: Callable[[], tuple[torch.Tensor | None, int]]
+    clipped_by: Callable[[], float]
+    judged: bool
+    square_norms: Callable[[], SquareNorms] | None = None
+
+    def __post_init__(self) -> None:
+        self._recent: tuple[Recent, Recent] | None = None  # losses and norms
         self._decided = False
         self._late: Callable[[], Verdict] | None = None
         self.rejection: Rejection | None = None
-        self._base = zero_map.base
+        self._base = self.zero_map.base
         self._update = self._base.step
         self._base.step = self._step
-        zero_map.on_overflow(self.overflowed)
+        self.zero_map.on_overflow(self.overflowed)
 
     def watch_spikes(self, factor: float) -> None:
         """Reject steps whose loss or norm is more than `factor` times the mean of the last 100 (of 10 at least)."""
-        self._losses, self._norms = Recent(factor), Recent(factor)
+        self._recent = Recent(factor), Recent(factor)
 
     def recent(self) -> list[list[float]]:
         """The losses and norms that spikes are compared with, for a checkpoint."""
-        return [list(recent.values) if recent is not None else [] for recent in (self._losses, self._norms)]
+        return [list(recent.values) for recent in self._recent] if self._recent else [[], []]
 
     def remember(self, values: Sequence[Sequence[float]]) -> None:
         """Restore what `recent` gave, if spikes are watched for."""
-        for recent, old in zip((self._losses, self._norms), values, strict=True):
-            if recent is not None:
-                recent.values.clear()
-                recent.values.extend(old)
+        for recent, old in zip(self._recent or (), values, strict=False):
+            recent.values.clear()
+            recent.values.extend(old)
 
     @property
     def device_judges(self) -> bool:
@@ -206,14 +197,14 @@ class StepGuard:
 
         So is the first step: torch's fused SGD would keep a momentum that its kernel, turned away, never wrote.
         """
-        return self._square_norms is not None and self._losses is None and bool(self._base.state)
+        return self.square_norms is not None and self._recent is None and bool(self._base.state)
 
     def begin(self) -> None:
         """A new step."""
         self._decided = False
         self._late = None
         self.rejection = None
-        if self._square_norms is not None:
+        if self.square_norms is not None:
             self._base.found_inf = None
 
     def verdict(self, *, applied: bool) -> Callable[[], Verdict]:
@@ -229,7 +220,7 @@ class StepGuard:
         """Note that DeepSpeed skips the step under way by itself, because these gradients are not finite."""
         if not self._decided:
             self._decided = True
-            worst = _largest(layer_norms(self._zero_map, grads))
+            worst = _largest(layer_norms(self.zero_map, grads))
             self.rejection = Rejection("nonfinite", None, math.inf, None, worst)
 
     def _step(self, closure: None = None) -> None:
@@ -244,26 +235,23 @@ class StepGuard:
             self._update()
 
     def _let_the_device_judge(self) -> None:
-        norm: torch.Tensor = self._norm()
-        square_norms = self._square_norms()
+        norm: torch.Tensor = self.norm()
+        square_norms = self.square_norms()
 
         def worst_layer() -> tuple[str, float]:
-            return _largest(layer_norms_of(self._zero_map, square_norms()))
+            return _largest(layer_norms_of(self.zero_map, square_norms()))
 
         self._base.found_inf = (norm.isfinite() & (norm >= 0)).logical_not().float()
         self._late = verdict_of_device(norm, worst_layer)
 
     def _judge(self) -> Rejection | None:
-        norm = self._norm()
-        watching = self._losses is not None and self._norms is not None
-        if norm is None or (self._judged and not watching):
+        norm, loss = self.norm(), None
+        if norm is None or (self.judged and self._recent is None):
             return None
-        loss, loss_sum, count = None, None, 0
-        if watching:
-            loss_sum, count = self._loss()
+        if self._recent is not None:
+            loss_sum, count = self.loss()
             # One answer for all ranks: the last digit of the norm may differ between pipeline stages.
-            device = self._zero_map.device
-            figures = torch.zeros(3, dtype=torch.float64, device=device)
+            figures = torch.zeros(3, dtype=torch.float64, device=self.zero_map.device)
             figures[0] = 0.0 if loss_sum is None else loss_sum.double()
             figures[1] = count
             figures[2] = torch.as_tensor(norm, dtype=torch.float64) / dist.get_world_size()
@@ -273,18 +261,18 @@ class StepGuard:
         norm = float(norm)
         if not math.isfinite(norm) or (loss is not None and not math.isfinite(loss)):
             return Rejection("nonfinite", loss, norm, None, self._worst_layer(finite=False))
-        if self._losses is None or self._norms is None or loss is None:
+        if self._recent is None or loss is None:
             return None
-        for value, recent in ((loss, self._losses), (norm, self._norms)):
+        for value, recent in zip((loss, norm), self._recent, strict=True):
             if recent.stands_out(value):
                 return Rejection("spike", loss, norm, recent.mean, self._worst_layer(finite=True))
-        self._losses.add(loss)
-        self._norms.add(norm)
+        for value, recent in zip((loss, norm), self._recent, strict=True):
+            recent.add(value)
         return None
 
     def _worst_layer(self, finite: bool) -> tuple[str, float]:
-        grads = self._zero_map.gradients(self._clipped_by() if finite else 1.0)
-        return _largest(layer_norms(self._zero_map, grads))
+        grads = self.zero_map.gradients(self.clipped_by() if finite else 1.0)
+        return _largest(layer_norms(self.zero_map, grads))
 
 
 def _largest(norms: dict[str, float]) -> tuple[str, float]:
