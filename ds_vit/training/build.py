@@ -340,10 +340,10 @@ def run_evaluation(
     pictures: dict[str, torch.Tensor] = {}
     watchdog.beat(0, "building the model", patience=4)
     watch = Watch(watched, lambda: watchdog.beat(0, "evaluation"), pictures.update, doing=Line(console).doing)
-    config = engine_config(resolved)
-    engine, figures = build_and_evaluate(config, input_config(resolved), device, groups, watch, folder.skipped)
+    config, inputs = engine_config(resolved), input_config(resolved)
+    engine, figures = build_and_evaluate(config, inputs, device, groups, watch, folder.skipped)
     seconds = time.perf_counter() - started
-    skipped = {"skipped_images": len(resolved.data.validation) - int(figures["images"])}
+    skipped = {"skipped_images": len(inputs.validation) - int(figures["images"])}
     summary = summarise(config, [figures], [], Throughput(), skipped, seconds, steps=0, exit_word="completed")
     if reporter:
         reporter.start(events=engine.write_events)

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,32 @@ from ds_vit.data import Source
 from ds_vit.run_folder import LineLog
 
 
+@dataclass(eq=False)
 class SkippedImages:
     """Images that could not be decoded: in training replaced by others, in evaluation left out of the count.
 
-    Args:
+    Attributes:
         log: file that rank 0 writes each of them to once, a JSON object a line; None for none.
         active: whether images may be skipped; otherwise the ranks exchange nothing.
         epoch_images: images in an epoch of training.
         most: the share of them that may be replaced.
     """
 
-    def __init__(self, log: Path | None, *, active: bool, epoch_images: int = 0, most: float = 1.0) -> None:
-        self._log = log
-        self._active = active
-        self._epoch_images = epoch_images
-        self._most = most
+    log: Path | None
+    active: bool
+    epoch_images: int = 0
+    most: float = 1.0
+
+    def __post_init__(self) -> None:
         # Of this rank since the last exchange: file, reason, split, epoch.
         self._new: list[tuple[str, str, str, int | None]] = []
         self._by_file: Counter[str] = Counter()
         self._by_epoch: Counter[str] = Counter()
         self._towards_limit: Counter[int] = Counter()  # by epoch
         self._logged: set[str] = set()
-        self._lines = LineLog(log) if log is not None else None
-        if log is not None and log.exists():  # of the run that is resumed
-            for line in log.read_text().splitlines():
+        self._lines = LineLog(self.log) if self.log is not None else None
+        if self.log is not None and self.log.exists():  # of the run that is resumed
+            for line in self.log.read_text().splitlines():
                 with contextlib.suppress(ValueError):  # a line that a full disk or a kill cut off
                     self._logged.add(json.loads(line)["file"])
 
@@ -55,7 +58,7 @@ class SkippedImages:
 
     def gather(self) -> int:
         """How many training samples were replaced so far, on all ranks (a collective)."""
-        if self._active:
+        if self.active:
             everywhere: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everywhere, self._new)
             self._new = []
@@ -74,12 +77,12 @@ class SkippedImages:
         epoch, number = max(self._towards_limit.items(), key=lambda item: item[1], default=(0, 0))
         newest = max(self._towards_limit, default=0)
         self._towards_limit = Counter({newest: self._towards_limit[newest]})  # earlier epochs are over
-        if number <= self._most * self._epoch_images:
+        if number <= self.most * self.epoch_images:
             return ""
         self._towards_limit.clear()  # a run that resumes counts anew: the files may have been repaired
         return (
-            f"{number:,} of the {self._epoch_images:,} images of epoch {epoch} ({number / self._epoch_images:.2g}) "
-            f"could not be decoded, and --max-bad-images allows {self._most:g}; {self._log} names those found so far, "
+            f"{number:,} of the {self.epoch_images:,} images of epoch {epoch} ({number / self.epoch_images:.2g}) "
+            f"could not be decoded, and --max-bad-images allows {self.most:g}; {self.log} names those found so far, "
             "and ds-vit doctor --images DATA_DIR all of them; repair or replace the files, or raise --max-bad-images"
         )
 

@@ -38,12 +38,6 @@ class DataConfig:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
-    @property
-    def validation(self) -> Source:
-        """`val_source` of a run that evaluates."""
-        assert self.val_source is not None, "there is no evaluation split"
-        return self.val_source
-
 
 def resolve_data(
     config: RunConfig,
