@@ -1,7 +1,7 @@
 """The order in which samples are used: pure functions of (seed, epoch, step).
 
 An epoch is a keyed permutation of the data set cut into global batches; the incomplete one at its end is dropped. Any
-rank evaluates the permutation for its own rows alone, at any step, for any number of ranks. A row is a place in the
+rank evaluates the permutation for its own rows only, at any step, for any number of ranks. A row is a place in the
 global batch of one optimizer step. Rank r holds the r-th contiguous part of the rows, and its micro-batches are
 contiguous parts of that one, in order, so that the rows of a step do not depend on how it is cut.
 """
@@ -25,7 +25,7 @@ class SampleOrder:
         num_samples: size of the data set.
         global_batch: rows of one optimizer step.
         seed: the run's seed.
-        aug_repeats: how many copies of a sample stand in an epoch (0 and 1: one), each augmented on its own, as timm's
+        aug_repeats: how many copies of a sample an epoch has (0 and 1: one), each augmented separately, as timm's
             RepeatAugSampler (Hoffer et al. 2019, "Augment your batch"; DeiT). An epoch keeps its number of rows, so
             that it then visits one sample in `aug_repeats`.
         mixture: where the data set is several with weights, one after the other: the images of each, and its rows of

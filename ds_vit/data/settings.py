@@ -1,6 +1,6 @@
 """What a model's input is: size, normalisation, and how evaluation crops. Values are checked when one is built.
 
-The flags of augmentation and mixing stand in `ds_vit.config.augmentation`.
+The flags of augmentation and mixing are in `ds_vit.config.augmentation`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where in an image a model looks: the norms that the last block leaves its tokens, and the attention they get.
 
-Both are taken in passing, from the first batch of an evaluation, so that they cost no forward pass of their own.
+Both are observed in the first batch of an evaluation, so that they cost no separate forward pass.
 High-norm tokens in dull places are the artefacts of "Vision Transformers Need Registers" (arXiv 2309.16588). Attention
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
 latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads.
@@ -130,7 +130,7 @@ def watched(model: SequentialViT) -> Iterator[Seen]:
         if layer is head:
             seen.tokens = taken
         modes.append(_Attention(seen.rows, slice(None) if layer is head else queries))
-        under_way.enter_context(torch.compiler.set_stance("force_eager"))  # else a graph of its own
+        under_way.enter_context(torch.compiler.set_stance("force_eager"))  # else a separate graph
         under_way.enter_context(modes[-1])
 
     def end(*_: Any) -> None:

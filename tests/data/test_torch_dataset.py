@@ -12,18 +12,12 @@ from ds_vit.data.sources.datasets import as_source
 from ds_vit.fault_tolerance.errors import UserError
 
 
-class Pairs:
-    """A data set from a list."""
+class Pairs(list):
+    """A list as a data set."""
 
     def __init__(self, items, **attributes):
-        self.items = items
+        super().__init__(items)
         vars(self).update(attributes)
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index]
 
 
 GREY = np.full((2, 3), 7, np.uint8)

@@ -214,7 +214,7 @@ def check_labels(source: Source, labels: np.ndarray, valid: np.ndarray, classes:
 
     Args:
         source: describes a sample.
-        labels: as they stand in the files, [N].
+        labels: as the files have them, [N].
         valid: bool [N].
         classes: their names.
     """
