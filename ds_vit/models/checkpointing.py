@@ -34,7 +34,7 @@ recompute_all: CheckpointFunction = partial(checkpoint, use_reentrant=False, pre
 
 
 def recompute_from_host_memory(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    """As `recompute_all`; the kept tensors wait in host memory, pinned where they are a CUDA device's."""
+    """As `recompute_all`, with the kept tensors in host memory, pinned if they come from a CUDA device."""
     with torch.autograd.graph.save_on_cpu(pin_memory=any(tensor.is_cuda for tensor in tensors)):
         return recompute_all(function, *tensors)
 
@@ -66,7 +66,7 @@ def _contexts() -> tuple[Any, Any]:
     return first, _SecondRun(_policy, second.storage, False)
 
 
-# Hooks on saved tensors, which count what is kept, see it where torch lets them (2.15); before, it passes them by.
+# Hooks on saved tensors, which count what is kept, see these tensors only from torch 2.15 on.
 _SEEN_BY_HOOKS = {
     name: True for name in inspect.signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"
 }
@@ -78,7 +78,7 @@ Storages = dict[int, torch.UntypedStorage]
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> Storages:
-    """The memory of tensors, each piece once."""
+    """The storages of tensors, each once."""
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in found}
 

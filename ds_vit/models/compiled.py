@@ -28,13 +28,13 @@ BACKEND: Any = "inductor"
 """The backend, as `torch.compile` takes it."""
 
 _LIMIT = 64  # graphs of one run: kinds of blocks, each in training, evaluation and giving features; torch's is 8
-_DIFFERING = ("lambda_init",)  # numbers that timm's blocks have by their depth
+_DIFFERING = ("lambda_init",)  # numbers of timm's blocks that depend on their depth
 
 Compiled = Callable[[nn.Module, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 
 
 class _WithRow:
-    """Mixed in before a keyed module: returns the row that was set, and needs nothing else."""
+    """Mixin for a keyed module: returns the row that was set."""
 
     row: torch.Tensor
     training: bool  # of the module
@@ -50,7 +50,7 @@ class _WithRow:
         return self.row.to(dtype)
 
     def set_row(self) -> None:
-        """Take the row of the micro-batch under way, as the module would by itself."""
+        """Set the row of the current micro-batch, as the module would by itself."""
         if not self.training:
             return
         self.row = super().bits()
@@ -133,9 +133,9 @@ def _rate(drop: KeyedDrop) -> float:
 
 @contextmanager
 def _own_linear() -> Iterator[None]:
-    """torch's linear map, which DeepSpeed replaces at ZeRO-3 for the whole process.
+    """Restore torch's linear function, which DeepSpeed replaces at ZeRO-3 for the whole process.
 
-    That one frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
+    DeepSpeed's frees weights between forward and backward pass. A graph saves no copy of them, and cannot trace it.
     """
     replaced, F.linear = F.linear, torch._C._nn.linear
     try:

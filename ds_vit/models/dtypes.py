@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 
 def norms_in_fp32(module: nn.Module) -> int:
-    """Make every layer norm, RMS norm and group norm inside `module` compute in fp32, in place; names stay.
+    """Make every layer norm, RMS norm and group norm in `module` compute in fp32, in place; names do not change.
 
     Returns:
         How many there were.
     """
     norms = [m for m in module.modules() if isinstance(m, (*_LAYER_NORMS, *_RMS_NORMS, nn.GroupNorm))]
     for norm in norms:
-        # Through the instance: the class, by which tensor parallelism and timm recognise a norm, stays.
+        # On the instance: tensor parallelism and timm recognise a norm by its class, which must not change.
         norm.forward = _forward_of(norm)
     return len(norms)
 
@@ -28,12 +28,12 @@ def norms_in_fp32(module: nn.Module) -> int:
 def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point buffers of a block, in place: DeepSpeed casts parameters only (ZeRO 1 and 2).
 
-    timm joins BEiT's and EVA's key bias, a buffer of zeros, with parameters, and would get fp32. Rotary tables lie
-    outside the block and stay exact.
+    timm concatenates BEiT's and EVA's key bias, a buffer of zeros, with parameters, and would get fp32. Rotary tables
+    are outside the block and stay exact.
 
     Args:
-        layer: any; one without `block` is left as it is.
-        dtype: what the model computes in.
+        layer: any; one without `block` is not changed.
+        dtype: the model's compute type.
     """
     if not hasattr(layer, "block"):
         return

@@ -1,9 +1,8 @@
-"""Models by the folder or repository that holds them, as timm names them: `local-dir:FOLDER` and `hf-hub:ORG/NAME`.
+"""Models from a folder or repository, as timm names them: `local-dir:FOLDER` and `hf-hub:ORG/NAME`.
 
-Their config.json names the architecture, the arguments of its constructor and how its images are prepared; the weights
-are next to it. Files of the Hub come from huggingface_hub's cache ($HF_HUB_CACHE, $HF_HOME/hub; a cached file is used
-without the network) or are downloaded. Of the processes of a host one downloads; the others wait at huggingface_hub's
-file lock.
+Their config.json names the architecture, its constructor's arguments and the preprocessing; the weights are next to it.
+Files of the Hub come from huggingface_hub's cache ($HF_HUB_CACHE, $HF_HOME/hub; a cached file is used without the
+network) or are downloaded. One process per host downloads; the others wait at huggingface_hub's file lock.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ds_vit.fault_tolerance.errors import UserError, first_line
 
 
 class Described(NamedTuple):
-    """A model as timm's factory takes it.
+    """A model, as arguments of timm's factory.
 
     Attributes:
         name: a timm name, with its tag if one was given.
@@ -40,7 +39,7 @@ class Described(NamedTuple):
 
 
 def describe(model: str) -> Described:
-    """Read what a --model names.
+    """Resolve a --model.
 
     Raises:
         UserError: a malformed name; no such folder or repository, or a config.json that is not timm's.
@@ -70,7 +69,7 @@ def describe(model: str) -> Described:
 
 
 def hub_file(repository: str, files: Sequence[str], what: str, way_out: str = "") -> Path:
-    """The first of some files that a repository has, downloaded if it is not in the cache.
+    """The first of several files that exists in a repository, downloaded if it is not in the cache.
 
     Args:
         repository: ORG/NAME, or ORG/NAME@REVISION.

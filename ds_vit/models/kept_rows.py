@@ -73,11 +73,10 @@ def _branches(block: nn.Module) -> tuple[Branch, ...]:
 def pays(rate: float, micro_batch: int, device_type: str) -> bool:
     """Whether it is faster to compute a branch for the kept samples only.
 
-    On a CPU, taking rows out and putting them back cost 0.2 rows' worth of a vit_tiny branch, forward and backward, in
-    micro-batches of 2 to 8, and 0.02 of the micro-batch in larger ones, in fp32 and under bf16 autocast; where a
-    micro-batch keeps all its samples it costs nothing. Half a row is asked for, not a fifth: below that little is to be
-    gained, and each branch adds a few operations. On a GPU it is not measured: small kernels of ever other shapes may
-    cost more than they save there, so that only --drop-path-compute kept asks for it.
+    On a CPU, gathering and scattering rows costs as much as 0.2 rows of a vit_tiny branch, forward and backward, in
+    micro-batches of 2 to 8, and 0.02 of the micro-batch in larger ones, in fp32 and under bf16 autocast. It costs
+    nothing if all samples are kept. The threshold is half a row, because each branch adds a few operations. On a GPU it
+    has not been measured: small kernels of varying shapes may be slower, so it needs --drop-path-compute kept.
     """
     return device_type == "cpu" and rate * micro_batch >= 0.5 + 0.02 * micro_batch
 
@@ -88,7 +87,7 @@ def wants_kept(choice: str, rate: float, micro_batch: int, device_type: str) -> 
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[float, bool]]:
-    """Of each drop-path of a timm model that drops anything: its rate, and whether its branch is known."""
+    """For each active drop-path of a timm model: its rate, and whether its branch is supported."""
     for block in (block for stack in block_stacks(model).values() for block in stack):
         known = {block.get_submodule(name) for name, _ in _branches(block)}
         for module in block.modules():
@@ -114,7 +113,7 @@ def check_kept(model: nn.Module) -> None:
 
 
 def count_kept(model: nn.Module, choice: str, micro_batch: int, device_type: str) -> tuple[int, int]:
-    """How many of the model's drop-paths have their branch run on the kept rows only, and how many there are."""
+    """(drop-paths whose branch runs on the kept rows only, all drop-paths) of the model."""
     rates = [*_rates(model)]
     return sum(known and wants_kept(choice, rate, micro_batch, device_type) for rate, known in rates), len(rates)
 
@@ -129,7 +128,7 @@ class KeptDropPath(KeyedDropPath):
     """Whether the rows are put back here, among zeros; else whoever took them does it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [k, ...] of the kept rows -> [B, ...], the others zero; where it is given all rows, as `KeyedDropPath`."""
+        """x [k, ...] of the kept rows -> [B, ...], the others zero; with all rows, as `KeyedDropPath`."""
         x, rows = super().forward(x), self.rows
         if rows is None or not self.puts_back:
             return x
@@ -198,7 +197,7 @@ def _run_on_kept_rows(path: KeptDropPath, block: nn.Module) -> None:
 def find_rows(
     drops: Sequence[KeyedDrop], bits: torch.Tensor, keys_on_host: torch.Tensor | None
 ) -> Mapping[KeyedDrop, torch.Tensor]:
-    """The rows of a micro-batch that each `KeptDropPath` among the drops keeps, where it does not keep all.
+    """The rows of a micro-batch that each `KeptDropPath` keeps, unless it keeps all.
 
     Args:
         drops: with a row of `bits` each.

@@ -1,11 +1,11 @@
 """Drop-path, dropout and patch dropout whose masks are a pure function of (sample key, timm's module name).
 
-Each module replaces timm's of the same meaning, with timm's expectation and scaling. It draws nothing from
-a generator: the layer that runs it sets the keys of its samples (`sample_keys`), so a mask does not depend on the
-micro-batch, the rank, the stage, or on whether the forward pass runs once or again for activation checkpointing.
+Each module replaces timm's equivalent, with timm's expectation and scaling. It uses no generator: the layer that runs
+it sets the keys of its samples (`sample_keys`). A mask therefore does not depend on the micro-batch, the rank, the
+stage, or on recomputation by activation checkpointing.
 
-One layer's hash is some twenty operations on B numbers, which cost a GPU as much as on many: `Together` hashes for all
-layers of a micro-batch at once, to the same bits, and hands each module its row.
+Hashing takes about twenty operations, whose cost on a GPU hardly depends on their size: `Together` hashes for all
+layers of a micro-batch at once, to the same bits, and gives each module its row.
 
 Shapes: B samples, S tokens, D width, M keyed modules.
 """
@@ -48,7 +48,7 @@ class KeyedDrop(nn.Module, ABC):
     @property
     @abstractmethod
     def draws(self) -> bool:
-        """Whether it draws anything in its present mode."""
+        """Whether it draws anything in the current mode."""
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -228,7 +228,7 @@ class Together:
         self._masks: dict[torch.dtype, torch.Tensor] = {}
 
     def masks(self, dtype: torch.dtype) -> torch.Tensor:
-        """The masks of the modules that drop paths, [M, B]; the rows of others mean nothing."""
+        """The masks of the drop-path modules, [M, B]; the rows of other modules are meaningless."""
         if torch.float32 not in self._masks:
             _, rates, divisors = _columns(self.drops, self.bits.device)
             self._masks[torch.float32] = _mask(randomness.uniform_of(self.bits), rates, divisors)

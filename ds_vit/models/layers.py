@@ -42,7 +42,7 @@ _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
 
 @dataclass
 class TokenCount:
-    """How many tokens a sample has between the layers.
+    """The number of tokens per sample between the layers.
 
     Attributes:
         num_prefix_tokens: class and register tokens.
@@ -73,7 +73,7 @@ class Layer(nn.Module):
     """One element of the list; its parameter names are timm's. `num_tokens` says how long its sequences are.
 
     Attributes:
-        prefix: stands before its parameters' names in the whole model; empty in the main tower.
+        prefix: of its parameters' names in the whole model; empty in the main tower.
         gives_features: whether, in evaluation, the last layer's outputs are the features of the images [B, D]; see
             `giving_features`.
     """
@@ -126,8 +126,8 @@ class EvaEmbed(EmbedLayer, Eva):
 class RopeFrequencies(nn.Module):
     """The learned frequencies of timm's `RotaryEmbeddingMixed`, read in the forward of the module that owns them.
 
-    ZeRO-3 gathers a parameter around its owner's forward and frees it after. `forward` hands on a copy, because
-    DeepSpeed keeps a parameter that a forward returns gathered for good.
+    ZeRO-3 gathers a parameter around its owner's forward and frees it after. `forward` returns a copy, because
+    DeepSpeed never frees a parameter that a forward returns.
     """
 
     def __init__(self, rope: RotaryEmbeddingMixed) -> None:
@@ -163,8 +163,8 @@ class BlockLayer(Layer):
 
     Attributes:
         stack: the model's member that holds the blocks; one of `BLOCK_STACKS`.
-        class_token_is_read_alone: whether a head comes next that reads no other token (last_block.py).
-        reads_frequencies: whether rotary frequencies travel with the tokens.
+        class_token_is_read_alone: whether the next layer is a head that reads no other token (last_block.py).
+        reads_frequencies: whether rotary frequencies are passed with the tokens.
     """
 
     stack = "blocks"
@@ -221,7 +221,7 @@ class BlockLayer(Layer):
 
 
 class DecoderBlockLayer(BlockLayer):
-    """One timm block of a decoder, `decoder_blocks.<index>.…`; features pass it by."""
+    """One timm block of a decoder, `decoder_blocks.<index>.…`; it does not change features."""
 
     stack = "decoder_blocks"
 
@@ -239,11 +239,11 @@ def block_stacks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class HeadLayer(Layer):
-    """Tokens to logits: final norm, pooling, classifier. What the classifier takes is the features.
+    """Tokens to logits: final norm, pooling, classifier. The features are the classifier's input.
 
     Attributes:
         chained: set by `chain_towers`: whether another tower follows ("inner") or none ("last"); None for one tower.
-        drops_frequencies: whether rotary frequencies come last in what it takes.
+        drops_frequencies: whether rotary frequencies are its last input.
     """
 
     chained: Literal["inner", "last"] | None = None
@@ -281,7 +281,7 @@ _ENDS: dict[type, tuple[type[EmbedLayer], type[HeadLayer]]] = {
 def _part(model: nn.Module, kind: type[Layer], members: Collection[str]) -> Layer:
     """A `kind` with the model's hyper-parameters and those of its direct members (modules, parameters) that are named.
 
-    timm's constructor is left out on purpose: it would build the whole model again.
+    It does not call timm's constructor, which would build the whole model again.
     """
     part = kind.__new__(kind)
     nn.Module.__init__(part)
@@ -384,8 +384,8 @@ def take_apart_towers(model: TimmViT) -> dict[str, list[Layer]]:
 def chain_towers(towers: Iterable[Sequence[Layer]]) -> list[Layer]:
     """Towers that end in a `HeadLayer` as one list of layers, for a pipeline (in place).
 
-    The first layer takes (input of the first tower, keys, inputs of the others …); the last one gives the outputs of
-    all towers in their order. Images that wait for their tower travel between the stages, and so do finished outputs.
+    The first layer takes (input of the first tower, keys, inputs of the others …); the last one returns the outputs of
+    all towers in order. Stages pass on the images of later towers and the outputs of earlier ones.
     """
     chain: list[Layer] = []
     for tower in towers:

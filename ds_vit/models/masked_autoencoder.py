@@ -1,12 +1,12 @@
-"""Masked autoencoding: a timm ViT on a keyed quarter of the patches, and a decoder that paints the others.
+"""Masked autoencoding: a timm ViT on a keyed quarter of the patches, and a decoder that predicts the others.
 
 He et al. 2022, "Masked Autoencoders Are Scalable Vision Learners", https://arxiv.org/abs/2111.06377, and its code,
 whose names the decoder's parameters have (`decoder_embed`, `mask_token`, `decoder_blocks.<i>`, `decoder_norm`,
 `decoder_pred`); the encoder's are timm's. The decoder is made of timm's own `Block`.
 
 The mask is patch dropout that is on in evaluation too (`KeyedPatchDropout`). Which patches stay is a pure function of
-the sample's key: the embedding, the rotary tables, the decoder and the loss each ask for it where they are, and no mask
-travels between pipeline stages.
+the sample's key: the embedding, the rotary tables, the decoder and the loss each compute it, and pipeline stages
+exchange no mask.
 
 Shapes: B samples, S tokens, D width, N patches, P numbers of a patch (its height * width * channels).
 """
@@ -48,7 +48,7 @@ class AutoencoderSettings:
         norm_pix_loss: predict pixels normalised per patch.
 
     Raises:
-        UserError: a number out of range, or numbers that do not fit each other.
+        UserError: a number is out of range, or numbers are incompatible.
     """
 
     mask_ratio: float = 0.75
@@ -80,7 +80,7 @@ def _masking(mask_ratio: float, num_prefix_tokens: int = 0, with_indices: bool =
 
 
 def masked_patches(keys: torch.Tensor, num_patches: int, mask_ratio: float) -> torch.Tensor:
-    """Which patches of each sample the encoder does not see: bool [B, N], in every row as many.
+    """The patches of each sample that the encoder does not see: bool [B, N], the same number in every row.
 
     All but the int(N * (1 - mask_ratio)) with the least noise, which is drawn from (sample key, "mask", patch).
 
@@ -182,7 +182,7 @@ class MaskedAutoencoder(nn.Module):
                     module.reset_parameters()
 
     def no_weight_decay(self) -> set[str]:
-        """timm's names and the mask token, a token as the class token is one."""
+        """timm's names and the mask token, which is treated like the class token."""
         return super().no_weight_decay() | {"mask_token"}
 
 
@@ -213,7 +213,7 @@ def decoder_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_encoder(model: TimmViT, spec: ModelSpec, settings: AutoencoderSettings) -> None:
-    """Refuse an encoder whose patches cannot be masked or painted."""
+    """Reject an encoder whose patches cannot be masked or predicted."""
     embed = model.patch_embed
     if not isinstance(embed, PatchEmbed):
         raise UserError(
@@ -247,10 +247,10 @@ def create_autoencoder(
 ) -> MaskedAutoencoder:
     """The description of a masked autoencoder, on the meta device its structure, names and shapes without memory.
 
-    `take_apart`, `initialise`, `layer_costs`, `check_cut` and `cut_layer` take it and its layers as they take timm's.
+    `take_apart`, `initialise`, `layer_costs`, `check_cut` and `cut_layer` accept it and its layers like timm's.
 
     Args:
-        spec: the encoder. Its classes count for nothing: there is no classifier.
+        spec: the encoder. Its number of classes is ignored: there is no classifier.
         settings: of mask and decoder.
         for_training: as in `create_model`.
         device: as in `create_model`; on another one than meta the decoder's values are not set.
@@ -283,12 +283,12 @@ class SineCosinePositions(nn.Module):
 
 
 class BridgeLayer(Layer):
-    """From the encoder to the decoder: final norm, the decoder's width, mask tokens in the gaps, positions.
+    """From the encoder to the decoder: final norm, projection to the decoder's width, mask tokens, positions.
 
-    The features of an image are the mean of its patch tokens behind the norm, all patches seen.
+    The features of an image are the mean of its patch tokens after the norm, without a mask.
 
-    `num_tokens` is what it takes; it gives those of all patches. A model that norms after pooling (`fc_norm`) has that
-    norm here. Attention pooling is carried along, unused.
+    `num_tokens` counts its input; its output has all patches. A model that norms after pooling (`fc_norm`) has that
+    norm here. Attention pooling is kept, unused.
     """
 
     def __init__(self, model: MaskedAutoencoder, masking: KeyedPatchDropout) -> None:
@@ -327,7 +327,7 @@ class BridgeLayer(Layer):
 
 
 class PaintLayer(Layer):
-    """The decoder's end: tokens to the numbers of each patch."""
+    """The end of the decoder: tokens to the pixels of each patch."""
 
     def __init__(self, model: MaskedAutoencoder) -> None:
         """Args: a `copy_to_take_apart`."""

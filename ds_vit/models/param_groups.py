@@ -31,7 +31,7 @@ def classifier_names(model: TimmViT) -> frozenset[str]:
 
 
 def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: bool = False) -> frozenset[str]:
-    """The parameters that shall not be trained: what the model itself fixes, and what is asked for.
+    """The parameters that are not trained: those that the model itself fixes, and those requested.
 
     Args:
         model: the description of the model.
@@ -39,8 +39,8 @@ def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: boo
         linear_probe: freeze everything but the classifier.
 
     Raises:
-        UserError: a pattern matches nothing, nothing is left to train, both ways are asked for at once, or there is
-            no classifier to probe with.
+        UserError: a pattern matches nothing, nothing is left to train, both options are given, or there is no
+            classifier to probe with.
     """
     names = [name for name, _ in model.named_parameters()]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""Images of another size than the model's own: positions are resampled as timm does, parameters stay as they are."""
+"""Images of a size other than the model's: positions are resampled as in timm, parameters do not change."""
 
 from __future__ import annotations
 

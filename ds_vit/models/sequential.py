@@ -94,7 +94,7 @@ class SequentialViT(nn.Module):
         """Args:
         layers: from `take_apart`, initialised.
         checkpoint_interval: blocks that are recomputed together in the backward pass; 0 keeps all activations.
-        checkpoint_function: that does it (checkpointing.py); by default `recompute_all`.
+        checkpoint_function: from checkpointing.py; by default `recompute_all`.
 
         Raises:
             UserError: a negative interval, or a function without an interval.
@@ -150,10 +150,10 @@ def _layers_of(module: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 @contextmanager
 def giving_features(module: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Let the layers inside any container give features in place of their outputs, in evaluation.
+    """Make the layers inside any container return features instead of their outputs, in evaluation.
 
-    Features are what a classifier takes, behind the pooling; of a masked autoencoder the mean of the encoder's patch
-    tokens, with its mask lifted. They come out of the last layer, float [B, D], whatever stage it is on.
+    Features are the classifier's input, after pooling; for a masked autoencoder, the mean of the encoder's patch
+    tokens without a mask. The last layer returns them, float [B, D], on any stage.
 
     Args:
         module: a `SequentialViT`, a pipeline stage or a layer.

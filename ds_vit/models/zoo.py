@@ -1,7 +1,7 @@
-"""timm's models as descriptions: a `VisionTransformer` or `Eva` on the meta device, or a refusal in plain words.
+"""timm's models as descriptions: a `VisionTransformer` or `Eva` on the meta device, or an error that says why not.
 
-timm is the model. Nothing here changes one; `create_model` only calls timm's own factory without memory, and says
-before any process group exists what could not be trained faithfully later.
+Nothing here changes a timm model. `create_model` calls timm's factory without allocating memory, and rejects
+unsupported models before any process group exists.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which timm model, in timm's own words.
+    """A timm model, in timm's terms.
 
     Attributes:
         name: a timm name, with or without a pretrained tag (`vit_base_patch16_224.augreg_in21k`), one of
@@ -70,7 +70,7 @@ def require_supported_name(name: str) -> None:
     """Reject models that timm does not have or that cannot be split.
 
     Raises:
-        UserError: names the nearest.
+        UserError: the message lists the nearest names.
     """
     architecture = describe(name).architecture
     if timm.is_model(architecture) and timm.models.is_model_in_modules(architecture, _MODULES):
@@ -87,7 +87,7 @@ def require_supported_name(name: str) -> None:
 
 
 def _constructor_arguments(spec: ModelSpec, model: Described) -> dict[str, Any]:
-    """timm's keyword arguments of a spec; UserError for names that timm does not have or that a flag owns."""
+    """timm's keyword arguments of a spec; UserError for names that timm does not have or that a flag sets."""
     kind = Eva if timm.models.is_model_in_modules(model.architecture, ("eva",)) else VisionTransformer
     parameters = inspect.signature(kind.__init__).parameters
     legal = [name for name in parameters if name != "self"]
@@ -163,16 +163,16 @@ def fills_nothing(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 class NothingToFill(TorchDispatchMode):
-    """Passes over what fills tensors on the meta device.
+    """Skips operations that fill tensors on the meta device.
 
-    timm's constructors initialise each parameter there too, and torch works out each operation's shapes in Python:
-    half of the time that a description takes.
+    timm's constructors initialise each parameter there too, and torch computes each operation's shapes in Python, which
+    takes half of the time of a description.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The tensor itself, or what torch makes of it."""
+        """The tensor itself, or torch's result."""
         return args[0] if fills_nothing(func, args) else func(*args, **(kwargs or {}))
 
 
@@ -186,9 +186,9 @@ def create_model(
 
     Args:
         spec: what to build.
-        for_training: also refuse what can be evaluated but not trained the same in every layout.
-        device: where its tensors are; with values (timm's own initial ones) anywhere but on the meta device.
-        classifier: for training, one is asked for.
+        for_training: also reject models that can be evaluated but not trained identically in every layout.
+        device: of its tensors; except on the meta device they have timm's initial values.
+        classifier: whether training requires one.
 
     Returns:
         a `VisionTransformer` or `Eva`.
