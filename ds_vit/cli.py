@@ -231,9 +231,9 @@ def _run(argv: Sequence[str]) -> int:
 
         return commands.main(argv)
     if argv[0] in ("predict", "embed"):
-        from ds_vit.tools import predict_command
+        from ds_vit.tools import predict
 
-        return predict_command.main(argv)
+        return predict.main(argv)
     parser = build_parser(planning=argv[0] == "plan")
     if argv[0] == "bench":
         arguments, words = parser.parse_known_args(argv)

@@ -11,7 +11,7 @@ import shtab
 
 from ds_vit import config as flags
 from ds_vit.models import supported_names
-from ds_vit.tools import evaluate, predict_command
+from ds_vit.tools import evaluate, predict
 from ds_vit.weights import commands as weights_commands
 
 
@@ -26,7 +26,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     commands.choices |= {
         "train": flags.build_parser("ds-vit train"),
         "eval": evaluate.build_parser("ds-vit eval"),
-        **{name: predict_command.build_parser(name) for name in ("predict", "embed")},
+        **{name: predict.build_parser(name) for name in ("predict", "embed")},
         **{name: weights_commands.build_parser(name) for name in ("export", "import")},
     }
     _complete_values(parser)

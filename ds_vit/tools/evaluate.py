@@ -1,4 +1,4 @@
-"""Evaluate weights: the exact accuracy of a run, a checkpoint or a file, on any number of ranks cut in any way.
+"""Evaluate weights: the exact accuracy of a run, a checkpoint or a file, on any number of ranks and any layout.
 
 ds-vit eval runs/first
 deepspeed launch/eval.py runs/first --pp 2 --weights ema
@@ -70,7 +70,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         examples=_EXAMPLES,
     )
     add_weights_arguments(parser)
-    parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json beside the weights]")
+    parser.add_argument("--output", metavar="FILE", help="where to write the figures [eval.json next to the weights]")
     parser.add_argument(
         "--knn",
         dest="eval_knn",
@@ -124,7 +124,7 @@ def evaluate_weights(
         classifier), images, skipped_images, seconds.
 
     Raises:
-        UserError: input that cannot be; before the process group exists.
+        UserError: invalid input; before the process group exists.
     """
     process = process or discover()
     found = find_weights(source, weights, checkpoint)
@@ -181,7 +181,6 @@ def _run(
         from deepspeed.accelerator import get_accelerator
 
         from ds_vit.engine.start import device_of
-        from ds_vit.models import num_parameters
         from ds_vit.monitoring.metrics import make_console, save_picture
         from ds_vit.parallel.groups import build_groups
         from ds_vit.training.build import resolve_parts
@@ -194,7 +193,7 @@ def _run(
     task, layout = engine_config.model.task, engine_config.layout
     initial = engine_config.model.initial_checkpoint
     if initial is not None and initial.newly_initialised:
-        _judge_what_is_there(task, found, initial.newly_initialised)
+        _evaluate_features_only(task, found, initial.newly_initialised)
     _check_classes(found, task.class_names)
     json = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
     engine_config = dataclasses.replace(engine_config, json=json)
@@ -208,20 +207,9 @@ def _run(
         groups = build_groups(layout)
         watch = Watch(show=pictures.update, doing=line.doing)
         engine, figures = build_and_evaluate(engine_config, inputs, device_of(process.local_rank), groups, watch)
-        result = {
-            "source": source,
-            "weights": found.kind,
-            "file": str(found.path),
-            "model": config.model,
-            "num_parameters": num_parameters(engine_config.model.whole),
-            "layout": dataclasses.asdict(layout),
-            "precision": engine_config.precision.name,
-            "data": config.dataset or config.data_dir,
-            "val_split": config.val_split,
-            **figures,
-            "skipped_images": len(inputs.validation) - figures["images"],
-            "seconds": time.perf_counter() - started,
-        }
+        result = {"source": source, **_about(engine_config, found, config), **figures}
+        result["skipped_images"] = len(inputs.validation) - figures["images"]
+        result["seconds"] = time.perf_counter() - started
         if dist.get_rank() == 0:
             write_json(file, result)
             for name, pixels in pictures.items():
@@ -231,11 +219,27 @@ def _run(
     return result
 
 
-def _judge_what_is_there(task: Task, found: StoredWeights, missing: Sequence[str]) -> None:
-    """Weights that lack a part of the model: their features alone can be judged.
+def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) -> dict[str, Any]:
+    """What the figures are of."""
+    from ds_vit.models import num_parameters
+
+    return {
+        "weights": found.kind,
+        "file": str(found.path),
+        "model": config.model,
+        "num_parameters": num_parameters(engine.model.whole),
+        "layout": dataclasses.asdict(engine.layout),
+        "precision": engine.precision.name,
+        "data": config.dataset or config.data_dir,
+        "val_split": config.val_split,
+    }
+
+
+def _evaluate_features_only(task: Task, found: StoredWeights, missing: Sequence[str]) -> None:
+    """Evaluate only the features of weights that lack a part of the model.
 
     Raises:
-        UserError: nobody asked for that.
+        UserError: neither --knn nor --linear-probe asks for that.
     """
     from ds_vit.weights.initial_checkpoint import enumerate_some
 

@@ -1,32 +1,41 @@
-"""Predict the classes of images with trained weights, or write their features.
+"""`ds-vit predict` and `ds-vit embed`: the classes of images with trained weights, or their features.
 
 ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
 ds-vit embed runs/first photos --output features.npz
 
-Images go the way of evaluation: the same decoding, resizing, crop and normalisation, by the same code. The model is
-timm's own, in fp32, whatever the run computed in.
+Images are prepared as in evaluation: the same decoding, resizing, crop and normalisation, by the same code. The model
+is timm's own, in fp32, whatever the run computed in.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
-from ds_vit.data import ImageDecodeError, Loader, eval_loader, finish_images
+from ds_vit import config as flags
+from ds_vit.data import ImageDecodeError, eval_loader, finish_images
+from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
+from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import TimmViT
-from ds_vit.weights.files import find_weights
-from ds_vit.weights.source import Exported, load_source
+from ds_vit.monitoring.metrics import make_console
+from ds_vit.weights.files import add_weights_arguments, find_weights
+from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 
 _MOST_WORKERS = 4  # timm's default
 
@@ -134,7 +143,7 @@ def predict_each(
         The model; and of each image, in the order given, its classes, or why it cannot be read.
 
     Raises:
-        UserError: input that cannot be.
+        UserError: invalid input.
     """
     found = find_weights(source, weights, checkpoint)  # a missing run is said before a missing image
     files = find_images(images)
@@ -146,7 +155,7 @@ def predict_each(
         )
     if top_k is not None and not 1 <= top_k <= num_classes:
         raise UserError(f"--top-k {top_k} must lie between 1 and the model's {num_classes} classes")
-    outputs = _outputs(exported, files, _logits, batch_size, workers, device)
+    outputs = _outputs(exported, files, batch_size, workers, device)
     return exported, _predictions(exported, top_k or min(5, num_classes), outputs)
 
 
@@ -166,12 +175,12 @@ def embed(
     Arguments as of `predict_each`.
 
     Raises:
-        UserError: input that cannot be, or no image that can be read.
+        UserError: invalid input, or no image that can be read.
     """
     stored = find_weights(source, weights, checkpoint)
     files = find_images(images)
     exported = load_source(stored, settings, classifier=False)
-    found = list(_outputs(exported, files, _features, batch_size, workers, device))
+    found = list(_outputs(exported, files, batch_size, workers, device, pre_logits=True))
     unreadable = tuple(one for one in found if isinstance(one, Unreadable))
     read = [one for one in found if not isinstance(one, Unreadable)]
     if not read:
@@ -181,29 +190,27 @@ def embed(
 
 # ---- images through the model --------------------------------------------------------------------------------------
 
-Forward = Callable[[TimmViT, torch.Tensor], torch.Tensor]
 Outputs = Iterator[tuple[str, torch.Tensor] | Unreadable]
 
 
-def _logits(model: TimmViT, images: torch.Tensor) -> torch.Tensor:
-    return model(images)
-
-
-def _features(model: TimmViT, images: torch.Tensor) -> torch.Tensor:
-    return model.forward_head(model.forward_features(images), pre_logits=True)
-
-
+@torch.inference_mode()
 def _outputs(
-    exported: Exported, files: Sequence[str], forward: Forward, batch_size: int, workers: int | None, device: str
+    exported: Exported,
+    files: Sequence[str],
+    batch_size: int,
+    workers: int | None,
+    device_name: str,
+    *,
+    pre_logits: bool = False,
 ) -> Outputs:
-    """What a function of the model and images [B, 3, H, W] gives for each file, fp32 on the CPU, in their order."""
+    """The logits of each file, or the classifier's input (`pre_logits`), fp32 on the CPU, in their order."""
     if batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, not {batch_size}")
     if workers is not None and workers < 0:
         raise UserError(f"--workers must be at least 0, not {workers}")
     if workers is None:
         workers = 0 if len(files) <= 2 * batch_size else min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-    place, source = _find_device(device), ImageFiles(list(files))
+    device, source = _find_device(device_name), ImageFiles(list(files))
     loader = eval_loader(
         source,
         image=exported.image,
@@ -211,19 +218,15 @@ def _outputs(
         load_targets=False,
         on_bad_image="skip",
         num_workers=workers,
-        pin_memory=place.type != "cpu",
+        pin_memory=device.type != "cpu",
     )
-    return _run(exported, forward, source, loader, place)
-
-
-@torch.inference_mode()
-def _run(exported: Exported, forward: Forward, source: ImageFiles, loader: Loader, device: torch.device) -> Outputs:
     model = exported.model.to(device)
     console = Console(stderr=True)
     hidden = not console.is_terminal or len(loader) == 1
     indices = iter(range(len(source)))  # there is none for the rows that pad the last batch
     for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
-        outputs = forward(model, finish_images(batch, exported.image, device=device)).float().cpu()
+        features = model.forward_features(finish_images(batch, exported.image, device=device))
+        outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
         for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
             image = source.describe(index)
             yield (image, output) if valid else Unreadable(image, _why(source, index))
@@ -276,3 +279,164 @@ def collect(exported: Exported, found: Iterable[Prediction | Unreadable]) -> Pre
         images=tuple(one for one in found if isinstance(one, Prediction)),
         unreadable=tuple(one for one in found if isinstance(one, Unreadable)),
     )
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+_EXAMPLES = {
+    "predict": """
+ds-vit predict runs/first cat.jpg dog.jpg
+ds-vit predict runs/first photos --output classes.csv
+ds-vit predict runs/first cat.jpg --top-k 3 --json
+ds-vit predict model.safetensors cat.jpg --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
+""",
+    "embed": """
+ds-vit embed runs/first photos --output features.npz
+ds-vit embed model.safetensors photos --model vit_tiny_patch16_224 --output features.npz
+""",
+}
+_Written = tuple[int, Sequence[Unreadable]]  # how many images, and those that are left out
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `ds-vit predict …` or `ds-vit embed …`.
+
+    Returns:
+        0; 65 where images could not be read: each is named on stderr, the others are done.
+
+    Raises:
+        UserError: invalid input.
+    """
+    command, *words = argv
+    given = flags.read_words(build_parser(command), words)
+    return _embed(**given) if command == "embed" else _predict(**given)
+
+
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """The command line of `ds-vit predict` or `ds-vit embed`."""
+    does = "Write the features of images." if command == "embed" else "Predict the classes of images."
+    only = (*MODEL_FLAGS, *PIXEL_FLAGS, *(("bce_loss",) if command == "predict" else ()))
+    parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
+    add_weights_arguments(parser)
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, and folders of them")
+    parser.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once [32]")
+    parser.add_argument(
+        "-j", "--workers", type=int, metavar="N", help="processes that decode [by the number of images]"
+    )
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … [the accelerator, else the CPU]")
+    if command == "embed":
+        what = "write there: features float32 [N, D], and images, their N names"
+        parser.add_argument("--output", metavar="FILE.npz", required=True, help=what)
+        return parser
+    parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes an image [5]")
+    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line [the run's]")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of a table or CSV")
+    parser.add_argument(
+        "--output", metavar="FILE.csv|FILE.json", help="write there [a table of files, CSV of a folder, on stdout]"
+    )
+    return parser
+
+
+def _predict(source: str, images: Sequence[str], output: str | None = None, **words: Any) -> int:
+    form = _form(images, words.pop("json", False), output)
+    exported, rows = predict_each(source, images, **words)
+    with _opened(output, mode="w", newline="", encoding="utf-8") as file:
+        num_images, unreadable = _WRITE[form](exported, rows, file)
+    return _report(num_images, unreadable, output)
+
+
+def _embed(source: str, images: Sequence[str], output: str, **words: Any) -> int:
+    if Path(output).suffix != ".npz":
+        raise UserError(f"--output {output}: the file's name must end in .npz")
+    with _opened(output, mode="wb") as file:
+        found = embed(source, images, **words)
+        np.savez(file, features=found.features, images=np.array(found.images))
+    return _report(len(found.images), found.unreadable, output)
+
+
+def _form(images: Sequence[str], as_json: bool, output: str | None) -> str:
+    """What to write: a table of files, CSV of a folder, or what --json or the name of --output says."""
+    suffix = Path(output).suffix if output else ""
+    if output and suffix not in (".csv", ".json"):
+        raise UserError(f"--output {output}: the file's name must end in .csv or .json")
+    if as_json and suffix == ".csv":
+        raise UserError(f"--json and --output {output} contradict each other; drop one")
+    if as_json or suffix:
+        return "csv" if suffix == ".csv" else "json"
+    return "csv" if any(Path(path).is_dir() for path in images) else "table"
+
+
+@contextmanager
+def _opened(output: str | None, **how: Any) -> Iterator[Any]:
+    """The file to write, which a reader sees whole or not at all; stdout for None."""
+    if output is None:
+        yield sys.stdout
+        return
+    path = Path(output)
+    partial_path = path.with_name(f".{path.name}.partial")
+    try:
+        file = partial_path.open(**how)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from None
+    try:
+        with file:
+            yield file
+        partial_path.replace(path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+
+
+def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+    """A line an image, as it comes: image,class1,probability1,class2,…"""
+    unreadable: list[Unreadable] = []
+    num_images = 0
+    writer = csv.writer(file, lineterminator="\n")
+    for row in rows:
+        if isinstance(row, Unreadable):
+            unreadable.append(row)
+            continue
+        if not num_images:
+            header = ["image", *(f"{w}{n}" for n in range(1, len(row.classes) + 1) for w in ("class", "probability"))]
+            writer.writerow(header)
+        writer.writerow([row.image, *(v for one in row.classes for v in (one.name, f"{one.probability:.6f}"))])
+        num_images += 1
+    return num_images, unreadable
+
+
+def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+    """The fields of `Predictions`."""
+    found = collect(exported, rows)
+    file.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+    return len(found.images), found.unreadable
+
+
+def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
+    found = collect(exported, rows)
+    alone = ", each class by itself" if found.by == "sigmoid" else ""
+    title = f"{found.model}, probabilities by {found.by}{alone}"
+    table = Table("image", "class", title=title, title_justify="left", title_style="bold")
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
+    table.add_column("probability", justify="right")
+    for prediction in found.images:
+        for place, one in enumerate(prediction.classes):
+            last = place == len(prediction.classes) - 1
+            name = "" if place else prediction.image
+            table.add_row(name, one.name, f"{100 * one.probability:.2f} %", end_section=last)
+    if found.images:
+        make_console().print(table, markup=False)
+    return len(found.images), found.unreadable
+
+
+_WRITE = {"csv": _write_csv, "json": _write_json, "table": _write_table}
+
+
+def _report(num_images: int, unreadable: Sequence[Unreadable], output: str | None) -> int:
+    """Say on stderr where the result is and what could not be read, and give the exit code."""
+    for one in unreadable:
+        print(f"{one.image}: cannot be read ({one.reason})", file=sys.stderr)
+    if unreadable:
+        total = num_images + len(unreadable)
+        print(f"{len(unreadable):,} of {total:,} images could not be read and are left out", file=sys.stderr)
+    if output:
+        print(f"{output}: {num_images:,} images", file=sys.stderr)
+    return exit_codes.UNREADABLE if unreadable else exit_codes.OK
