@@ -1,4 +1,4 @@
-"""`ds-vit bench data`: what the loader gives on the user's own images and flags, stage by stage, and what would help.
+"""`ds-vit bench data`: the loader's rate on the user's own images and flags, stage by stage, and its bottleneck.
 
 ds-vit bench data --deepspeed_config ds_configs/zero1_bf16.json --data-dir photos --workers 8 --aa rand-m9-mstd0.5
 
@@ -9,27 +9,22 @@ nothing waits); a loader with its workers is then timed as a whole. Of several t
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from ds_vit import config as flags
-from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data import Loader, Share, finish_images, train_loader
 from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented, worker_transform
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
-from ds_vit.data.decode import Box, Jpeg, open_image, require_fast
-from ds_vit.data.decode_on_device import require_fast_on_device
+from ds_vit.data.decode import Box, Jpeg, open_image
 from ds_vit.engine.start import device_of
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
 
 if TYPE_CHECKING:
@@ -38,9 +33,13 @@ if TYPE_CHECKING:
 STAGES = ("read", "decode", "augment", "collate", "transfer")
 ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and all but erasing and mixing
 _TRIES = 3
-_SMALL_SIDE = 8 / 7  # of the model's input: what timm's evaluation crops from
-_QUALITY = 90
-_IMAGES_THERE = 128  # that say how fast the device augments: more would take long where it is a CPU
+# Stage → what it is called, and what makes it shorter.
+_REMEDIES = {
+    "read": ("reading", "a local disk, or ds-vit shards"),
+    "decode": ("decoding", "--decode fast, or smaller files: ds-vit shards --resize"),
+    "augment": ("augmentation", "--augment-on device, or fewer operations"),
+    "collate": ("batching", "a smaller --img-size"),
+}
 
 
 class _Sample(NamedTuple):
@@ -55,7 +54,7 @@ class DataBench:
     """What was measured, in seconds an image of one process, and what follows.
 
     Attributes:
-        images: how many were looked at.
+        images: how many were read.
         cores: that this process may use.
         workers: of a rank.
         ranks: on this machine.
@@ -85,7 +84,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
 
     Args:
         words: flags of a training run.
-        images: how many to look at.
+        images: how many to read.
         process: of whose run the loader is; of the launcher's where None.
 
     Raises:
@@ -105,23 +104,11 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
         inputs = dataclasses.replace(inputs, workers=workers)
     device = device_of(process.local_rank)
     samples = _samples(inputs, images)
-    others = _other_ways(inputs, samples)
-    timed = _decode_and_augment(inputs, {"": _Way(samples, inputs.task.augment), **others})
-    seconds = _stages(inputs, samples, *timed.pop(""), device)
+    seconds = _stages(inputs, samples, device)
     ranks = process.local_world_size or 1
     cores = len(os.sched_getaffinity(0))
     rate = _loader_rate(inputs, len(samples), device)
-    of_worker = sum(seconds[stage] for stage in STAGES[:-1])
-    rest = seconds["read"] + seconds["collate"]
     workers = max(1, inputs.workers)
-    would_give = {f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers}
-    for change, times in timed.items():
-        would_give[change] = rate * of_worker / (rest + sum(times))
-        if others[change].augment.augment_on == "device" and others[change].samples is samples:
-            there = 1.0 / _seconds_on_device(inputs, others[change].augment, len(samples), device)
-            would_give[change] = min(would_give[change], there)
-            if would_give[change] <= rate:
-                del would_give[change]
     return DataBench(
         images=len(samples),
         cores=cores,
@@ -129,7 +116,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
         ranks=ranks,
         seconds=seconds,
         images_per_second=rate,
-        would_give=would_give,
+        would_give={f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers},
         bottleneck=_bottleneck(seconds, rate, inputs.workers),
     )
 
@@ -158,12 +145,11 @@ def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] 
     return min(_seconds(run, clock) for _ in range(_TRIES)) / images
 
 
-def _stages(
-    inputs: InputConfig, samples: Sequence[_Sample], decode: float, augment: float, device: torch.device
-) -> dict[str, float]:
+def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
     source = inputs.train_source
     clock = time.perf_counter  # reading and transfer wait
     read = _fastest(lambda: [source.encoded(sample.number) for sample in samples] and None, len(samples), clock)
+    decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
     loader = _loader(inputs, workers=0)
     batches = list(itertools.islice(loader, max(1, len(samples) // inputs.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
@@ -182,6 +168,7 @@ def _stages(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    augment = max(0.0, both - decode)
     collate = max(0.0, whole - read - decode - augment)
     to_device = _fastest(transfer, rows, clock)
     found = dict(zip(STAGES, (read, decode, augment, collate, to_device), strict=True))
@@ -191,28 +178,14 @@ def _stages(
     return found
 
 
-def _seconds_on_device(inputs: InputConfig, augment: AugmentConfig, images: int, device: torch.device) -> float:
-    """Of an image, for all that the device does before the model."""
-    wanted = max(1, min(images, _IMAGES_THERE) // inputs.share.micro_batch)
-    batches = list(itertools.islice(_loader(inputs, 0, augment), wanted))
-
-    def run() -> None:
-        for batch in batches:
-            finish_images(batch, inputs.task.image, augment, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return _fastest(run, sum(batch.num_rows for batch in batches), time.perf_counter)
-
-
-def _loader(inputs: InputConfig, workers: int, augment: AugmentConfig | None = None) -> Loader:
+def _loader(inputs: InputConfig, workers: int) -> Loader:
     share = inputs.share
     return train_loader(
         inputs.train_source,
         order=inputs.order,
         share=Share(0, share.dp_size, share.micro_batch, share.accumulation),
         image=inputs.task.image,
-        augment=augment or inputs.task.augment,
+        augment=inputs.task.augment,
         mix=inputs.task.mix,
         stop_step=10**9 // inputs.order.global_batch,
         on_bad_image=inputs.on_bad_image,
@@ -220,33 +193,17 @@ def _loader(inputs: InputConfig, workers: int, augment: AugmentConfig | None = N
     )
 
 
-class _Way(NamedTuple):
-    """Files and how they are made pixels of."""
-
-    samples: Sequence[_Sample]
-    augment: AugmentConfig
-
-
-def _decode_and_augment(inputs: InputConfig, ways: dict[str, _Way]) -> dict[str, tuple[float, float]]:
-    """Seconds an image of decoding what the crop needs, and of all that makes pixels of it; the ways take turns."""
-    runs = {name: _runs(inputs, way) for name, way in ways.items()}
-    best = {name: [float("inf")] * 2 for name in ways}
-    for _ in range(_TRIES):
-        for name, pair in runs.items():
-            for number, run in enumerate(pair):
-                best[name][number] = min(best[name][number], _seconds(run) / len(ways[name].samples))
-    return {name: (decode, max(0.0, both - decode)) for name, (decode, both) in best.items()}
-
-
-def _runs(inputs: InputConfig, way: _Way) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Decoding alone, and decoding with augmentation."""
-    transform = worker_transform(inputs.task.image, way.augment)
+def _decode_and_augment(
+    inputs: InputConfig, samples: Sequence[_Sample]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Only decoding what the crop needs, and decoding with augmentation."""
+    transform = worker_transform(inputs.task.image, inputs.task.augment)
     source, size = inputs.train_source, inputs.task.image.img_size
 
-    def opened(sample: _Sample) -> Image.Image | Jpeg:
+    def opened(sample: _Sample) -> Any:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
             return source.image(sample.number)
-        return open_image(sample.data, sample.name, way.augment.decode)
+        return open_image(sample.data, sample.name, inputs.task.augment.decode)
 
     def box(sample: _Sample) -> Box:
         image = opened(sample)
@@ -255,10 +212,10 @@ def _runs(inputs: InputConfig, way: _Way) -> tuple[Callable[[], None], Callable[
             return 0, 0, image.height, image.width
         return drawn.draw(sample.key, (image.height, image.width))[0][0]
 
-    boxes = [box(sample) for sample in way.samples]
+    boxes = [box(sample) for sample in samples]
 
     def decode() -> None:
-        for sample, box in zip(way.samples, boxes, strict=True):
+        for sample, box in zip(samples, boxes, strict=True):
             image = opened(sample)
             if isinstance(transform, CuttingTransform):
                 transform.bytes_of(image, box)
@@ -266,7 +223,7 @@ def _runs(inputs: InputConfig, way: _Way) -> tuple[Callable[[], None], Callable[
                 image.scaled(box, size) if image.fast else image.crop(box)
 
     def both() -> None:
-        for sample in way.samples:
+        for sample in samples:
             transform(opened(sample), sample.key)
 
     return decode, both
@@ -288,51 +245,6 @@ def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> floa
     return rate
 
 
-def _other_ways(inputs: InputConfig, samples: Sequence[_Sample]) -> dict[str, _Way]:
-    """What could be changed about the files or their decoding."""
-    augment, found = inputs.task.augment, {}
-    if samples[0].data is None:
-        return found
-    fast = dataclasses.replace(augment, decode="fast")
-    crops = not augment.no_aug and not augment.train_crop_mode.startswith("rk")
-    if crops and augment.decode == "exact" and _is_legal(inputs, fast):
-        found["--decode fast"] = _Way(samples, fast)
-    if augment.augment_on == "cpu":
-        for decode in ("exact", "fast"):
-            there = dataclasses.replace(augment, augment_on="device", decode=decode)
-            if _is_legal(inputs, there):
-                found["--augment-on device" + (f" --decode {decode}" if decode != augment.decode else "")] = _Way(
-                    samples, there
-                )
-    side = round(max(inputs.task.image.img_size) * _SMALL_SIDE)
-    encoded = [(sample, sample.data) for sample in samples if sample.data is not None]
-    smaller = [sample._replace(data=_smaller(data, sample.name, side)) for sample, data in encoded]
-    found[f"JPEG files of {side} pixels on the shorter side"] = _Way(smaller, augment)
-    return found
-
-
-def _is_legal(inputs: InputConfig, augment: AugmentConfig) -> bool:
-    """Whether a run could have these flags, with what is installed here."""
-    try:
-        if augment.decode == "fast":
-            (require_fast_on_device if augment.augment_on == "device" else require_fast)()
-        worker_transform(inputs.task.image, augment)
-    except UserError:
-        return False
-    return True
-
-
-def _smaller(data: bytes, name: str, side: int) -> bytes:
-    """The image as a JPEG file whose shorter side is at most so long."""
-    image = open_image(data, name)
-    image = image.image() if isinstance(image, Jpeg) else image
-    scale = min(1.0, side / min(image.size))
-    file = io.BytesIO()
-    size = tuple(max(1, round(edge * scale)) for edge in image.size)
-    image.resize(size, Image.Resampling.BICUBIC).save(file, "jpeg", quality=_QUALITY)
-    return file.getvalue()
-
-
 def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
     of_worker = {stage: seconds[stage] for stage in STAGES[:-1]}
     stage = max(of_worker, key=of_worker.__getitem__)
@@ -342,9 +254,9 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
         return f"augmentation on the device is the bottleneck: it can do {1.0 / there:,.0f} images/s"
     if rate * 1.1 * seconds["transfer"] > 1.0:
         return f"the way to the device is the bottleneck: transfer and normalisation take {rate:,.0f} images/s"
-    words = {"read": "reading", "decode": "decoding", "augment": "augmentation", "collate": "putting batches together"}
+    name, remedy = _REMEDIES[stage]
     who = f"--workers {workers}" if workers else "the training process itself (--workers 0)"
-    return f"{words[stage]} is the bottleneck, {share:.0%} of the loader's time: {who} gives {rate:,.0f} images/s"
+    return f"{name} is the bottleneck, {share:.0%} of the loader's time: {who} gives {rate:,.0f} images/s; try {remedy}"
 
 
 def table(result: DataBench) -> list[tuple[str, ...]]:

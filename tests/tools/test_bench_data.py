@@ -50,42 +50,19 @@ def test_stages_and_remedies(photos, monkeypatch):
     assert all(result["seconds"][stage] > 0 for stage in ("read", "decode", "augment", "transfer"))
     assert result["images_per_second"] > 0
     assert result["would_give"]["--workers 4"] == pytest.approx(4 * result["images_per_second"])
-    assert any(change.endswith("pixels on the shorter side") for change in result["would_give"])
     words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", "device"]
     there = json.loads(bench(*words)[1].splitlines()[-1])
     assert there["seconds"]["augment on device"] > 2 * there["seconds"]["augment"] > 0
     code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 4, "--no-aug")
     again = json.loads(out.splitlines()[-1])
-    assert not {"--workers 4", "--decode fast"} & again["would_give"].keys()
-
-
-@pytest.mark.parametrize(
-    ("flags", "seconds", "advised"),
-    [
-        ([], 1e-9, {"--decode fast", "--augment-on device"}),
-        ([], 1e9, {"--decode fast"}),
-        (["--aa", "augmix-m5"], 1e-9, {"--decode fast"}),
-        (["--train-crop-mode", "rkrc"], 1e-9, set()),
-    ],
-    ids=["a fast device", "a slow device", "a policy of the CPU's", "whole images"],
-)
-def test_only_what_can_be_and_helps_is_advised(photos, monkeypatch, flags, seconds, advised):
-    """Would catch advice that the next start refuses, and a device that is slower than the loader's processes."""
-    pytest.importorskip("simplejpeg")
-    monkeypatch.setattr(bench_data, "_TRIES", 1)
-    monkeypatch.setattr(bench_data, "_loader_rate", lambda *_: 1e-3)
-    monkeypatch.setattr(bench_data, "_seconds_on_device", lambda *_: seconds)
-    words = ["--json", "--images", 4, *WORDS, "--data-dir", photos, "--workers", 0, *flags]
-    result = json.loads(bench(*words)[1].splitlines()[-1])
-    found = {change for change in result["would_give"] if change.startswith("--") and "--workers" not in change}
-    assert found - {"--augment-on device --decode fast"} == advised
+    assert again["would_give"] == {}
 
 
 def test_a_bottleneck_is_named():
     """Would catch a sentence about another stage than the slowest one."""
     seconds = {"read": 1e-4, "decode": 3e-3, "augment": 5e-4, "collate": 0.0, "transfer": 1e-4}
     said = bench_data._bottleneck(seconds, 500.0, 2)
-    assert said == "decoding is the bottleneck, 83% of the loader's time: --workers 2 gives 500 images/s"
+    assert "decoding is the bottleneck, 83% of the loader's time: --workers 2 gives 500 images/s; try --decode" in said
     there = bench_data._bottleneck({**seconds, "augment on device": 2e-3}, 500.0, 2)
     assert there == "augmentation on the device is the bottleneck: it can do 500 images/s"
     assert "way to the device" in bench_data._bottleneck({**seconds, "transfer": 2e-3}, 500.0, 8)
