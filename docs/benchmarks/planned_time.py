@@ -28,8 +28,8 @@ from scipy.stats import spearmanr
 
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
+from ds_vit.tools.bench import make_ours, ranks_met, resolve_engine, versions
 from ds_vit.tools.calibrate import Calibration
-from ds_vit.tools.measure import make_ours, ranks_met, resolve_engine, versions
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
 

@@ -10,7 +10,6 @@ host's time for it.
 from __future__ import annotations
 
 import dataclasses
-import platform
 import statistics
 import tempfile
 import time
@@ -33,7 +32,7 @@ from ds_vit.models import ModelSpec, create_model, take_apart
 from ds_vit.planner.counting import work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
 from ds_vit.planner.memory import layers_of_rank
-from ds_vit.tools.measure import mean_over_ranks
+from ds_vit.tools.bench import device_name, mean_over_ranks
 
 Call = Callable[[], object]
 
@@ -169,7 +168,7 @@ class Calibration:
             memory, per_node = psutil.virtual_memory().total // self.ranks, self.ranks
         copy = 2 * sizes.copied / seconds["copy"]
         found = Accelerator(
-            name=self.name,
+            name=device_name(self.device),
             memory_bytes=float(memory),
             bf16_tflops=peaks[torch.bfloat16] / 1e12,
             fp32_tflops=peaks[torch.float32] / 1e12,
@@ -199,7 +198,7 @@ class Calibration:
             _line([(size, seconds[f"{kind} {size}"]) for size in _MESSAGES]) for kind in ("sum", "gather", "scatter")
         )
         return Link(
-            name=f"between {n} ranks on {self.name}",
+            name=f"between {n} ranks on {device_name(self.device)}",
             bytes_per_second=2 * (n - 1) / n / by_sum,
             efficiency=1.0,
             latency_seconds=wait / (2 * (n - 1)),
@@ -210,14 +209,9 @@ class Calibration:
         )
 
     @property
-    def name(self) -> str:
-        """Of the device."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.processor() or "cpu"
-
-    @property
     def known(self) -> Accelerator | None:
         """The planner's own figures of it."""
-        return accelerator_of_device(self.name) if self.device.type == "cuda" else accelerator("cpu")
+        return accelerator_of_device(device_name(self.device)) if self.device.type == "cuda" else accelerator("cpu")
 
     def write(self, path: Path, seconds: Mapping[str, float], images_per_worker: float) -> dict[str, Any]:
         """Write the file, with several ranks both files, and return the figures.

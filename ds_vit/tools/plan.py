@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
-from ds_vit.config.parser import or_shipped
+from ds_vit.config.parser import or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec
@@ -159,8 +157,8 @@ def _draw_goodput(found: Sequence[Goodput], per_host: int, path: Path) -> None:
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine on all ranks, write the file, and print it on rank 0."""
     from ds_vit.launching.process import discover
+    from ds_vit.tools.bench import ranks_met
     from ds_vit.tools.calibrate import calibrate
-    from ds_vit.tools.measure import ranks_met
 
     path, process = Path(arguments.calibrate), discover()
     if path.suffix not in (".yaml", ".yml"):
@@ -233,12 +231,11 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         if stage is None:
             stage = (deepspeed.get("zero_optimization") or {}).get("stage", 0)
     sixteen = {block for block in ("bf16", "fp16") if (deepspeed.get(block) or {}).get("enabled") in (True, "auto")}
-    kwargs = arguments.model_kwargs
     spec = ModelSpec(
         arguments.model,
         num_classes=arguments.num_classes or 1000,
         img_size=arguments.img_size,
-        model_kwargs=kwargs if isinstance(kwargs, Mapping) else dict(map(_argument, kwargs)),
+        model_kwargs=parse_kwargs(arguments.model_kwargs),
     )
     return PlanRequest(
         spec,
@@ -252,13 +249,6 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         pp=arguments.pp,
         tp=arguments.tp,
     )
-
-
-def _argument(word: str) -> tuple[str, Any]:
-    key, sign, value = word.partition("=")
-    if not sign:
-        raise UserError(f"--model-kwargs {word}: write K=V, for example depth=12")
-    return key, yaml.safe_load(value)
 
 
 def _row(found: Planned, one: Candidate, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from project import ROOT
 
-from ds_vit.tools.bench import RUNGS, table
+from ds_vit.tools.bench import RUNGS, Ratio, table
 from ds_vit.tools.counting import count_step
-from ds_vit.tools.measure import Ratio
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -156,7 +155,8 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     for stage, path in zip((1, 3), configs, strict=True):
         config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
         path.write_text(json.dumps(config | (BF16[stage] if precision == "bf16" else {})))
-    words = [*WORDS, "--img-size", "32", "--turns", 2, "--against", "ddp", "fsdp2", "--output", tmp_path / "rates.png"]
+    words = [*WORDS, "--model", "test_vit", "--img-size", 32, "--turns", 2, "--output", tmp_path / "rates.png"]
+    words += ["--against", "ddp", "fsdp2"]
     (code, out, _), (code_too, nothing, _) = ranks.run(2, run_bench, "--json", "--deepspeed_config", *configs, *words)
     assert (code, code_too, nothing) == (0, 0, "")
     result = json.loads(out.splitlines()[-1])
@@ -166,8 +166,8 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     for side in (*result["peers"].values(), *result["ours"].values()):
         assert side["images_per_second"] == pytest.approx(8 / min(side["seconds"]))
         assert len(side["seconds"]) == 2
-        assert side["counts"]["operations"] > 300
-        assert side["counts"]["by_name"].get("addmm", 0) + side["counts"]["by_name"].get("mm", 0) > 100
+        assert side["counts"]["operations"] > 150
+        assert side["counts"]["by_name"].get("addmm", 0) + side["counts"]["by_name"].get("mm", 0) > 40
     for name, ratios in result["ratios"].items():
         for peer, ratio in ratios.items():
             assert ratio["low"] <= ratio["high"]
@@ -191,21 +191,19 @@ def test_an_invalid_comparison_is_refused(ranks, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks, world):
+def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks):
     """A rung that does nothing, a ratio to another rung, a batch that is not counted."""
     config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
-    words = ["--model", "vit_tiny_patch16_224", "-b", 2, "--img-size", 32, "--turns", 2, "--steps", 1]
-    (code, out, said), *_ = ranks.run(
-        world, functools.partial(run_bench, kind="ladder"), "--json", "--deepspeed_config", config, *words
-    )
+    words = ["--model", "test_vit", "-b", 2, "--img-size", 32, "--turns", 1, "--steps", 1]
+    run = functools.partial(run_bench, kind="ladder")
+    [(code, out, said)] = ranks.run(1, run, "--json", "--deepspeed_config", config, *words, timeout=300)
     assert code == 0, said
     result = json.loads(out.splitlines()[-1])
     sides = list(result["ours"].items())
     assert [name for name, _ in sides] == [rung.name for rung in RUNGS]
-    assert [side["images"] for _, side in sides] == [2 * world] * 4 + [4 * world] * 2
+    assert [side["images"] for _, side in sides] == [2] * 4 + [4] * 2
     names = [side["counts"]["by_name"] for _, side in sides]
-    assert names[1].get("_to_copy", 0) > names[0].get("_to_copy", 0) + 50, "casts of autocast"
+    assert names[1].get("_to_copy", 0) > names[0].get("_to_copy", 0) + 20, "casts of autocast"
     for (_, before), (b, side) in itertools.pairwise(sides):
         rate = side["images_per_second"] / before["images_per_second"]
         assert result["ratios"][b]["the one before"]["images_per_second"] == pytest.approx(rate)

@@ -1,5 +1,6 @@
 """The scripts of docs/benchmarks run with what the quickstart installs, and say how they are called."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,29 +13,44 @@ FOLDER = ROOT / "docs" / "benchmarks"
 # What only the extras install.
 WITHOUT = ("pytest", "hypothesis", "transformers", "onnx", "onnxruntime", "matplotlib")
 RUNNER = """
-import runpy, sys
+import contextlib, io, json, runpy, sys
 sys.modules.update(dict.fromkeys({without}))
-del sys.argv[0]
 sys.path[0] = {folder!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
+del sys.argv[0]
 """
+START = RUNNER + "runpy.run_path(sys.argv[0], run_name='__main__')"
+# All in one process, which imports torch once.
+HELP = (
+    RUNNER
+    + """
+said = {{}}
+for script in list(sys.argv):
+    sys.argv, out = [script, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    said[script] = out.getvalue()
+print(json.dumps(said))
+"""
+)
 
 
-def run(script, *words):
+def run(script, *words, code=START):
     """A script in a process that has no test extras."""
-    runner = RUNNER.format(without=WITHOUT, folder=str(script.parent))
+    code = code.format(without=WITHOUT, folder=str(FOLDER))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    words = [sys.executable, "-c", runner, str(script), *words]
+    words = [sys.executable, "-c", code, str(script), *map(str, words)]
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
-def test_help(script):
+def test_help():
     # Catches: minutes of measuring for somebody who asked what it does, and a package that only tests need.
-    asked = run(script, "--help")
+    scripts = sorted(FOLDER.glob("*.py"))
+    asked = run(*scripts, code=HELP)
     assert asked.returncode == 0, asked.stderr
-    assert asked.stdout.startswith(f"usage: {script.name}")
-    assert f"python docs/benchmarks/{script.name}" in asked.stdout
+    said = json.loads(asked.stdout)
+    for script in scripts:
+        assert said[str(script)].startswith(f"usage: {script.name}")
+        assert f"python docs/benchmarks/{script.name}" in said[str(script)]
 
 
 @pytest.mark.slow
