@@ -632,12 +632,12 @@ class Accidents:
     Attributes:
         stop: (rank, step): this rank gets SIGTERM in this step.
         bad_batch: as `Combination.bad_batch`.
-        second_start: (step, words): in this step rank 0 launches another run into the same folder, with these words.
+        second_start: (step, argv): in this step rank 0 launches another run, of one process, into the same folder.
     """
 
     stop: tuple[int, int] | None = None
     bad_batch: int | None = None
-    second_start: tuple[int, tuple[str, ...]] | None = None
+    second_start: tuple[int, list[str]] | None = None
 
 
 def train_on_rank(
@@ -671,7 +671,7 @@ def train_on_rank(
             stack.enter_context(pretend_fp16())
         if accidents.bad_batch is not None:
             spoil_batches([accidents.bad_batch])
-        wrong = stack.enter_context(_disturbed(accidents, argv))
+        wrong = stack.enter_context(_disturbed(accidents))
         if breakage is not None:
             stack.enter_context(breakage())
         code = main(argv)
@@ -679,7 +679,7 @@ def train_on_rank(
 
 
 @contextlib.contextmanager
-def _disturbed(accidents: Accidents, argv: list[str]) -> Iterator[list[str]]:
+def _disturbed(accidents: Accidents) -> Iterator[list[str]]:
     """A rank that receives SIGTERM, or sees another run launched into its folder, in the steps that are given.
 
     Yields what was wrong with the other run.
@@ -698,19 +698,19 @@ def _disturbed(accidents: Accidents, argv: list[str]) -> Iterator[list[str]]:
             stop = None
             os.kill(os.getpid(), signal.SIGTERM)
         if second is not None and dist.get_rank() == 0 and step == second[0]:
-            words, second = second[1], None
-            wrong.extend(_start_second(argv, words))
+            argv, second = second[1], None
+            wrong.extend(_start_second(argv))
         return train_step(self, step, *args)
 
     with mock.patch.object(Trainer, "train_step", disturb_and_train):
         yield wrong
 
 
-def _start_second(argv: list[str], words: tuple[str, ...]) -> list[str]:
+def _start_second(argv: list[str]) -> list[str]:
     """Launch a run of one process into the folder of the run that trains; what is wrong unless it is rejected."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in ranks}
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), *argv, *words]
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), *argv]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     if ended.returncode == exit_codes.BAD_INPUT and "in use by another run" in ended.stderr:
         return []
@@ -760,7 +760,7 @@ class Runner:
         *words: object,
         output: str | None = None,
         stop: tuple[int, int] | None = None,
-        second_start: tuple[int, tuple[str, ...]] | None = None,
+        second_start: tuple[int, list[str]] | None = None,
     ) -> list[Row]:
         """Train a combination in a layout, and give the rows of its metrics.jsonl.
 
@@ -823,7 +823,9 @@ class Runner:
             words = ["--checkpoint-interval", stopping.step, "--keep-checkpoints", 0] if killed else []
             second = None
             if number == stopping.layout and stopping.second_start is not None:
-                second = (stopping.step, stopping.second_start)
+                argv = self.argv(combination, combination.layouts[0], "second")
+                argv += ["--output", str(self.folder / f"layout{number}"), *stopping.second_start]
+                second = (stopping.step, argv)
             rows = self.run(combination, number, f"layout{number}", *words, second_start=second)
             compare(rows, f"layout {number}")
         evaluates_there = any(row["kind"] == "eval" and row["step"] == stopping.step for row in reference)
