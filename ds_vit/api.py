@@ -107,7 +107,9 @@ def train(
         sources = _sources(train_data, val_data, settings)
     values = flags.over_recipe(flags.load_recipe(str(recipe)), settings) if recipe else settings
     given = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
-    listeners = {kind: _printing(listener, sys.stdout) for kind, listener in given.items() if listener is not None}
+    listeners = {kind: listener for kind, listener in given.items() if listener is not None}
+    if quiet:
+        listeners = {kind: _printing(listener, sys.stdout) for kind, listener in listeners.items()}
     config, explicit = flags.from_values(values)
     with contextlib.redirect_stdout(_Warnings()) if quiet else contextlib.nullcontext():
         summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
@@ -115,7 +117,7 @@ def train(
 
 
 def _printing(listener: Listener, stdout: TextIO) -> Listener:
-    """A callback that prints to the program's own stdout, in a quiet run too."""
+    """A callback of a quiet run that prints to the program's own stdout."""
 
     def call(row: Row) -> None:
         with contextlib.redirect_stdout(stdout):

@@ -193,6 +193,9 @@ def read_values(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     """
     import pydantic
 
+    stage = deepspeed_keys.value_of(data, "zero_optimization.stage")
+    if isinstance(stage, (bool, float)):  # which pydantic reads as an integer
+        raise UserError(f"{path}: zero_optimization.stage {stage!r} does not exist; it may be 0, 1, 2 or 3")
     out = dict(data)
     for block, value in data.items():
         model = deepspeed_keys.block_model(block)

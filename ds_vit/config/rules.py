@@ -45,7 +45,8 @@ def check(config: RunConfig, explicit: frozenset[str]) -> None:
 def _invalid_values(config: RunConfig) -> Iterator[str]:
     """Problems of single flags, and missing flags."""
     if not config.deepspeed_config:
-        yield "--deepspeed_config FILE is missing; begin with ds_configs/zero1_bf16.json, or with cpu_zero1_fp32.json"
+        shipped = "ds_configs/zero1_bf16.json, on a CPU with ds_configs/cpu_zero1_fp32.json"
+        yield f"--deepspeed_config FILE is missing; begin with {shipped}"
     checks: list[Callable[[], Any]] = [
         lambda: check_fields(config),
         lambda: (config.augment, config.mix),  # their constructors check combinations
@@ -118,7 +119,6 @@ _NEEDED_BY = {
     "compile": "compile_mode",
     "auto_batch": "memory",
     "color_jitter": "color_jitter_prob",
-    "wandb": "wandb_project",
 }
 _AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
 _NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HTTPError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, HTTPError
 from timm.models import parse_model_name
 from timm.models._hub import load_model_config_from_path
 
@@ -81,7 +81,10 @@ def hub_file(repository: str, files: Sequence[str], what: str, way_out: str = ""
         UserError: none is in the cache or can be downloaded; the message names the file and where to put it.
     """
     repository, _, revision = repository.partition("@")
-    cached = (try_to_load_from_cache(repository, file, revision=revision or None) for file in files)
+    try:
+        cached = [try_to_load_from_cache(repository, file, revision=revision or None) for file in files]
+    except HFValidationError as error:
+        raise UserError(f"{what} in no repository: {first_line(error)}") from None
     if path := next((path for path in cached if isinstance(path, str)), None):
         return Path(path)
     reasons = [reason] if (reason := _no_hub(repository, files[0])) else []

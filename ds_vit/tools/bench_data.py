@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 STAGES = ("read", "decode", "augment", "collate", "transfer")
 ON_DEVICE = "augment on device"  # with --augment-on device: the way there, and all but erasing and mixing
 _TRIES = 3
-# Stage → what it is called, and what makes it shorter.
+# Stage → what it is called, and what makes it shorter; a flag that the run has already is left out.
 _REMEDIES = {
-    "read": ("reading", "a local disk, or ds-vit shards"),
-    "decode": ("decoding", "--decode fast, or smaller files: ds-vit shards --resize"),
-    "augment": ("augmentation", "--augment-on device, or fewer operations"),
+    "read": ("reading", "a local disk", "ds-vit shards"),
+    "decode": ("decoding", "--decode fast", "smaller files: ds-vit shards --resize"),
+    "augment": ("augmentation", "--augment-on device", "fewer operations"),
     "collate": ("batching", "a smaller --img-size"),
 }
 
@@ -109,6 +109,9 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
     cores = len(os.sched_getaffinity(0))
     rate = _loader_rate(inputs, len(samples), device)
     workers = max(1, inputs.workers)
+    augment = inputs.task.augment
+    used = ["--decode fast"] if augment.decode == "fast" else []
+    used += ["--augment-on device"] if augment.augment_on == "device" or device.type == "cpu" else []
     return DataBench(
         images=len(samples),
         cores=cores,
@@ -117,7 +120,7 @@ def bench_data(words: Sequence[str], images: int, process: Process | None = None
         seconds=seconds,
         images_per_second=rate,
         would_give={f"--workers {n}": rate * n / workers for n in (cores // ranks,) if n > workers},
-        bottleneck=_bottleneck(seconds, rate, inputs.workers),
+        bottleneck=_bottleneck(seconds, rate, inputs.workers, used),
     )
 
 
@@ -245,7 +248,7 @@ def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> floa
     return rate
 
 
-def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
+def _bottleneck(seconds: dict[str, float], rate: float, workers: int, used: Collection[str] = ()) -> str:
     of_worker = {stage: seconds[stage] for stage in STAGES[:-1]}
     stage = max(of_worker, key=of_worker.__getitem__)
     share = of_worker[stage] / sum(of_worker.values())
@@ -254,7 +257,8 @@ def _bottleneck(seconds: dict[str, float], rate: float, workers: int) -> str:
         return f"augmentation on the device is the bottleneck: it can do {1.0 / there:,.0f} images/s"
     if rate * 1.1 * seconds["transfer"] > 1.0:
         return f"the way to the device is the bottleneck: transfer and normalisation take {rate:,.0f} images/s"
-    name, remedy = _REMEDIES[stage]
+    name, *remedies = _REMEDIES[stage]
+    remedy = ", or ".join(one for one in remedies if one not in used)
     who = f"--workers {workers}" if workers else "the training process itself (--workers 0)"
     return f"{name} is the bottleneck, {share:.0%} of the loader's time: {who} gives {rate:,.0f} images/s; try {remedy}"
 

@@ -116,6 +116,7 @@ REJECTED = [
     ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
     ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": MiCS'),
     ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
+    ({"zero_optimization": {"stage": True}}, "stage True does not exist; it may be 0, 1, 2 or 3"),
     ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: Input should be 0, 1, 2, 3"),
     ({"zero_optimization": 1}, '"zero_optimization" must be a block'),
     ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),

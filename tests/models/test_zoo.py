@@ -27,6 +27,7 @@ from ds_vit.planner.counting import count_flops
     ("spec", "message"),
     [
         (ModelSpec("vit_bse_patch16_224"), r"no model named 'vit_bse_patch16_224'; nearest: vit_base_patch16_224"),
+        (ModelSpec("hf-hub:a/b/c"), "in no repository"),
         (ModelSpec("timm/vit"), r"Use 'hf-hub:timm/vit' to load from the Hub"),
         (ModelSpec("local-dir:/nowhere"), r"--model local-dir:/nowhere: there is no /nowhere/config.json"),
         (ModelSpec("resnet50"), r"'resnet50' is of timm's 'resnet' family; only .* VisionTransformer and Eva"),

@@ -63,6 +63,9 @@ def test_a_bottleneck_is_named():
     seconds = {"read": 1e-4, "decode": 3e-3, "augment": 5e-4, "collate": 0.0, "transfer": 1e-4}
     said = bench_data._bottleneck(seconds, 500.0, 2)
     assert "decoding is the bottleneck, 83% of the loader's time: --workers 2 gives 500 images/s; try --decode" in said
+    assert bench_data._bottleneck(seconds, 500.0, 2, ["--decode fast"]).endswith(
+        "; try smaller files: ds-vit shards --resize"
+    )
     there = bench_data._bottleneck({**seconds, "augment on device": 2e-3}, 500.0, 2)
     assert there == "augmentation on the device is the bottleneck: it can do 500 images/s"
     assert "way to the device" in bench_data._bottleneck({**seconds, "transfer": 2e-3}, 500.0, 8)

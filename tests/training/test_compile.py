@@ -25,6 +25,7 @@ LAYOUTS = {
     "ZeRO-0": (2, 0, 1, ()),
     "ZeRO-3, recomputed": (2, 3, 2, ("--grad-checkpointing",)),
     "pp2, recomputed": (2, 1, 2, ("--pp", 2, "--grad-checkpointing")),
+    "tp2": (2, 1, 1, ("--tp", 2)),
     "tp2, sequence": (2, 3, 1, ("--tp", 2, "--sequence-parallel")),
 }
 

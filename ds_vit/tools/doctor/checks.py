@@ -176,7 +176,8 @@ def _unusable_accelerators(view: View) -> Fault | None:
     have, versions = len(view.facts.accelerators), view.facts.versions
     if not have or view.facts.torch_accelerators != 0:
         return None
-    what = f"the driver {versions[DRIVER]} lists {have} accelerators, and torch (CUDA {versions[CUDA]}) can use none"
+    driver, cuda = (versions.get(name) or "?" for name in (DRIVER, CUDA))
+    what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {cuda}) can use none"
     return what, "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
 
 

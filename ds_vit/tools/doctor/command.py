@@ -237,4 +237,4 @@ def _summary(facts: Facts | None) -> str:
         return "no answer"
     kinds = {kind: facts.accelerators.count(kind) for kind in facts.accelerators}
     have = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or f"no accelerator, {facts.cores} cores"
-    return f"{have}; torch {facts.versions['torch']}, driver {facts.versions[DRIVER] or 'none'}"
+    return f"{have}; torch {facts.versions.get('torch', '?')}, driver {facts.versions.get(DRIVER) or 'none'}"

@@ -200,8 +200,9 @@ def _output(output: str) -> tuple[str, int | None]:
         return "", None
     path = Path(output).absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.exists())
-    free = shutil.disk_usage(folder).free
+    free = None
     try:
+        free = shutil.disk_usage(folder).free
         with tempfile.TemporaryFile(dir=folder):
             return "", free
     except OSError as error:

@@ -75,6 +75,8 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
         path, stored = source, deepspeed_json.load_json(source)
         of_a_run = deepspeed_json.derived_path(source).is_file()
     file = data = overlay(stored, given | monitor, path)
+    if config.wandb_project and not switched_on(file.get("wandb")):
+        raise UserError("--wandb-project has no effect without --wandb; drop it")
     if given:
         path += f" with --set {' '.join(config.set)}"
     path += " with --wandb" if monitor else ""
