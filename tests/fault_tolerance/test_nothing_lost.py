@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_ends_at_once():
 
 @pytest.mark.slow
 def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
-    """Ranks that the terminal and the launcher both signal, and a sentence above the launcher's traceback."""
+    """Ranks that the terminal and the launcher both signal; a command to resume with that is not the launcher's."""
     output = tmp_path / "run"
     argv = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
     argv += [str(ROOT / "launch" / "train.py"), *words("-b", 4, "--output", output)]
@@ -215,14 +215,12 @@ def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
         _wait_for(file, lambda lines: any(line.startswith("step 2/") for line in lines))
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         assert launcher.wait(60) != 0
-        # Twice: in its place, and after the launcher.
-        _wait_for(file, lambda lines: sum(line.startswith("interrupted at") for line in lines) == 2)
+        _wait_for(file, lambda lines: any(line.startswith("interrupted at") for line in lines))
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
     step = int(marked(output / "checkpoints", "latest").removeprefix("step-"))
-    *before, last = file.read_text().splitlines()
-    assert any("Main process received SIGINT" in line for line in before)
+    (last,) = [line for line in file.read_text().splitlines() if line.startswith("interrupted at")]
     assert last.startswith(f"interrupted at {step} of {3 * 180}; resume with: deepspeed --num_accelerators 2 ")
     assert last.endswith(f"--recipe {output}/config.yaml --output {output} --resume auto")
 
