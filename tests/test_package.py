@@ -98,7 +98,7 @@ def test_a_wheel_trains_outside_the_clone(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((there / "run" / "summary.json").read_text())["exit"] == "completed"
-    assert "Run it again" in (there / "run" / "report.html").read_text()
+    assert "Repeat the run" in (there / "run" / "report.html").read_text()
     words = ["launch", "-n", "2", *words, *SHORT, *TINY, "--output", "several"]
     done = subprocess.run([*program, *words], cwd=there, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
