@@ -274,7 +274,8 @@ def test_evaluations_leave_nothing_behind(ranks, data, tmp_path):
     during, after = found[:24], found[24:]
     assert len(during) == 24
     assert {children for children, _ in during} == {1}, "the training loader's alone"
-    assert max(shared for _, shared in during) <= during[0][1]
+    # The training loader's own vary by a few; what stays after each evaluation adds up.
+    assert max(shared for _, shared in during) < during[0][1] + len(during) // 2
     assert after == [(0, after[0][1])] * 2
 
 
