@@ -71,7 +71,8 @@ def translate(command: Sequence[str]) -> Translation:
     for name, (flag, own) in given.items():
         answer = timm_answer(name, own, typed)
         if name in FIELDS or answer is None:
-            out.setdefault(flag, []).extend(own)
+            if flag not in out or flag == "--model-kwargs":  # else an answer has taken it up, as --experiment --output
+                out.setdefault(flag, []).extend(own)
             continue
         values |= answer.values
         if answer.words:

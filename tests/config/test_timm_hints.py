@@ -147,6 +147,7 @@ def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
     assert result.json["bf16"] == {"enabled": True}
     assert [note.split(":")[1].strip() for note in result.notes] == ["--sched-on-updates", "--tta 2"]
     assert translate(COMMAND.split()) == result, "the words of a shell"
+    assert "--output out/foo -b" in shlex.join(translate(["train.py x --experiment foo --output out -b 8"]).words)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds-vit").write_text('printf "%s\\n" "$@" > words')
     (tmp_path / "ds-vit").chmod(0o755)
