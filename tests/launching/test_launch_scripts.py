@@ -300,7 +300,9 @@ def test_a_launcher_takes_another_python(clone):
 
 
 def test_slurm_and_pbs_outside_of_a_clone_or_a_job_say_so(clone):
-    # Catches: an error that names Slurm's spool folder, or an empty variable.
+    # Catches: an error that names Slurm's spool folder, or an unset variable; a --help that only a job may read.
+    fake_venv(clone, '#!/bin/sh\necho "$2 $3"\n')
+    assert clone.run("my clone/launch/slurm.sbatch", "--help").stdout == "slurm --help\n"
     done = clone.run("my clone/launch/slurm.sbatch", SLURM_SUBMIT_DIR=str(clone.bin))
     assert done.returncode == 2
     assert f"no clone in {clone.bin}: call sbatch there, or set DS_VIT_ROOT" in done.stderr
