@@ -16,22 +16,18 @@ from project import ROOT
 from ds_vit import cli
 from ds_vit.config.schema import FIELDS, spelling
 
-COMMANDS = (
-    "train",
-    "launch",
-    "eval",
-    "predict",
-    "embed",
-    "export",
-    "import",
+COMMANDS = ["train", "launch", "eval", "predict", "embed", "export", "import", "hosts", "doctor", "report", "compare"]
+COMMANDS += [
+    "gradients",
+    "shards",
+    "plan",
     "bench",
     "bench step",
     "bench data",
     "bench ladder",
-    "hosts",
-    "doctor",
-)
-COMMANDS += ("report", "compare", "gradients", "shards", "plan", "from-timm", "completion")
+    "from-timm",
+    "completion",
+]
 
 
 def help_of(capsys, command="", flag="--help"):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -41,26 +42,24 @@ LAYERS: tuple[str, ...] = (
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 
 
-def imported_modules(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, top-level module of ds_vit) of every import of ds_vit in a file, inside functions too.
+def imports(source: str, package: str = "ds_vit") -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import in a file, inside functions too; `from a import b` gives a.b.
 
     `package` is the dotted package that the file lies in, for relative imports.
     """
     for node in ast.walk(ast.parse(source)):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: -(node.level - 1) or None] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "ds_vit" else [module]
-        yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("ds_vit."))
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 def wrong_imports(source: str, module: str, package: str) -> list[tuple[int, str]]:
     """The (line, module) that a file of top-level module `module` must not import."""
-    found = imported_modules(source, package)
-    return [(line, name) for line, name in found if name != module and DEPTH.get(name, -1) <= DEPTH[module]]
+    found = {(line, name.split(".")[1]) for line, name in imports(source, package) if name.startswith("ds_vit.")}
+    return sorted((line, name) for line, name in found if name != module and DEPTH.get(name, -1) <= DEPTH[module])
 
 
 def modules() -> dict[str, list[Path]]:
@@ -105,17 +104,6 @@ def test_the_rule_sees_every_way_to_import(source, wrong):
     assert wrong_imports(source, "models", "ds_vit.models") == wrong
 
 
-def other_packages(source: str) -> set[str]:
-    """Top-level names of what a file imports from outside the package and the standard library."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(node.module.partition(".")[0])
-    return found - {"ds_vit"} - sys.stdlib_module_names
-
-
 def test_every_import_is_a_dependency():
     # Catches: a package that happens to be there because another one needs it, and goes when that one does.
     text = (ROOT / "pyproject.toml").read_text()
@@ -123,7 +111,8 @@ def test_every_import_is_a_dependency():
     provides = packages_distributions()
     missing = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        for name in other_packages(path.read_text()):
+        names = {name.partition(".")[0] for _, name in imports(path.read_text())}
+        for name in names - {"ds_vit"} - sys.stdlib_module_names:
             distributions = {d.lower().replace("_", "-") for d in provides.get(name, [name])}
             if not distributions & declared:
                 missing.setdefault(name, []).append(str(path.relative_to(ROOT)))
@@ -179,42 +168,22 @@ def test_every_way_to_know_the_run_is_seen(source, known):
     assert knows_whole_run(source) == known
 
 
-def circles(graph: dict[str, set[str]]) -> set[str]:
-    """The nodes that can be reached from themselves."""
-
-    def reached(node: str) -> set[str]:
-        seen, left = set(), [*graph[node]]
-        while left:
-            if (one := left.pop()) not in seen:
-                seen.add(one)
-                left += graph.get(one, ())
-        return seen
-
-    return {node for node in graph if node in reached(node)}
-
-
 def import_graph() -> dict[str, set[str]]:
     """Module of ds_vit → modules of ds_vit that it imports, inside functions and under TYPE_CHECKING too."""
     names = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for name, path in names.items():
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {one if one in names else node.module for one in inner}
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found = {one if one in names else one.rpartition(".")[0] for _, one in imports(path.read_text(), package)}
         graph[name] = found & set(names)
     return graph
 
 
 def test_no_import_circles():
     # Catches: two modules that need each other, which then belong together or need a third.
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
     graph = import_graph()
     assert graph["ds_vit.training.trainer"], "the graph is of other files"
-    assert not circles(graph)
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names them

@@ -16,20 +16,7 @@ from project import ROOT, project_files
 
 from ds_vit.config.parser import or_shipped
 
-SHORT = (
-    "--max-steps",
-    "1",
-    "-b",
-    "8",
-    "--workers",
-    "0",
-    "--lr",
-    "1e-3",
-    "--val-split",
-    "",
-    "--checkpoint-interval",
-    "0",
-)
+SHORT = ("--max-steps", "1", "-b", "8", "--workers", "0", "--lr", "1e-3", "--checkpoint-interval", "0")
 TINY = ("--val-split", "", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2")
 
 
