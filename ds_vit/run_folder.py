@@ -40,6 +40,16 @@ BEST = "best"
 """How the names of the files of the best checkpoint's weights begin."""
 
 
+class _In:
+    """A file or folder of a run: read as an attribute of the `RunFolder`, it is its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The output folder of a run, which need not exist yet.
@@ -50,94 +60,27 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The flags, as a recipe."""
-        return self.path / "config.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The JSON that DeepSpeed got."""
-        return self.path / "deepspeed.json"
-
-    @property
-    def lock(self) -> Path:
-        """There while a run writes here."""
-        return self.path / ".lock"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """A folder of events."""
-        return self.path / "tensorboard"
-
-    @property
-    def summary(self) -> Path:
-        """Written at the end."""
-        return self.path / "summary.json"
-
-    @property
-    def classes(self) -> Path:
-        """The names of the classes; absent where the task has none."""
-        return self.path / "classes.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of some steps, and the page that sums them up."""
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder around the checkpoints."""
-        return self.path / "checkpoints"
+    config = _In("config.yaml")  # the flags, as a recipe
+    deepspeed = _In("deepspeed.json")  # the JSON that DeepSpeed got
+    lock = _In(".lock")  # there while a run writes here
+    metrics = _In("metrics.jsonl")  # one JSON object a line
+    tensorboard = _In("tensorboard")  # a folder of events
+    summary = _In("summary.json")  # written at the end
+    classes = _In("classes.json")  # the names of the classes; absent where the task has none
+    profile = _In("profile")  # traces of some steps, and the page that sums them up
+    checkpoints = _In("checkpoints")  # the folder around the checkpoints
+    samples = _In("samples")  # the folder of --log-samples
+    skipped = _In("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
+    evaluation = _In("eval.json")  # written by `ds-vit eval`
+    report = _In("report.html")  # the page to look at
+    starts = _In("starts.jsonl")  # a JSON object a line, one a process that worked on the run
+    predictions = _In("predictions.csv")  # what each validation image was taken for, where each has one class
+    augmented = _In("augmented.png")  # images of the first step as the model saw them; captions beside it in a .json
+    mistakes = _In("mistakes.png")  # the surest mistakes of validation; captions beside it in a .json
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"
-
-    @property
-    def samples(self) -> Path:
-        """The folder of --log-samples."""
-        return self.path / "samples"
-
-    @property
-    def skipped(self) -> Path:
-        """Images that could not be decoded under --on-bad-image skip, each once."""
-        return self.path / "skipped_images.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        """Written by `ds-vit eval`."""
-        return self.path / "eval.json"
-
-    @property
-    def report(self) -> Path:
-        """The page to look at."""
-        return self.path / "report.html"
-
-    @property
-    def starts(self) -> Path:
-        """A JSON object a line, one a process that worked on the run."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def predictions(self) -> Path:
-        """What each validation image was taken for; absent where images have several labels or no class."""
-        return self.path / "predictions.csv"
-
-    @property
-    def augmented(self) -> Path:
-        """Images of the first step as the model saw them; their captions lie beside it in a .json."""
-        return self.path / "augmented.png"
-
-    @property
-    def mistakes(self) -> Path:
-        """The validation images that were mistaken most surely; their captions lie beside it in a .json."""
-        return self.path / "mistakes.png"
 
     def picture(self, name: str) -> Path:
         """A picture of an evaluation, by its name."""
