@@ -31,14 +31,12 @@ class Sign:
         number: counts the heartbeats.
         state: "runs", "left" (finished), "raised" (it ends with `error`) or "cut off" (its connection to another rank
             broke).
-        idle_seconds: since its last progress.
     """
 
     number: int = 0
     state: str = "runs"
     host: str = ""
     place: Place = field(default_factory=Place)
-    idle_seconds: float = 0.0
     error: str = ""
 
     def pack(self) -> str:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ds_vit.fault_tolerance import exit_codes
+from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.fault_tolerance.roll_call import GRACE_SECONDS, RAISED_SECONDS, Place, Roll, Sign, Verdict
 from ds_vit.fault_tolerance.stack import innermost, pending_collectives
 
@@ -144,15 +145,13 @@ class Watchdog:
     ) -> None:
         if self.stall_seconds <= 0:
             return
+        described = f"{type(error).__name__}: {first_line(error)}"[:300]
         if error is not None and self.world_size > 1 and is_communication_error(error):
             # The lost rank is known after a time of silence; the threads then end this process.
-            self._error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-            self._state = "cut off"
+            self._state, self._error = "cut off", described
             self._stopped.wait(self.lost_seconds + 4 * GRACE_SECONDS)
         elif error is not None:
-            first = (str(error).splitlines() or [""])[0]
-            self._error = f"{type(error).__name__}: {first}"[:300]
-            self._state = "raised"
+            self._state, self._error = "raised", described
             self._leave(RAISED_SECONDS + 5 * self._period)
         else:
             self._state = "left"
@@ -193,8 +192,7 @@ class Watchdog:
 
     def _tell(self) -> None:
         self._number += 1
-        idle = time.monotonic() - self._progress
-        sign = Sign(self._number, self._state, self._host, self._place, round(idle, 1), self._error)
+        sign = Sign(self._number, self._state, self._host, self._place, self._error)
         self._store.set(f"rank/{self.rank}", sign.pack())
 
     def _call_roll(self, roll: Roll) -> Verdict | None:
