@@ -85,13 +85,6 @@ def test_defaults_are_timms():
     assert (config.smoothing, config.reprob, config.aa, config.hflip, config.seed) == (0.1, 0.0, "", 0.5, 42)
 
 
-def test_config_is_frozen():
-    """A setting changed behind the checks' back."""
-    config, _ = parse(BASE)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 1
-
-
 REFUSED = {
     "--drop-pth 0.1": "there is no flag --drop-pth; the nearest is --drop-path",
     "--seed 3 stray": "'stray' follows no flag",
@@ -105,7 +98,6 @@ REFUSED = {
     "--eval-only --grad-checkpointing": "--grad-checkpointing has no effect with --eval-only",
     "--model-kwargs depth": "key=value pieces, not 'depth'",
     "--sched cosin": "cosin",
-    "--layer-decay 1.5": "--layer-decay must be above 0 and at most 1, not 1.5",
     "--drop-path-compute kept": "--drop-path-compute has no effect without --drop-path",
     "--model-ema-decay 0.9": "--model-ema-decay has no effect without --model-ema",
     "--lr-base-size 512": "--lr-base-size has no effect without --lr-scale-by-batch",
@@ -115,30 +107,13 @@ REFUSED = {
     "--allow-schedule-change": "--allow-schedule-change has no effect without --resume",
     "--checkpoint-interval 1.5": "--checkpoint-interval 1.5: write a number of optimizer steps, a time",
     "--checkpoint-interval often": "--checkpoint-interval often: write a number of seconds, or 90s, 15m, 2h, 1d",
-    "--keep-checkpoints -1": "--keep-checkpoints must be at least 0",
     "--time-limit soon": "--time-limit soon: write a number of seconds, or 90s",
-    "--eval-only --checkpoint-interval 5": "--checkpoint-interval has no effect with --eval-only",
     "--eval-only --model-ema": "--model-ema has no effect with --eval-only",
     "--eval-only --lr 0.1": "--lr has no effect with --eval-only",
-    "--eval-only --epochs 3": "--epochs has no effect with --eval-only",
-    "--eval-only --sched linear": "--sched has no effect with --eval-only",
-    "--eval-only --spike-factor 3": "--spike-factor has no effect with --eval-only",
-    "--eval-only --grad-stats-interval 3": "--grad-stats-interval has no effect with --eval-only",
-    "--eval-only --mixup 0.8": "--mixup has no effect with --eval-only",
-    "--eval-knn -1": "--eval-knn must be at least 0 and at most 1,000,000, not -1",
     "--val-split= --eval-knn": "--eval-knn has no effect with --val-split ''",
-    "--val-split= --eval-linear-probe": "--eval-linear-probe has no effect with --val-split ''",
-    "--val-split= --eval-interval 2": "--eval-interval has no effect with --val-split ''",
-    "--val-split= --validation-batch-size 2": "--validation-batch-size has no effect with --val-split ''",
     "--val-split= --crop-pct 0.9": "--crop-pct has no effect with --val-split ''",
-    "--val-split= --crop-mode squash": "--crop-mode has no effect with --val-split ''",
-    "--val-split= --interpolation nearest": "--interpolation has no effect with --val-split ''",
-    "--check-replicas -3": "--check-replicas must be at least 0 and at most 1,000,000,000, not -3",
     "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",
     "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
-    "--epochs 0": "--epochs must be at least 1 and at most 1,000,000, not 0",
-    "--lr nan": "--lr must be at least 0 and at most 1,000,000,000, not nan",
-    "--std 0 0 0": "--std must be above 0 and at most 1, not 0.0 0.0 0.0",
     "--aa rand-m99999": "--aa rand-m99999: the number of 'm99999' must be at most 101",
     "--checkpoint-interval 0m": "--checkpoint-interval 0m: a time must be above 0 and at most 100,000,000 seconds",
     "--checkpoint-interval 99999999999": "must be at least 0 and at most 1,000,000,000 steps, not 99999999999; 0",

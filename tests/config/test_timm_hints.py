@@ -15,7 +15,6 @@ from ds_vit.config.parser import build_parser
 from ds_vit.config.schema import FIELDS
 from ds_vit.config.timm_command import translate
 from ds_vit.optim.build import optimizer_class
-from ds_vit.train import main
 
 # Every flag of train.py in pytorch-image-models, of 0.6 to 1.0.31.
 _FLAGS = """
@@ -78,14 +77,6 @@ def test_a_data_folder_without_a_flag(tmp_path):
         ValueError, match=re.escape(f"'{tmp_path}' follows no flag: give the data folder by --data-dir")
     ):
         parse([str(tmp_path), "--deepspeed_config", "x.json"])
-
-
-def test_a_recipe_of_timm(tmp_path):
-    """timm's args.yaml as a recipe."""
-    recipe = tmp_path / "args.yaml"
-    recipe.write_text("epochs: 3\nopt: adamw\n")
-    with pytest.raises(ValueError, match='there is no flag "opt"; it is decided by the DeepSpeed JSON: "optimizer"'):
-        parse(["--recipe", str(recipe)])
 
 
 def test_the_answer_uses_what_was_typed():
@@ -171,11 +162,3 @@ def test_optimizers_of_timm_are_ours(name):
     block = overlay({}, answer.values, "")["optimizer"]
     optimizer_class({**block, "params": {k: v for k, v in block["params"].items() if v != "auto"}}, "x")
     assert get_optimizer_info(name)
-
-
-def test_what_a_person_sees(capsys):
-    """The sentence, alone, on the terminal."""
-    assert main(["--deepspeed_config", "x.json", "--dataset", "digits", "--amp"]) == 2
-    said = capsys.readouterr().err
-    assert "there is no flag --amp; it is decided by the DeepSpeed JSON" in said
-    assert len(said.strip().splitlines()) == 1
