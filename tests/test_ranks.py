@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -65,10 +66,11 @@ def fail_on(bad_rank: int) -> None:
     dist.barrier()
 
 
-def test_a_raising_rank_is_reported_first_with_its_traceback_and_output(ranks):
+@pytest.mark.parametrize("job", [(fail_on, 2), (functools.partial(fail_on, 2),)], ids=["function", "partial"])
+def test_a_raising_rank_is_reported_first_with_its_traceback_and_output(ranks, job):
     # Catches: a report of the peers' broken connections alone, without the error that broke them.
     with pytest.raises(RankFailure) as failure:
-        ranks.run(3, fail_on, 2)
+        ranks.run(3, *job)
     text = str(failure.value)
     assert failure.value.ranks[0] == 2
     assert sorted(failure.value.ranks) == [0, 1, 2]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -240,7 +241,8 @@ def _outcome(rank: int, exit_code: int | None, folder: Path, start: float) -> _O
 
 def _report(fn: Callable[..., Any], world_size: int, failed: list[_Outcome], folder: Path) -> str:
     """One text for people: every failing rank's traceback, the first failure first, then what the ranks printed."""
-    first, name = failed[0], f"{fn.__module__}.{fn.__qualname__}"
+    called = fn.func if isinstance(fn, functools.partial) else fn
+    first, name = failed[0], f"{called.__module__}.{called.__qualname__}"
     short = str(first.failure).partition("\n")[0]
     lines = [f"rank {first.rank}: {short} ({len(failed)} of {world_size} ranks failed in {name})"]
     for outcome in failed:
