@@ -1,1 +1,7 @@
-"""Patches of DeepSpeed: every private or replaced attribute of it is in this package."""
+"""Patches of DeepSpeed: methods and functions of it that a run replaces, with the reason for each.
+
+Two more are replaced elsewhere: `Engine` wraps `_take_model_step` without ZeRO, to clip before it, and
+`ZeroMap.on_overflow` wraps what ZeRO calls before it drops gradients. Private attributes are also used in
+engine/base.py (norms), parallel/zero_map.py (where ZeRO keeps weights and gradients, and how weights return to the
+model), parallel/groups.py (groups of a secondary partition) and config/deepspeed_keys.py (removed keys).
+"""
