@@ -97,10 +97,12 @@ class FlatGradients:
         order = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[int, int]] = {}  # id(parameter) → its group, its start in the flat memory
         self._buckets_of: dict[int, list[_Bucket]] = {}
+        self._gaps: list[list[slice]] = []
         coming: list[tuple[int, _Bucket]] = []
         for group, (own, weights) in enumerate(zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)):
             starts = [(p.data_ptr() - weights.data_ptr()) // weights.element_size() for p in own]
             self._places |= {id(p): (group, start) for p, start in zip(own, starts, strict=True)}
+            self._gaps.append(list(_gaps(own, starts, weights.numel())))
             coming += self._cut(group, own, starts, order) if self._ranks > 1 else []
         self._buckets = [bucket for _, bucket in sorted(coming, key=lambda pair: -pair[0])]
         self._begin()
@@ -141,7 +143,10 @@ class FlatGradients:
         """Put a parameter's gradient into its place; zeros where it has none."""
         if not self._flat:
             weights = self._optimizer.bit16_groups_flat
-            self._flat = [torch.zeros_like(flat, dtype=self._optimizer.dtype) for flat in weights]
+            self._flat = [torch.empty_like(flat, dtype=self._optimizer.dtype) for flat in weights]
+            for flat, gaps in zip(self._flat, self._gaps, strict=True):
+                for gap in gaps:
+                    flat[gap].zero_()
         group, start = self._places[id(parameter)]
         place = self._flat[group].narrow(0, start, parameter.numel()).view_as(parameter)
         if parameter.grad is None:
@@ -200,3 +205,14 @@ class FlatGradients:
             padding = share[done:]
             padding._zero_padding = True
             yield padding
+
+
+def _gaps(parameters: list[torch.Tensor], starts: list[int], total: int) -> Iterator[slice]:
+    """What belongs to no parameter, which stays zero."""
+    done = 0
+    for parameter, start in zip(parameters, starts, strict=True):
+        if start > done:
+            yield slice(done, start)
+        done = start + parameter.numel()
+    if done < total:
+        yield slice(done, total)
