@@ -40,7 +40,7 @@ BEST = "best"
 """How the names of the files of the best checkpoint's weights begin."""
 
 
-class _In:
+class _Entry:
     """A file or folder of a run: read as an attribute of the `RunFolder`, it is its path."""
 
     def __init__(self, name: str) -> None:
@@ -60,23 +60,23 @@ class RunFolder:
 
     path: Path
 
-    config = _In("config.yaml")  # the flags, as a recipe
-    deepspeed = _In("deepspeed.json")  # the JSON that DeepSpeed got
-    lock = _In(".lock")  # there while a run writes here
-    metrics = _In("metrics.jsonl")  # one JSON object a line
-    tensorboard = _In("tensorboard")  # a folder of events
-    summary = _In("summary.json")  # written at the end
-    classes = _In("classes.json")  # the names of the classes; absent where the task has none
-    profile = _In("profile")  # traces of some steps, and the page that sums them up
-    checkpoints = _In("checkpoints")  # the folder around the checkpoints
-    samples = _In("samples")  # the folder of --log-samples
-    skipped = _In("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
-    evaluation = _In("eval.json")  # written by `ds-vit eval`
-    report = _In("report.html")  # the page to look at
-    starts = _In("starts.jsonl")  # a JSON object a line, one a process that worked on the run
-    predictions = _In("predictions.csv")  # what each validation image was taken for, where each has one class
-    augmented = _In("augmented.png")  # images of the first step as the model saw them; captions beside it in a .json
-    mistakes = _In("mistakes.png")  # the surest mistakes of validation; captions beside it in a .json
+    config = _Entry("config.yaml")  # the flags, as a recipe
+    deepspeed = _Entry("deepspeed.json")  # the JSON that DeepSpeed got
+    lock = _Entry(".lock")  # there while a run writes here
+    metrics = _Entry("metrics.jsonl")  # one JSON object a line
+    tensorboard = _Entry("tensorboard")  # a folder of events
+    summary = _Entry("summary.json")  # written at the end
+    classes = _Entry("classes.json")  # the names of the classes; absent where the task has none
+    profile = _Entry("profile")  # traces of some steps, and the page that sums them up
+    checkpoints = _Entry("checkpoints")  # the folder around the checkpoints
+    samples = _Entry("samples")  # the folder of --log-samples
+    skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
+    evaluation = _Entry("eval.json")  # written by `ds-vit eval`
+    report = _Entry("report.html")  # the page to look at
+    starts = _Entry("starts.jsonl")  # a JSON object a line, one a process that worked on the run
+    predictions = _Entry("predictions.csv")  # what each validation image was taken for, where each has one class
+    augmented = _Entry("augmented.png")  # images of the first step as the model saw them; captions in the .json
+    mistakes = _Entry("mistakes.png")  # the most confident mistakes of validation; captions in the .json
 
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""

@@ -56,6 +56,10 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
 
 
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:300]
+
+
 class Watchdog:
     """Watches one run, as a context manager from building the model to the last file.
 
@@ -145,13 +149,12 @@ class Watchdog:
     ) -> None:
         if self.stall_seconds <= 0:
             return
-        described = f"{type(error).__name__}: {first_line(error)}"[:300]
         if error is not None and self.world_size > 1 and is_communication_error(error):
             # The lost rank is known after a time of silence; the threads then end this process.
-            self._state, self._error = "cut off", described
+            self._state, self._error = "cut off", _described(error)
             self._stopped.wait(self.lost_seconds + 4 * GRACE_SECONDS)
         elif error is not None:
-            self._state, self._error = "raised", described
+            self._state, self._error = "raised", _described(error)
             self._leave(RAISED_SECONDS + 5 * self._period)
         else:
             self._state = "left"
