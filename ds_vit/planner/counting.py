@@ -56,17 +56,16 @@ def count_each(
     value: Any = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
     found: list[tuple[Counted, Any]] = []
     known: tuple[Any, ...] | None = None
-    with _NormsByShape():
-        for layer in layers:
-            layer.train(training)
-            key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
-            if key is not None and key == known:  # a block returns the shapes that it received
-                found.append((found[-1][0], value))
-                continue
-            inputs = value
-            counted, value = count(layer, inputs)
-            found.append((counted, inputs))
-            known = key
+    for layer in layers:
+        layer.train(training)
+        key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
+        if key is not None and key == known:  # a block returns the shapes that it received
+            found.append((found[-1][0], value))
+            continue
+        inputs = value
+        counted, value = count(layer, inputs)
+        found.append((counted, inputs))
+        known = key
     return found
 
 
@@ -85,28 +84,6 @@ def cost_key(module: nn.Module) -> tuple[Any, ...]:
     ]
     inner = [(name, child and cost_key(child)) for name, child in module._modules.items()]
     return type(module), settings, shapes, inner
-
-
-_AS_KERNELS_DO = torch.contiguous_format
-
-
-class _NormsByShape(TorchDispatchMode):
-    """Layer norms on the meta device by their shapes; torch takes each apart into operations in Python, slowly."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.native_layer_norm.default:
-            tokens, shape = args[0], args[1]
-            dtype = torch.promote_types(tokens.dtype, torch.float32)
-            mean = tokens.new_empty((*tokens.shape[: -len(shape)], *[1] * len(shape)), dtype=dtype)
-            return torch.empty_like(tokens, memory_format=_AS_KERNELS_DO), mean, torch.empty_like(mean)
-        if func is torch.ops.aten.native_layer_norm_backward.default:
-            _, tokens, _, _, _, weight, bias, wanted = args
-            of = zip((tokens, weight, bias), wanted, strict=True)
-            return tuple(
-                torch.empty_like(one, memory_format=_AS_KERNELS_DO) if one is not None and want else None
-                for one, want in of
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class FusedAttention(TorchFunctionMode):
@@ -419,7 +396,8 @@ def _saved(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor]) -> 
 # Temporary memory of the two passes
 
 
-class Temporary(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Temporary:
     """What a layer holds at its fullest moment beyond what its forward pass keeps, gradients included.
 
     Attributes:
