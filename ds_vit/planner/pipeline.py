@@ -145,19 +145,15 @@ def seconds_of_step(stages: Sequence[StageCost], micro_batches: int) -> float:
     p = len(stages)
     m = min(micro_batches, 2 * p)  # after its start a step runs at the pace of the slowest stage
     clock = [0.0] * p
-    forward, backward = ([[0.0] * m for _ in stages] for _ in range(2))  # end of each pass
-    for tick in range(2 * (m + p - 1)):
-        for s, (ahead, back) in enumerate(stages):
-            if (tick + s) % 2 == 0:
-                i = (tick - s) // 2
-                if 0 <= i < m:
-                    clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + ahead
-                    forward[s][i] = clock[s]
-            else:
-                i = (tick + s + 1) // 2 - p
-                if 0 <= i < m:
-                    clock[s] = max(clock[s], backward[s + 1][i] if s < p - 1 else 0.0) + back
-                    backward[s][i] = clock[s]
+    ends: dict[tuple[int, int, int], float] = {}  # of each pass: (0 forward or 1 backward, stage, micro-batch)
+    for tick, s in itertools.product(range(2 * (m + p - 1)), range(p)):
+        going_back = (tick + s) % 2
+        i = (tick + s + 1) // 2 - p if going_back else (tick - s) // 2
+        if 0 <= i < m:
+            before = ends.get(
+                (going_back, s + 1 if going_back else s - 1, i), 0.0
+            )  # the ends of the pipeline have none
+            clock[s] = ends[going_back, s, i] = max(clock[s], before) + stages[s][going_back]
     return max(clock) + (micro_batches - m) * max(map(sum, stages))
 
 
