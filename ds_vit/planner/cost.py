@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import Checkpointing
 from ds_vit.parallel.layout import Layout
 from ds_vit.planner.counting import LayerWork, Pass
 from ds_vit.planner.hardware import Accelerator, Link
@@ -100,14 +99,7 @@ class StepTime:
 
 
 def step_time(
-    works: Sequence[LayerWork],
-    bounds: Sequence[int],
-    machine: Machine,
-    *,
-    layout: Layout,
-    batch: BatchSizes,
-    rules: MemoryRules,
-    json: Mapping[str, Any],
+    works: Sequence[LayerWork], bounds: Sequence[int], machine: Machine, batch: BatchSizes, rules: MemoryRules
 ) -> StepTime:
     """The time of a step, of a planned layout or of a run.
 
@@ -115,38 +107,30 @@ def step_time(
         works: of the layers as a rank has them.
         bounds: pipeline stage i has the layers from bounds[i] on.
         machine: that computes.
-        layout: degrees.
         batch: arithmetic.
-        rules: ZeRO's stage, types and recomputing.
-        json: DeepSpeed's, of the same.
+        rules: layout, ZeRO's stage, types and recomputing.
     """
-    m, p, n, stage = batch.accumulation, layout.pp, layout.dp, rules.stage
-    of_product = 2 if rules.autocast else rules.of_type
+    m, p, stage = batch.accumulation, rules.layout.pp, rules.stage
     distinct = {id(work): work for work in works}
-    times = {
-        key: _layer_time(work, machine, rules.checkpointing, layout.tp, batch.micro_batch, of_product)
-        for key, work in distinct.items()
-    }
+    times = {key: _layer_time(work, machine, rules, batch.micro_batch) for key, work in distinct.items()}
     parts = [works[start:stop] for start, stop in itertools.pairwise(bounds)]
     stages = [_PassTime.of_stage([times[id(work)] for work in part]) for part in parts]
     slowest = max(stages, key=lambda one: one.whole)
     bubble = seconds_of_step([(one.ahead, one.whole - one.ahead) for one in stages], m) - m * slowest.whole
     sending = 0.0
     if p > 1:
-        link = machine.between_stages(layout)
+        link = machine.between_stages(rules.layout)
         # A stage receives and sends both ways; DeepSpeed waits for each of them.
         one = works[min(1, len(works) - 1)].given * batch.micro_batch / link.reached + link.latency_seconds
         sending = (2 if p == 2 else 4) * m * one
     of_rank = max(sum(work.parameters for work in part) for part in parts)
     tensors = max(sum(work.tensors for work in part) for part in parts)
-    of_gradient = 4 if json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
-    data, overlapped = _traffic(of_rank, tensors, rules, n, m, machine.ring(layout), of_gradient, json)
+    of_gradient = 4 if rules.json.get("communication_data_type") == "fp32" else rules.sent_as or rules.of_gradient
+    data, overlapped = _traffic(of_rank, tensors, rules, m, machine.ring(rules.layout), of_gradient)
     if stage == 3:
         data += m * sum(3 * work.tensors * _ZERO3_SECONDS for work in works)
     copied_per_second = machine.accelerator.copied_per_second
-    behind = (
-        machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank, json) else 0.0
-    )
+    behind = machine.accelerator.hidden_share * (slowest.once * 2 / 3) * m if _overlaps(rules, m, of_rank) else 0.0
     return StepTime(
         computing=m * slowest.once,
         recomputing=m * slowest.again,
@@ -156,7 +140,7 @@ def step_time(
         data=data + max(0.0, overlapped - behind),
         hidden=min(overlapped, behind),
         copying=_copied(rules, m, of_gradient, of_rank) * of_rank / copied_per_second,
-        update=_UPDATE_BYTES * of_rank / (n if stage else 1) / copied_per_second,
+        update=_UPDATE_BYTES * of_rank / (rules.layout.dp if stage else 1) / copied_per_second,
     )
 
 
@@ -198,10 +182,9 @@ class _PassTime(NamedTuple):
         return self.once + self.again + self.tensor
 
 
-def _layer_time(
-    work: LayerWork, machine: Machine, checkpointing: Checkpointing, tp: int, micro_batch: int, of_type: int
-) -> _PassTime:
+def _layer_time(work: LayerWork, machine: Machine, rules: MemoryRules, micro_batch: int) -> _PassTime:
     """The time of one layer; a block that is recomputed sends its first sum again (docs/performance.md)."""
+    tp, of_type, checkpointing = rules.layout.tp, 2 if rules.autocast else rules.of_type, rules.checkpointing
     one_sum = 2 * (tp - 1) / tp * work.given * micro_batch / machine.inside.reached if tp > 1 else 0.0
     one_sum += 2 * (tp - 1) * machine.inside.latency_seconds
 
@@ -215,14 +198,13 @@ def _layer_time(
     return _PassTime(forward + seconds(work.backward), forward, again, 2 * work.regions * one_sum, sums_again)
 
 
-def _overlaps(rules: MemoryRules, m: int, parameters: int, json: Mapping[str, Any]) -> bool:
+def _overlaps(rules: MemoryRules, m: int, parameters: int) -> bool:
     """Whether gradients travel during the backward pass.
 
     DeepSpeed's ZeRO-1 reduces after it (0.19.8, engine.py); where we write gradients in place it reduces each bucket
     that is full before the end.
     """
-    zero = json.get("zero_optimization") or {}
-    stage, overlap = rules.stage, zero.get("overlap_comm")
+    zero, stage, overlap = rules.zero, rules.stage, rules.zero.get("overlap_comm")
     if stage == 0:
         bucket = zero.get("reduce_bucket_size", 0)
         return rules.sums_going_back and m == 1 and (bucket == "auto" or bucket < parameters)
@@ -240,7 +222,7 @@ def _copied(rules: MemoryRules, m: int, of_gradient: int, parameters: int) -> fl
     (`engine/patches/flat_gradients.py`), copy once. ZeRO-3 gathers weights.
     """
     summed = 0 if m == 1 else 3 * of_gradient * m
-    of_zero = 3 + 2 / rules.dp
+    of_zero = 3 + 2 / rules.layout.dp
     brought = {0: 1.0, 1: 1.0 if rules.put_in_place and m == 1 else of_zero, 2: of_zero * m, 3: of_zero * m}
     gathered = 2 * rules.of_type * m * _gathers(rules, parameters) if rules.stage == 3 else 0
     return summed + brought[rules.stage] * 2 * of_gradient + gathered
@@ -256,19 +238,12 @@ def _gathers(rules: MemoryRules, parameters: int) -> float:
 
 
 def _traffic(
-    parameters: int,
-    tensors: int,
-    rules: MemoryRules,
-    n: int,
-    m: int,
-    ring: Link,
-    of_gradient: int,
-    json: Mapping[str, Any],
+    parameters: int, tensors: int, rules: MemoryRules, m: int, ring: Link, of_gradient: int
 ) -> tuple[float, float]:
     """Seconds of traffic between the replicas in a step: (exposed, overlappable)."""
+    n, zero = rules.layout.dp, rules.zero
     if n == 1:
         return 0.0, 0.0
-    zero = json.get("zero_optimization") or {}
     around = (n - 1) / n * parameters / ring.reached
     gathered = around * rules.of_type / ring.gather_share
     bucket = zero.get("reduce_bucket_size", DEFAULT_BUCKET)

@@ -11,6 +11,7 @@ gaps of its allocator (2 to 3 GB), and what reference cycles hold until Python's
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import Checkpointing, sums_are_plain, sums_going_back, sums_in_fp32
-from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_are_plain, sums_going_back, sums_in_fp32
+from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
+from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
@@ -59,20 +61,13 @@ def layers_of_rank(
         freeze(layer, frozen)
         if tp > 1:
             cut_layer(layer, group, class_parallel=class_parallel)
-        cast_layer(layer, compute, norms_fp32=norms_fp32)
+        if (dtype := getattr(torch, compute)) != torch.float32:
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.to(dtype)
+            cast_block_buffers(layer, dtype)
+            if norms_fp32:
+                norms_in_fp32(layer)
     return list(layers)
-
-
-def cast_layer(layer: Layer, compute: str, *, norms_fp32: bool) -> None:
-    """Cast a layer to the types that it has in the run, in place."""
-    if compute == "float32":
-        return
-    dtype = getattr(torch, compute)
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(dtype)
-    cast_block_buffers(layer, dtype)
-    if norms_fp32:
-        norms_in_fp32(layer)
 
 
 class LayerMemory(NamedTuple):
@@ -96,7 +91,7 @@ class LayerMemory(NamedTuple):
 
 
 def memory_of_layers(
-    model: TimmViT, layers: Sequence[Layer], *, compute: str, states: int, fallback: frozenset[str], trains: bool = True
+    model: TimmViT, layers: Sequence[Layer], *, compute: str, states: int | None, fallback: frozenset[str]
 ) -> list[LayerMemory]:
     """What each layer of a rank has and keeps.
 
@@ -104,22 +99,18 @@ def memory_of_layers(
         model: the whole one, for its images.
         layers: from `layers_of_rank`.
         compute: torch's name of the weights' type.
-        states: numbers that the optimizer keeps of an element.
+        states: numbers that the optimizer keeps of an element; None for evaluation only, which keeps nothing.
         fallback: timm names of which it keeps another number.
-        trains: False for evaluation only, which keeps nothing.
     """
-    if trains:
-        dtype = getattr(torch, compute)
-        kept, temporary = kept_by_layers(model, layers, dtype), temporary_memory(model, layers, dtype)
-    else:
-        kept, temporary = [Kept(0, None, 0, 0, 0, 0)] * len(layers), [Temporary(())] * len(layers)
-    found = []
-    for layer, of_layer, made in zip(layers, kept, temporary, strict=True):
+    if states is None:
+        nothing = 0, 0, Kept(0, None, 0, 0, 0, 0), Temporary(((0.0, 0.0),))
+        return [LayerMemory(num_parameters(layer), *nothing, isinstance(layer, BlockLayer)) for layer in layers]
+    dtype, found = getattr(torch, compute), []
+    kept, temporary = kept_by_layers(model, layers, dtype), temporary_memory(model, layers, dtype)
+    for layer, of_layer, back in zip(layers, kept, temporary, strict=True):
         sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.requires_grad}
-        number, is_block = sum(p.numel() for p in layer.parameters()), isinstance(layer, BlockLayer)
-        found.append(
-            LayerMemory(number, sum(sizes.values()), num_states(states, fallback, sizes), of_layer, made, is_block)
-        )
+        of_optimizer, is_block = num_states(states, fallback, sizes), isinstance(layer, BlockLayer)
+        found.append(LayerMemory(num_parameters(layer), sum(sizes.values()), of_optimizer, of_layer, back, is_block))
     return found
 
 
@@ -174,97 +165,68 @@ class RankMemory:
         return self.weights + self.gradients + self.masters + self.optimizer + self.average
 
 
-@dataclass(frozen=True)
 class MemoryRules:
-    """The settings of a run that its memory depends on, in addition to its layers.
+    """The settings of a run that its memory and its time depend on, in addition to its layers.
+
+    Args:
+        json: that DeepSpeed gets, without "auto".
+        layout: degrees.
+        precision: of the JSON.
+        optimizer: its class; None for evaluation only.
+        average: the weights have one.
+        checkpointing: of activations.
 
     Attributes:
+        zero: ZeRO's block of the JSON.
         stage: of ZeRO.
-        dp: data-parallel ranks.
+        autocast: the weights are in fp32 and the products in 16 bits.
         of_type: bytes of a weight in the forward pass.
         of_gradient: bytes of a gradient that waits for the update.
         of_master: bytes of a master, and of each number of the optimizer.
-        bucket: bytes in which ZeRO collects gradients.
-        live: parameters that ZeRO-3 may have gathered at a time.
         sums_apart: gradients are added up in a separate buffer (DeepSpeed's BF16_Optimizer).
         sums_going_back: torch sums them during the backward pass, in memory that is allocated before it.
         put_in_place: ZeRO-1 too has them in such memory, which it updates from, in steps of one micro-batch
             (engine/patches/flat_gradients.py).
         sent_as: additional bytes of a gradient while the ranks sum it in another type than it waits in.
-        autocast: the weights are in fp32 and the products in 16 bits.
-        average: the weights have one.
+        bucket: bytes in which ZeRO collects gradients.
+        live: parameters that ZeRO-3 may have gathered at a time.
         whole_matrices: the optimizer gathers matrices that ZeRO has partitioned (Muon).
-        checkpointing: of activations.
+        in_host: the fields of `RankMemory` that offload keeps in host memory.
     """
 
-    stage: int
-    dp: int
-    of_type: int
-    of_gradient: int
-    of_master: int
-    bucket: int
-    live: int
-    sums_apart: bool
-    sums_going_back: bool
-    put_in_place: bool
-    sent_as: int
-    autocast: bool
-    average: bool
-    whole_matrices: bool
-    checkpointing: Checkpointing
-
-    @classmethod
-    def of_json(
-        cls,
+    def __init__(
+        self,
         json: Mapping[str, Any],
         layout: Layout,
         *,
-        compute: str,
-        autocast: bool,
+        precision: Precision,
+        optimizer: type[torch.optim.Optimizer] | None,
         average: bool,
-        whole_matrices: bool,
         checkpointing: Checkpointing,
-    ) -> MemoryRules:
-        """Those of a DeepSpeed JSON without "auto".
-
-        Args:
-            json: that DeepSpeed gets.
-            layout: degrees.
-            compute: torch's name of the weights' type.
-            autocast: as the attribute.
-            average: as the attribute.
-            whole_matrices: as the attribute.
-            checkpointing: as the attribute.
-        """
-        zero = json.get("zero_optimization") or {}
-        stage = int(zero.get("stage", 0))
-        of_type = 4 if compute == "float32" else 2
-        in_fp32 = sums_in_fp32(json)
-        sums_apart = stage == 1 and compute == "bfloat16" and in_fp32
-        overlaps = zero.get("overlap_comm")
-        put_in_place = stage == layout.pp == layout.tp == 1 and not autocast and not (in_fp32 and of_type == 2)
-        put_in_place = put_in_place and _writes_in_place(json, compute)
-        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) * (4 if stage == 1 and in_fp32 else of_type)
-        bucket *= 2 if overlaps and stage < 3 else 1
-        bucket *= 2 if autocast and stage in (1, 3) else 1  # one for each type that it knows
+    ) -> None:
+        self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
+        zero = self.zero = json.get("zero_optimization") or {}
+        stage = self.stage = int(zero.get("stage", 0))
+        self.autocast = "autocast" in precision.name
+        self.of_type, in_fp32 = 4 if precision.compute == "float32" else 2, sums_in_fp32(json)
+        self.of_gradient = 4 if in_fp32 else self.of_type
+        self.of_master = 2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4
+        self.sums_apart = stage == 1 and precision.name == "bf16" and in_fp32
+        self.sums_going_back = sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp)
+        in_own_type = not self.autocast and self.of_gradient == self.of_type
+        alone = stage == layout.pp == layout.tp == 1
+        self.put_in_place = alone and in_own_type and _writes_in_place(json, precision.compute)
+        self.sent_as = 2 if self.sums_apart and json.get("communication_data_type") != "fp32" else 0
+        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) if stage and not self.sums_apart else 0
+        bucket *= self.of_gradient if stage == 1 else self.of_type
+        bucket *= 2 if zero.get("overlap_comm") and stage < 3 else 1
+        self.bucket = bucket * (2 if self.autocast and stage in (1, 3) else 1)  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
-        return cls(
-            stage=stage,
-            dp=layout.dp,
-            of_type=of_type,
-            of_gradient=4 if in_fp32 else of_type,
-            of_master=2 if (json.get("bf16") or {}).get("bf16_master_weights_and_grads") else 4,
-            bucket=bucket if stage and not sums_apart else 0,
-            live=int(max(map(float, live))),
-            sums_apart=sums_apart,
-            sums_going_back=sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp),
-            put_in_place=put_in_place,
-            sent_as=2 if sums_apart and json.get("communication_data_type") != "fp32" else 0,
-            autocast=autocast,
-            average=average,
-            whole_matrices=whole_matrices,
-            checkpointing=checkpointing,
-        )
+        self.live = int(max(map(float, live)))
+        self.whole_matrices = optimizer is not None and issubclass(optimizer, Muon)
+        in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
+        offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
+        self.in_host = frozenset(field for key in offloaded for field in in_host[key])
 
 
 def _writes_in_place(json: Mapping[str, Any], compute: str) -> bool:
@@ -289,7 +251,7 @@ class _Run(NamedTuple):
 
     waiting: float
     again: float
-    back: tuple[Temporary, ...]
+    back: Sequence[Temporary]
     trained: int
 
 
@@ -298,163 +260,136 @@ class StageMemory:
     """The memory of a rank of one pipeline stage, by the micro-batch.
 
     Attributes:
-        states: without activations.
+        layers: of the stage.
         ahead: micro-batches under way at most: stage i of p has p - i (1F1B).
         rules: of the run.
-        runs: of the stage's layers, in order.
-        of_several: the same for steps of several micro-batches, where that is not the same.
     """
 
-    states: RankMemory
+    layers: Sequence[LayerMemory]
     ahead: int
     rules: MemoryRules
-    runs: tuple[_Run, ...] = ()
-    of_several: StageMemory | None = None
+
+    @cached_property
+    def _runs(self) -> list[_Run]:
+        """The layers by what is freed together: single ones, or the groups that are recomputed."""
+        recomputing, runs = self.rules.checkpointing, []
+        of_saved, of_dear = (_AUTOCAST_OF_FP32, 0.5) if self.rules.autocast else (1.0, 1.0)
+        for are_recomputed, found in itertools.groupby(
+            self.layers, lambda layer: recomputing.interval > 0 and layer.is_block
+        ):
+            together = list(found)
+            if not are_recomputed:
+                runs += [_Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained) for one in together]
+                continue
+            for start in range(0, len(together), recomputing.interval):
+                group = together[start : start + recomputing.interval]
+                first, again = group[0].kept, of_saved * sum(layer.kept.bytes for layer in group)
+                waiting = 0.0
+                if again:  # else frozen, and nothing before is trained: torch keeps nothing
+                    if not recomputing.cpu:
+                        waiting += first.given
+                        again -= first.given_saved
+                    if recomputing.selective:
+                        waiting += of_dear * first.dear
+                        again -= of_dear * first.dear_saved
+                backs = list(dict.fromkeys(layer.back for layer in group))
+                runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group)))
+        return runs
 
     @cached_property
     def waiting(self) -> float:
         """Bytes of an image that wait for the backward pass."""
-        return sum(run.waiting for run in self.runs)
+        return sum(run.waiting for run in self._runs)
 
-    @cached_property
-    def live(self) -> float:
-        """Additional bytes of an image, of what is recomputed at a time."""
-        return max((run.again for run in self.runs), default=0.0)
+    def states(self, *, accumulated: bool = False) -> RankMemory:
+        """Without activations.
+
+        Args:
+            accumulated: in steps of several micro-batches.
+        """
+        rules, number = self.rules, sum(layer.parameters for layer in self.layers)
+        trained, stage, dp = sum(layer.trained for layer in self.layers), rules.stage, rules.layout.dp
+        share, in_place = dp if stage else 1, rules.put_in_place and not accumulated
+        gradients = rules.of_gradient * trained // (dp if stage >= 2 else 1)
+        # ZeRO updates a rank's share in fp32: it copies 16-bit gradients, and whole ones into a flat share, unless they
+        # are there already.
+        copies = 4 * trained // dp if rules.of_gradient < 4 or (stage in (1, 2) and not in_place) else 0
+        if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
+            copies = min(trained, DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
+            copies += rules.of_type * trained if rules.sums_apart else 0
+        if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
+            copies += 4 * (3 if dp > 1 else 2) * trained // dp
+        gathered = 2 * number if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
+        if stage == 3 and dp > 1:  # a layer's weights are gathered while those of the ones before are still held
+            largest = max(layer.parameters for layer in self.layers)
+            gathered = rules.of_type * (min(number, rules.live) + largest)
+        return RankMemory(
+            parameters=number,
+            weights=rules.of_type * number // (dp if stage == 3 else 1),
+            gradients=gradients,
+            masters=rules.of_master * trained // dp if stage else 0,
+            optimizer=rules.of_master * sum(layer.states for layer in self.layers) // share,
+            average=4 * trained // share if rules.average else 0,
+            activations=0,
+            buckets=rules.bucket if trained and not in_place else 0,
+            gathered=gathered if trained else 0,
+            updating=gradients + copies,
+        )
 
     def of(self, batch: BatchSizes) -> RankMemory:
         """With this micro-batch and accumulation."""
-        if self.of_several is not None and batch.accumulation > 1:
-            return self.of_several.of(batch)
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
-        activations = (self.waiting * under_way + self.live) * micro_batch
-        going_back = self._going_back(micro_batch, under_way, summed=batch.accumulation > under_way)
-        return replace(self.states, activations=round(activations), going_back=round(going_back))
+        again = max((run.again for run in self._runs), default=0.0)
+        activations = (self.waiting * under_way + again) * micro_batch
+        return replace(
+            self.states(accumulated=batch.accumulation > 1),
+            activations=round(activations),
+            going_back=round(self._going_back(batch, under_way)),
+        )
 
-    def _going_back(self, micro_batch: int, under_way: int, *, summed: bool) -> float:
+    def on_device(self, batch: BatchSizes) -> RankMemory:
+        """The part of it in the accelerator's memory."""
+        return on_device(self.of(batch), self.rules)
+
+    def _going_back(self, batch: BatchSizes, under_way: int) -> float:
         """Activations, temporary memory and gradients, at the fullest moment of the backward pass.
 
         Args:
-            micro_batch: images.
+            batch: arithmetic.
             under_way: micro-batches whose activations are held.
-            summed: gradients of earlier micro-batches are held.
         """
-        rules, whole = self.rules, sum(run.trained for run in self.runs)
-        share = whole / rules.dp if rules.stage >= 2 else whole
-        held = rules.sums_apart or rules.sums_going_back or rules.put_in_place or summed or rules.stage == 3
+        rules, whole = self.rules, sum(run.trained for run in self._runs)
+        share = whole / rules.layout.dp if rules.stage >= 2 else whole
+        in_place = rules.put_in_place and batch.accumulation == 1
+        # All gradients are held from the start where some of earlier micro-batches are.
+        held = rules.sums_apart or rules.sums_going_back or in_place or rules.stage == 3
+        held = held or batch.accumulation > under_way
         waiting, fullest, done = self.waiting, 0.0, 0
         width = _AUTOCAST_OF_FP32 if rules.autocast else 1.0  # over what layers make in the types that they have
-        made_by = {key: back.of(micro_batch) * width for key, back in self._backs.items()}
-        for run in reversed(self.runs):
+        made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
+        for run in reversed(self._runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
             so_far += rules.of_type * done if rules.sums_apart else 0
-            made = max(made_by[id(back)] for back in run.back)
-            fullest = max(fullest, so_far + made + micro_batch * (self.waiting * (under_way - 1) + waiting + run.again))
+            made = max(map(made_by, run.back))
+            images = self.waiting * (under_way - 1) + waiting + run.again
+            fullest = max(fullest, so_far + made + batch.micro_batch * images)
             waiting -= run.waiting
             done += run.trained
         return fullest
 
-    @cached_property
-    def _backs(self) -> dict[int, Temporary]:
-        """Each once, by its identity: blocks that are alike share one."""
-        return {id(back): back for run in self.runs for back in run.back}
 
-
-def memory_by_stage(
-    layers: Sequence[LayerMemory], bounds: Sequence[int], rules: MemoryRules, *, trains: bool = True
-) -> list[StageMemory]:
+def memory_by_stage(layers: Sequence[LayerMemory], bounds: Sequence[int], rules: MemoryRules) -> list[StageMemory]:
     """The memory of a rank of each pipeline stage.
 
     Args:
         layers: all of a model.
         bounds: stage i has the layers from bounds[i] up to, and without, bounds[i + 1].
         rules: of the run.
-        trains: False for evaluation only.
     """
-    stages = list(itertools.pairwise(bounds))
-    return [
-        _stage_memory(layers[start:stop], rules, len(stages) - stage, trains)
-        for stage, (start, stop) in enumerate(stages)
-    ]
+    parts = list(itertools.pairwise(bounds))
+    return [StageMemory(layers[start:stop], len(parts) - i, rules) for i, (start, stop) in enumerate(parts)]
 
 
-def _stage_memory(layers: Sequence[LayerMemory], rules: MemoryRules, ahead: int, trains: bool = True) -> StageMemory:
-    number, stage, dp = sum(layer.parameters for layer in layers), rules.stage, rules.dp
-    weights = rules.of_type * number // (dp if stage == 3 else 1)
-    if not trains:
-        return StageMemory(RankMemory(number, weights, 0, 0, 0, 0, 0), ahead, rules)
-    trained, share = sum(layer.trained for layer in layers), dp if stage else 1
-    gradients = rules.of_gradient * trained // (dp if stage >= 2 else 1)
-    # ZeRO updates a rank's share in fp32: it copies 16-bit gradients, and whole ones into a flat share, unless they are
-    # there already.
-    copies = 4 * trained // dp if rules.of_gradient < 4 or (stage in (1, 2) and not rules.put_in_place) else 0
-    if stage == 0 or rules.sums_apart:  # summed over the ranks in one piece
-        copies = min(trained, DEFAULT_BUCKET) * (rules.of_gradient + rules.sent_as) if dp > 1 else 0
-        copies += rules.of_type * trained if rules.sums_apart else 0
-    if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
-        copies += 4 * (3 if dp > 1 else 2) * trained // dp
-    states = RankMemory(
-        parameters=number,
-        weights=weights,
-        gradients=gradients,
-        masters=rules.of_master * trained // dp if stage else 0,
-        optimizer=rules.of_master * sum(layer.states for layer in layers) // share,
-        average=4 * trained // share if rules.average else 0,
-        activations=0,
-        buckets=0 if rules.put_in_place else rules.bucket,
-        gathered=_gathered(number, max((layer.parameters for layer in layers), default=0), rules),
-        updating=gradients + copies,
-    )
-    of_several = _stage_memory(layers, replace(rules, put_in_place=False), ahead) if rules.put_in_place else None
-    return StageMemory(states, ahead, rules, tuple(_runs(layers, rules)), of_several)
-
-
-def _gathered(number: int, largest: int, rules: MemoryRules) -> int:
-    """Bytes of weights in addition to those held: what autocast has cast for this step, or ZeRO-3 has gathered.
-
-    Args:
-        number: parameters of the stage.
-        largest: of a layer, which is gathered while the ones before it are still held.
-        rules: of the run.
-    """
-    if rules.stage < 3:
-        return 2 * number if rules.autocast else 0
-    return rules.of_type * (min(number, rules.live) + largest) if rules.dp > 1 else 0
-
-
-def _runs(layers: Sequence[LayerMemory], rules: MemoryRules) -> list[_Run]:
-    """The layers by what is freed together: single ones, or the groups that are recomputed."""
-    recomputing = rules.checkpointing
-    of_saved, of_dear = (_AUTOCAST_OF_FP32, 0.5) if rules.autocast else (1.0, 1.0)
-    runs = []
-    for are_recomputed, found in itertools.groupby(layers, lambda layer: recomputing.interval > 0 and layer.is_block):
-        together = list(found)
-        if not are_recomputed:
-            runs += [_Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained) for one in together]
-            continue
-        for start in range(0, len(together), recomputing.interval):
-            group = together[start : start + recomputing.interval]
-            first, again = group[0].kept, of_saved * sum(layer.kept.bytes for layer in group)
-            waiting = 0.0
-            if again:  # else frozen, and nothing before is trained: torch keeps nothing
-                if not recomputing.cpu:
-                    waiting += first.given
-                    again -= first.given_saved
-                if recomputing.selective:
-                    waiting += of_dear * first.dear
-                    again -= of_dear * first.dear_saved
-            backs = tuple(dict.fromkeys(layer.back for layer in group))
-            runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group)))
-    return runs
-
-
-def in_host_memory(json: Mapping[str, Any]) -> frozenset[str]:
-    """The fields of `RankMemory` that a JSON's offload keeps in host memory."""
-    zero = json.get("zero_optimization", {})
-    fields = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
-    offloaded = [key for key in fields if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
-    return frozenset(field for key in offloaded for field in fields[key])
-
-
-def on_device(memory: RankMemory, in_host: frozenset[str]) -> RankMemory:
+def on_device(memory: RankMemory, rules: MemoryRules) -> RankMemory:
     """The part of it in the accelerator's memory."""
-    return replace(memory, **dict.fromkeys(in_host, 0))
+    return replace(memory, **dict.fromkeys(rules.in_host, 0))

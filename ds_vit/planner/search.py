@@ -7,20 +7,19 @@ drop-path), the others are alike. Memory is that of planner/memory.py, time that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
-from ds_vit.config.deepspeed_rules import Checkpointing
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec, TimmViT, create_model, num_parameters, take_apart
 from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
-from ds_vit.optim.muon import Muon
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import legal_degrees, pays
 from ds_vit.planner.cost import Machine, StepTime, step_time
@@ -29,11 +28,9 @@ from ds_vit.planner.memory import (
     LayerMemory,
     MemoryRules,
     RankMemory,
-    in_host_memory,
     layers_of_rank,
     memory_by_stage,
     memory_of_layers,
-    on_device,
 )
 from ds_vit.planner.pipeline import balance
 
@@ -56,8 +53,7 @@ class PlanRequest:
         machine: what it would run on.
         global_batch: images of a step.
         json: DeepSpeed's, of which ZeRO's stage and the batch are filled in; see `fixed_stage`.
-        compute: torch's name of the weights' type.
-        autocast: products in 16 bits of weights in fp32.
+        precision: number formats.
         model_ema: the weights have an average.
         fixed_stage: the only ZeRO stage; None for all.
         pp: the only pipeline degree; None for all.
@@ -68,8 +64,7 @@ class PlanRequest:
     machine: Machine
     global_batch: int
     json: Mapping[str, Any]
-    compute: str = "bfloat16"
-    autocast: bool = False
+    precision: Precision
     model_ema: bool = False
     fixed_stage: int | None = None
     pp: int | None = None
@@ -141,8 +136,7 @@ class Planned:
     def mfu(self, found: Candidate) -> float:
         """Share of the peak that a layout reaches; recomputed products do not count."""
         accelerator = self.request.machine.accelerator
-        in_fp32 = self.request.compute == "float32" and not self.request.autocast
-        peak = accelerator.fp32_tflops if in_fp32 else accelerator.bf16_tflops
+        peak = accelerator.fp32_tflops if self.request.precision.name == "fp32" else accelerator.bf16_tflops
         return self.flops * found.images_per_second / self.request.machine.gpus / (peak * 1e12)
 
 
@@ -161,10 +155,10 @@ class Search:
         self.model = create_model(request.spec)
         self.depth = len(self.model.blocks)
         self.degrees = [tp for tp in legal_degrees(self.model) if self._is_legal_tp(tp)]
-        self._costs: dict[int, tuple[list[LayerMemory], list[LayerWork]]] = {}
+        self._costs = functools.cache(self._count)
         self._check()
 
-    @cached_property
+    @functools.cached_property
     def _optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         block = dict(self.request.json.get("optimizer") or {"type": "AdamW"})
         # Neither memory nor time depends on what training's flags fill in.
@@ -220,35 +214,30 @@ class Search:
 
     def _zero_stages(self, layout: Layout) -> list[int]:
         stages = [1] if layout.pp > 1 else [1, 2, 3] if layout.dp > 1 else [1]
-        if self.request.compute == "float32" and layout.pp == 1:  # DeepSpeed's bf16 without ZeRO is refused
+        if self.request.precision.compute == "float32" and layout.pp == 1:  # DeepSpeed's bf16 without ZeRO is refused
             stages = [0, *stages]
         return [stage for stage in stages if self.request.fixed_stage in (None, stage)]
 
-    def costs(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
-        """The memory and the work of each layer of a rank at a tensor-parallel degree."""
-        if tp not in self._costs:
-            self._costs[tp] = self._count(tp)
-        return self._costs[tp]
-
     def _count(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
-        request, model = self.request, self._shallow(3)
+        """The memory and the work of each layer of a rank at a tensor-parallel degree."""
+        request, model, compute = self.request, self._shallow(3), self.request.precision.compute
         layers = layers_of_rank(
             take_apart(model),
             tp=tp,
             sequence_parallel=False,
             class_parallel=tp > 1 and pays(request.spec.num_classes, tp),
-            compute=request.compute,
+            compute=compute,
             norms_fp32=True,
         )
         cls, arguments = self._optimizer
         memory = memory_of_layers(
             model,
             layers,
-            compute=request.compute,
+            compute=compute,
             states=states_per_element(cls, arguments),
             fallback=rules_of(cls).fallback(model, arguments) or frozenset(),
         )
-        works = work_of_layers(model, layers, getattr(torch, request.compute))
+        works = work_of_layers(model, layers, getattr(torch, compute))
         return self._repeat_blocks(memory), self._repeat_blocks(works)
 
     def _repeat_blocks(self, of_three: list[Any]) -> list[Any]:
@@ -267,62 +256,44 @@ class Search:
 
     def run(self) -> Planned:
         """Every layout, ranked."""
-        fitting: list[Candidate] = []
-        too_large: list[Candidate] = []
+        found = []
         for layout in self._layouts():
-            bounds = self._bounds(layout)
+            memory, works = self._costs(layout.tp)
+            flops = [work.forward.flops + work.backward.flops for work in works]
+            bounds = tuple(balance(flops, [layer.kept.bytes for layer in memory], layout.pp))
             for stage, recomputing in itertools.product(self._zero_stages(layout), RECOMPUTING):
-                found, fits = self._fastest(layout, stage, recomputing, bounds)
-                if found is not None:
-                    (fitting if fits else too_large).append(found)
+                found += self._fastest(layout, stage, recomputing, bounds)
         return Planned(
             self.request,
             num_parameters(self.model),
             self._training_flops(),
-            tuple(sorted(fitting, key=lambda one: -one.images_per_second)),
-            tuple(sorted(too_large, key=lambda one: one.needs)),
+            tuple(sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)),
+            tuple(sorted((one for one in found if not one.fits), key=lambda one: one.needs)),
         )
 
-    def _bounds(self, layout: Layout) -> tuple[int, ...]:
-        memory, works = self.costs(layout.tp)
-        flops = [work.forward.flops + work.backward.flops for work in works]
-        return tuple(balance(flops, [layer.kept.bytes for layer in memory], layout.pp))
-
-    def rules(self, layout: Layout, stage: int, recomputing: str) -> MemoryRules:
-        """Of a layout."""
-        return MemoryRules.of_json(
-            json_at_stage(self.request.json, stage),
+    def _fastest(self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> list[Candidate]:
+        """The fastest micro-batch that fits, or else the smallest; [] where none may be tried."""
+        layers, works = self._costs(layout.tp)
+        request, accelerator = self.request, self.request.machine.accelerator
+        rules = MemoryRules(
+            json_at_stage(request.json, stage),
             layout,
-            compute=self.request.compute,
-            autocast=self.request.autocast,
-            average=self.request.model_ema,
-            whole_matrices=issubclass(self._optimizer[0], Muon),
+            precision=request.precision,
+            optimizer=self._optimizer[0],
+            average=request.model_ema,
             checkpointing=RECOMPUTING[recomputing],
         )
-
-    def _fastest(
-        self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]
-    ) -> tuple[Candidate | None, bool]:
-        """The fastest micro-batch that fits, or else the smallest; whether it fits."""
-        (layers, works), rules = self.costs(layout.tp), self.rules(layout, stage, recomputing)
-        json, machine = json_at_stage(self.request.json, stage), self.request.machine
-        stages, in_host = memory_by_stage(layers, bounds, rules), in_host_memory(json)
-        room = machine.accelerator.memory_bytes - machine.accelerator.reserved_bytes
-        fastest: Candidate | None = None
-        for batch in ways_to_share(self.request.global_batch, layout.dp):
+        stages, tried = memory_by_stage(layers, bounds, rules), []
+        room = accelerator.memory_bytes - accelerator.reserved_bytes
+        for batch in ways_to_share(request.global_batch, layout.dp):
             if batch.micro_batch > _LARGEST_MICRO_BATCH or (batch.accumulation < layout.pp and batch.micro_batch > 1):
                 break
-            memory = tuple(on_device(one.of(batch), in_host) for one in stages)
-            fits = max(one.together for one in memory) <= room
-            if fastest and not fits:
-                return fastest, True
-            time = step_time(works, bounds, machine, layout=layout, batch=batch, rules=rules, json=json)
-            found = Candidate(layout, stage, recomputing, batch, bounds, memory, room, time)
-            if not fits:
-                return found, False
-            if fastest is None or found.images_per_second > fastest.images_per_second:
-                fastest = found
-        return fastest, fastest is not None
+            memory = tuple(one.on_device(batch) for one in stages)
+            time = step_time(works, bounds, request.machine, batch, rules)
+            tried.append(Candidate(layout, stage, recomputing, batch, bounds, memory, room, time))
+            if not tried[-1].fits:
+                break
+        return sorted(tried, key=lambda one: (not one.fits, -one.images_per_second))[:1]
 
 
 def json_at_stage(json: Mapping[str, Any], stage: int) -> dict[str, Any]:

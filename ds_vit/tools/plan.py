@@ -16,6 +16,7 @@ from typing import Any
 
 from ds_vit.config import load_recipe
 from ds_vit.config.deepspeed_json import load_json
+from ds_vit.config.deepspeed_rules import precision
 from ds_vit.config.parser import or_shipped, parse_kwargs
 from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import UserError
@@ -224,13 +225,12 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         )
     machine = Machine(gpu, arguments.gpus, per_node, link(gpu.inside, "inside"), link(arguments.link))
     deepspeed: dict[str, Any] = dict(_BF16)
-    stage = arguments.zero
+    stage, source = arguments.zero, arguments.deepspeed_config or "the JSON of a plan"
     if arguments.deepspeed_config:
-        deepspeed = load_json(arguments.deepspeed_config)
+        deepspeed = load_json(source)
         deepspeed = {k: v for k, v in deepspeed.items() if "batch_size" not in k and "accumulation" not in k}
         if stage is None:
             stage = (deepspeed.get("zero_optimization") or {}).get("stage", 0)
-    sixteen = {block for block in ("bf16", "fp16") if (deepspeed.get(block) or {}).get("enabled") in (True, "auto")}
     spec = ModelSpec(
         arguments.model,
         num_classes=arguments.num_classes or 1000,
@@ -242,8 +242,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         machine,
         arguments.global_batch,
         deepspeed,
-        compute="float16" if sixteen == {"fp16"} else "bfloat16" if sixteen else "float32",
-        autocast=bool((deepspeed.get("torch_autocast") or {}).get("enabled")),
+        precision(json_at_stage(deepspeed, 1 if stage is None else stage), source, on_cpu=False),
         model_ema=bool(arguments.model_ema),
         fixed_stage=stage,
         pp=arguments.pp,

@@ -157,7 +157,7 @@ def by_trying(config: EngineConfig, memory: Memory, try_one: Try) -> Found:
         taken = _taken(try_one, batch)
         if taken is None or taken > memory.bytes:
             before = replace(batch, micro_batch=fits)
-            step = cost.on_device(stage, batch).together - (cost.on_device(stage, before).together if fits else 0)
+            step = stage.on_device(batch).together - (stage.on_device(before).together if fits else 0)
             # The device has not said how much more it would have taken: what was measured, and the estimate's step.
             more = taken or needs + step
             return Found(fits, needs or more, batch.micro_batch, more, memory, "measured" if fits else _ESTIMATED)
@@ -208,7 +208,7 @@ def _choice(config: EngineConfig, found: Found, memory: str) -> Choice:
     if not found.micro_batch:
         smallest = min(batches)
         cost = Cost(config)
-        states = max(on_device(stage.states, cost.in_host).states for stage in cost.stages)
+        states = max(on_device(stage.states(), cost.rules).states for stage in cost.stages)
         raise UserError(
             f"--auto-batch: not even a micro-batch of {smallest} fits: it needs {in_words(found.needs)} ({found.how}), "
             f"{in_words(states)} of it for weights, gradients and the optimizer, and there are {there}; use a higher "
@@ -250,8 +250,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         self.config, self.device = config, device
         cost, task = Cost(config), config.model.task
         self.cost = cost
-        found = cost.stages[config.stage]
-        self.stage = found.of_several or found  # of which there is the more to hold
+        self.stage = cost.stages[config.stage]
         start, stop = config.model.bounds[config.stage : config.stage + 2]
         self.inputs = kept_by_layers(config.model.whole, cost.layers, config.dtype)[start].inputs
         self.layers = self._build(cost.layers[start:stop], start)
@@ -260,15 +259,15 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
         self.loss = task.loss(tp if config.model.class_parallel else None)
         built = nn.ModuleList(dict.fromkeys(self.layers))
         here = 0 if config.zero_stage == 3 else sum(p.numel() * p.element_size() for p in built.parameters())
-        states = on_device(self.stage.states, cost.in_host).states + self._bytes_of_zero()
+        states = on_device(self.stage.states(), cost.rules).states + self._bytes_of_zero()
         self.margin = round(_STAYS_FREE * get_accelerator().total_memory(device.index))
         self.held_bytes = max(0, states - here)
 
     def _bytes_of_zero(self) -> int:
         """What ZeRO holds in addition to the states while activations are at their peak."""
-        states, rules = self.stage.states, self.stage.rules
+        states = self.stage.states(accumulated=True)  # of which there is the more to hold
         # At stage 2 the partition that a second micro-batch is reduced into, next to the sum so far.
-        return states.buckets + states.gathered + (states.gradients if rules.stage == 2 else 0)
+        return states.buckets + states.gathered + (states.gradients if self.stage.rules.stage == 2 else 0)
 
     def _build(self, on_meta: list[Layer], start: int) -> list[Layer]:
         """The stage's layers on the device; those of blocks that are alike are one and the same."""

@@ -22,7 +22,6 @@ from ds_vit.config.units import in_words
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models import Layer, compute_class_token
 from ds_vit.optim.build import states_per_element
-from ds_vit.optim.muon import Muon
 from ds_vit.planner.cost import Machine, StepTime, step_time
 from ds_vit.planner.counting import work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator_of_device, link
@@ -30,11 +29,9 @@ from ds_vit.planner.memory import (
     MemoryRules,
     RankMemory,
     StageMemory,
-    in_host_memory,
     layers_of_rank,
     memory_by_stage,
     memory_of_layers,
-    on_device,
 )
 from ds_vit.training.build_engine import EngineConfig
 
@@ -78,13 +75,12 @@ class Cost:
     def rules(self) -> MemoryRules:
         """The settings that memory and time depend on."""
         config = self.config
-        return MemoryRules.of_json(
+        return MemoryRules(
             config.json,
             config.layout,
-            compute=config.precision.compute,
-            autocast="autocast" in config.precision.name,
+            precision=config.precision,
+            optimizer=config.optimizer.cls if config.optimizer else None,
             average=config.averaged,
-            whole_matrices=config.optimizer is not None and issubclass(config.optimizer.cls, Muon),
             checkpointing=config.checkpointing,
         )
 
@@ -96,28 +92,18 @@ class Cost:
             config.model.whole,
             self.layers,
             compute=config.precision.compute,
-            states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else 0,
+            states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else None,
             fallback=(optimizer.fallback if optimizer else None) or frozenset(),
-            trains=optimizer is not None,
         )
-        return memory_by_stage(layers, config.model.bounds, self.rules, trains=optimizer is not None)
-
-    @cached_property
-    def in_host(self) -> frozenset[str]:
-        """The parts of `RankMemory` that are offloaded."""
-        return in_host_memory(self.config.json)
+        return memory_by_stage(layers, config.model.bounds, self.rules)
 
     def memory(self) -> list[RankMemory]:
         """The memory of a rank of each pipeline stage, with the run's micro-batch."""
         return [stage.of(self.config.batch) for stage in self.stages]
 
-    def on_device(self, stage: StageMemory, batch: BatchSizes) -> RankMemory:
-        """The memory on the accelerator of a rank of one stage, with a micro-batch."""
-        return on_device(stage.of(batch), self.in_host)
-
     def fullest(self, batch: BatchSizes) -> RankMemory:
         """The memory on the accelerator of a rank of the stage that takes the most."""
-        return max((self.on_device(stage, batch) for stage in self.stages), key=lambda memory: memory.together)
+        return max((stage.on_device(batch) for stage in self.stages), key=lambda memory: memory.together)
 
     def step_time(self, found: Accelerator, inside: Link | None = None) -> StepTime:
         """The time of a step on accelerators.
@@ -132,10 +118,8 @@ class Cost:
             self._works,
             config.model.bounds,
             Machine(found, layout.world_size, per_node, inside or link(found.inside), link("ib400")),
-            layout=layout,
-            batch=config.batch,
-            rules=self.rules,
-            json=config.json,
+            config.batch,
+            self.rules,
         )
 
     @cached_property

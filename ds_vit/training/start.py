@@ -328,8 +328,8 @@ def _memory_lines(cost: Cost) -> list[list[str]]:
     for field, name in named.items():
         sizes = [getattr(stage, field) for stage in stages]
         if any(sizes):
-            lines.append([f"{name} (in host memory)" if field in cost.in_host else name, *map(in_words, sizes)])
-    most = (cost.on_device(stage, cost.config.batch).together for stage in cost.stages)
+            lines.append([f"{name} (in host memory)" if field in cost.rules.in_host else name, *map(in_words, sizes)])
+    most = (stage.on_device(cost.config.batch).together for stage in cost.stages)
     return [*lines, ["at most", *map(in_words, most)]]
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_rules import Checkpointing
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.parallel.layout import Layout
-from ds_vit.planner.cost import Machine, _layer_time, _PassTime, step_time
+from ds_vit.planner.cost import Machine, step_time
 from ds_vit.planner.counting import LayerWork
 from ds_vit.planner.hardware import accelerator, link
 from ds_vit.planner.memory import MemoryRules
@@ -20,25 +20,24 @@ def machine(gpus, per_node=8):
     return Machine(accelerator("h100"), gpus, per_node, link("nvlink4"), link("ib400"))
 
 
-def work(is_block=True):
+def work(is_block):
     forward = SimpleNamespace(seconds=lambda *_: 1.0, without_products=SimpleNamespace(seconds=lambda *_: 0.1))
     backward = SimpleNamespace(seconds=lambda *_: 2.0)
     return LayerWork(forward, backward, given=1000, tensors=1, parameters=10**8, regions=2, is_block=is_block)
 
 
-def step(deepspeed, stage, layout, checkpointing=None):
+def step(deepspeed, stage, layout, recomputed=(), layers=(True,)):
     json = json_at_stage(deepspeed, stage) if deepspeed is not None else {"zero_optimization": {"stage": stage}}
-    rules = MemoryRules.of_json(
+    rules = MemoryRules(
         json,
         layout,
-        compute="bfloat16",
-        autocast=False,
+        precision=Precision("bf16", "bfloat16"),
+        optimizer=None,
         average=False,
-        whole_matrices=False,
-        checkpointing=checkpointing or Checkpointing(),
+        checkpointing=Checkpointing(*recomputed),
     )
-    batch = BatchSizes(layout.dp, 1, 1, layout.dp)
-    return step_time([work()], (0, 1), machine(8), layout=layout, batch=batch, rules=rules, json=json)
+    works = [work(is_block) for is_block in layers]
+    return step_time(works, (0, len(works)), machine(8), BatchSizes(layout.dp, 1, 1, layout.dp), rules)
 
 
 @pytest.mark.parametrize(
@@ -85,23 +84,13 @@ def test_sums_of_small_buckets_wait_more_often():
     assert more == pytest.approx(99 * 2 * 7 * link("nvlink4").latency_seconds, rel=1e-6)
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_recomputing_sends_a_blocks_first_sum_again(selective):
-    # Catches: four sums of a block where five are sent.
-    once = step({}, 1, Layout(1, 4, 2)).tensor
-    again = step({}, 1, Layout(1, 4, 2), Checkpointing(1, selective=selective)).tensor
-    assert again == pytest.approx(once * 5 / 4)
-
-
-def test_only_blocks_are_recomputed_with_their_first_sum():
-    # Catches: sums of layers that are not recomputed.
-    of_node = machine(8)
-    one = 2 * (2 - 1) * of_node.inside.latency_seconds + 2 * (2 - 1) / 2 * 1000 / of_node.inside.reached
-    layers = [_layer_time(work(is_block), of_node, Checkpointing(1), 2, 1, 2) for is_block in (True, False)]
-    stage = _PassTime.of_stage(layers)
-    assert (stage.once, stage.again, stage.tensor) == (6.0, 1.0, pytest.approx(9 * one))
-    assert stage.ahead == pytest.approx(2.0 + 8 * one / 2)
-    assert stage.whole == pytest.approx(7.0 + 9 * one)
+@pytest.mark.parametrize(("recomputed", "sums", "seconds"), [((), 8, 0.0), ((1,), 9, 1.0), ((1, False, True), 9, 0.1)])
+def test_only_blocks_are_recomputed_with_their_first_sum(recomputed, sums, seconds):
+    # Catches: four sums of a recomputed block where five are sent; sums of layers that are not recomputed.
+    inside = link("nvlink4")
+    one = 2 * (2 - 1) * inside.latency_seconds + 2 * (2 - 1) / 2 * 1000 / inside.reached
+    time = step({}, 1, Layout(1, 4, 2), recomputed, layers=(True, False))
+    assert (time.computing, time.recomputing, time.tensor) == (6.0, seconds, pytest.approx(sums * one))
 
 
 @pytest.mark.parametrize(("gpus", "pp", "tp", "inside"), [(24, 3, 2, False), (24, 2, 4, True), (6, 3, 2, True)])
@@ -113,6 +102,6 @@ def test_replicas_that_cross_hosts(gpus, pp, tp, inside):
 
 def test_mfu_is_of_the_types_that_are_multiplied():
     # Catches: autocast measured against the peak of fp32, which gives more than 100 %.
-    request = SimpleNamespace(machine=machine(1), compute="float32", autocast=True)
+    request = SimpleNamespace(machine=machine(1), precision=Precision("autocast-bf16", "float32"))
     found = SimpleNamespace(images_per_second=1.0)
     assert Planned(request, 1, 989 * 10**12, (), ()).mfu(found) == pytest.approx(1.0)
