@@ -44,6 +44,12 @@ def cast_block_buffers(layer: nn.Module, dtype: torch.dtype) -> None:
 
 
 _LAYER_NORMS = (nn.LayerNorm,)
+_CHANNELS_FIRST = (
+    timm.layers.LayerNorm2d,
+    timm.layers.LayerNorm2dFp32,
+    timm.layers.LayerNormAct2d,
+    timm.layers.LayerNormAct2dFp32,
+)
 _RMS_NORMS = (nn.RMSNorm, timm.layers.RmsNorm)
 
 
@@ -53,15 +59,24 @@ def _up(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _forward_of(norm: nn.Module):  # noqa: ANN202
     def layer_norm(x: torch.Tensor) -> torch.Tensor:
-        out = F.layer_norm(x.float(), norm.normalized_shape, _up(norm.weight), _up(norm.bias), norm.eps)
-        return out.to(x.dtype)
+        return F.layer_norm(x, norm.normalized_shape, _up(norm.weight), _up(norm.bias), norm.eps)
+
+    def layer_norm_2d(x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x.movedim(1, -1)).movedim(-1, 1)
 
     def rms_norm(x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), norm.normalized_shape, _up(norm.weight), norm.eps).to(x.dtype)
+        return F.rms_norm(x, norm.normalized_shape, _up(norm.weight), norm.eps)
 
     def group_norm(x: torch.Tensor) -> torch.Tensor:
-        return F.group_norm(x.float(), norm.num_groups, _up(norm.weight), _up(norm.bias), norm.eps).to(x.dtype)
+        return F.group_norm(x, norm.num_groups, _up(norm.weight), _up(norm.bias), norm.eps)
 
-    if isinstance(norm, _LAYER_NORMS):
-        return layer_norm
-    return rms_norm if isinstance(norm, _RMS_NORMS) else group_norm
+    # In this order: the norms of feature maps are layer norms.
+    kinds = {_CHANNELS_FIRST: layer_norm_2d, _LAYER_NORMS: layer_norm, _RMS_NORMS: rms_norm, nn.GroupNorm: group_norm}
+    normalize = next(function for kind, function in kinds.items() if isinstance(norm, kind))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = normalize(x.float()).to(x.dtype)
+        # timm's GroupNormAct and LayerNormAct, in the convolutional stems of hybrid models, end with an activation.
+        return norm.act(norm.drop(out)) if hasattr(norm, "act") else out
+
+    return forward

@@ -145,6 +145,23 @@ def test_norms_compute_in_fp32_unless_told_otherwise(ranks, cifar, tmp_path, nor
     assert seen == {(f"torch.{kind}", f"torch.{kind}")}
 
 
+CAST_UP = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, timm.layers.RmsNorm)
+NORMS = {name: kind for name, kind in vars(timm.layers).items() if isinstance(kind, type) and issubclass(kind, CAST_UP)}
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_a_norm_in_fp32_computes_what_timm_does(name):
+    """A norm of feature maps over the wrong dimension, or without the activation that ends it (hybrid models)."""
+    torch.manual_seed(0)
+    norm = NORMS[name](8, 4) if name in ("GroupNorm", "GroupNormAct") else NORMS[name](8)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 8, 8, 8)
+    expected = norm(x)
+    assert norms_in_fp32(norm) == 1
+    torch.testing.assert_close(norm(x), expected)
+
+
 def test_a_norm_in_fp32_loses_less():
     """The arithmetic itself, weight and bias included, against float64."""
     torch.manual_seed(0)
