@@ -1,4 +1,4 @@
-"""From all hosts' facts and the network's figures to findings: tables of small pure functions.
+"""From all hosts' facts and the network's figures to findings: pure functions, one for each part of a host.
 
 A finding says on which hosts, what is wrong (with the numbers) and what to do. "error" is what stops a run or makes it
 wrong, "warning" what makes it slow or fragile. A healthy cluster has none.
@@ -92,12 +92,15 @@ def examine(answers: Sequence[Answer], run: Run) -> list[Finding]:
     silent = [answer for answer in answers if answer.facts is None]
     findings = [Finding("ssh", "error", (a.host.name,), a.problem, a.remedy) for a in silent]
     findings += _compare_hosts(views)
-    for check, severity, find in _CHECKS:
+    for check in (_environment, _names, _places, _interfaces, _adapters):
         hosts = defaultdict(list)
         for view in views:
-            if fault := find(view):
+            for fault in check(view):
                 hosts[fault].append(view.name)
-        findings += [Finding(check, severity, tuple(names), *fault) for fault, names in hosts.items()]
+        findings += [
+            Finding(name, severity, tuple(names), what, remedy)
+            for (name, severity, what, remedy), names in hosts.items()
+        ]
     return errors_first(findings)
 
 
@@ -163,107 +166,87 @@ def _some(names: Sequence[str]) -> str:
 
 # ---- one host --------------------------------------------------------------------------------------------------------
 
-Fault = tuple[str, str]
-"""(what, remedy)."""
+Fault = tuple[str, str, str, str]
+"""(check, severity, what, remedy)."""
 
 
-def _missing_packages(view: View) -> Fault | None:
-    missing = [name for name, version in view.facts.versions.items() if version == "missing"]
-    return (f"{', '.join(missing)} is not installed", "pip install ds-vit") if missing else None
+def _environment(view: View) -> Iterator[Fault]:
+    """Packages, accelerators that torch can use, and as many as the hostfile says."""
+    facts, have, cores = view.facts, len(view.facts.accelerators), view.facts.cores
+    missing = [name for name, version in facts.versions.items() if version == "missing"]
+    if missing:
+        yield "versions", "error", f"{', '.join(missing)} is not installed", "pip install ds-vit"
+    if have and facts.torch_accelerators == 0:
+        driver, cuda = (facts.versions.get(name) or "?" for name in (DRIVER, CUDA))
+        what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {cuda}) can use none"
+        remedy = "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
+        yield "accelerators", "error", what, remedy
+    if view.slots > (have or cores):
+        places = f"{have} accelerators" if have else f"no accelerator and {cores} cores"
+        remedy = f"write slots={have or cores} or fewer in the hostfile"
+        yield "slots", "error", f"{view.slots} slots, but {places}", remedy
+    if view.slots < have:
+        what = f"{view.slots} slots, and {have} accelerators: {have - view.slots} stay idle"
+        yield "slots", "warning", what, f"write slots={have} in the hostfile"
 
 
-def _unusable_accelerators(view: View) -> Fault | None:
-    have, versions = len(view.facts.accelerators), view.facts.versions
-    if not have or view.facts.torch_accelerators != 0:
-        return None
-    driver, cuda = (versions.get(name) or "?" for name in (DRIVER, CUDA))
-    what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {cuda}) can use none"
-    return what, "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
-
-
-def _too_many_slots(view: View) -> Fault | None:
-    have, cores = len(view.facts.accelerators), view.facts.cores
-    if view.slots <= (have or cores):
-        return None
-    places = f"{have} accelerators" if have else f"no accelerator and {cores} cores"
-    return f"{view.slots} slots, but {places}", f"write slots={have or cores} or fewer in the hostfile"
-
-
-def _idle_accelerators(view: View) -> Fault | None:
-    have = len(view.facts.accelerators)
-    if view.slots >= have:
-        return None
-    what = f"{view.slots} slots, and {have} accelerators: {have - view.slots} stay idle"
-    return what, f"write slots={have} in the hostfile"
-
-
-def _unknown_first(view: View) -> Fault | None:
-    if view.num_hosts == 1 or view.facts.resolves.get(view.first) != ():
-        return None
-    return f"{view.first}, the host of rank 0, has no address here", "add it to DNS or /etc/hosts, or use addresses"
-
-
-def _name_is_loopback(view: View) -> Fault | None:
+def _names(view: View) -> Iterator[Fault]:
+    """Of several hosts: each finds rank 0's, and none that others must reach calls itself a loopback address."""
+    if view.num_hosts == 1:
+        return
+    if view.facts.resolves.get(view.first) == ():
+        what = f"{view.first}, the host of rank 0, has no address here"
+        yield "names", "error", what, "add it to DNS or /etc/hosts, or use addresses"
     own = view.facts.resolves.get(view.name, ())
     counts = view.name == view.first or not view.run.environ.get("GLOO_SOCKET_IFNAME")
-    if view.num_hosts == 1 or not counts or not own or not all(map(is_loopback, own)):
-        return None
-    what = f"{view.name} is {own[0]} on itself, where no other host can reach it"
-    return what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
+    if counts and own and all(map(is_loopback, own)):
+        what = f"{view.name} is {own[0]} on itself, where no other host can reach it"
+        yield "names", "error", what, "correct /etc/hosts there (Debian's 127.0.1.1 line)"
 
 
-def _taken_port(view: View) -> Fault | None:
-    if not view.facts.port_problem:
-        return None
-    remedy = f"--master_port with another number, or on that host: ss -ltnp 'sport = :{view.run.port}'"
-    return f"{view.facts.port_problem} (another run, or one that was left behind)", remedy
+def _places(view: View) -> Iterator[Fault]:
+    """Rank 0's port, the data, the output folder and shared memory."""
+    facts, run = view.facts, view.run
+    if facts.port_problem:
+        remedy = f"--master_port with another number, or on that host: ss -ltnp 'sport = :{run.port}'"
+        yield "port", "error", f"{facts.port_problem} (another run, or one that was left behind)", remedy
+    if facts.data_problem:
+        yield "data", "error", facts.data_problem, "mount or copy the data there, under the same path"
+    free, shm = facts.output_free_bytes, facts.shm_bytes
+    if free is not None and free < _MIN_OUTPUT_BYTES:
+        remedy = f"at least {_MIN_OUTPUT_BYTES // _GIB} GiB for checkpoints: make room, or choose another folder"
+        yield "disk", "error", f"{free / _GIB:.2f} GiB are free for --output {run.output}", remedy
+    if facts.output_problem:
+        yield "output", "error", facts.output_problem, "give a folder on a file system that every host can write to"
+    if shm is not None and shm < _MIN_SHM_BYTES:
+        what = f"/dev/shm has {shm / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
+        yield (
+            "shm",
+            "error",
+            what,
+            "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)",
+        )
 
 
-def _no_data(view: View) -> Fault | None:
-    problem = view.facts.data_problem
-    return (problem, "mount or copy the data there, under the same path") if problem else None
-
-
-def _full_disk(view: View) -> Fault | None:
-    free = view.facts.output_free_bytes
-    if free is None or free >= _MIN_OUTPUT_BYTES:
-        return None
-    remedy = f"at least {_MIN_OUTPUT_BYTES // _GIB} GiB for checkpoints: make room, or choose another folder"
-    return f"{free / _GIB:.2f} GiB are free for --output {view.run.output}", remedy
-
-
-def _unusable_output(view: View) -> Fault | None:
-    problem = view.facts.output_problem
-    return (problem, "give a folder on a file system that every host can write to") if problem else None
-
-
-def _small_shm(view: View) -> Fault | None:
-    size = view.facts.shm_bytes
-    if size is None or size >= _MIN_SHM_BYTES:
-        return None
-    what = f"/dev/shm has {size / 2**20:.0f} MiB: loader workers and NCCL die of a bus error"
-    return what, "mount -o remount,size=16G /dev/shm there (docker run --shm-size=16g, or --ipc=host)"
-
-
-def _wrong_interface(view: View) -> Fault | None:
+def _interfaces(view: View) -> Iterator[Fault]:
+    """The interfaces that gloo and NCCL are to use are there and up."""
+    others = (i.name for i in view.facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
+    there = ", ".join(others) or "none"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = view.run.environ.get(variable, "")
         if not wanted or wanted.startswith("^"):
             continue
         matching = _chosen(wanted, view.facts.interfaces, exact=variable.startswith("GLOO"))
-        others = (i.name for i in view.facts.interfaces if i.addresses and not any(map(is_loopback, i.addresses)))
-        there = ", ".join(others) or "none"
         if not matching:
             remedy = f"{variable}=<name> in .deepspeed_env, with a name that every host has; here: {there}"
-            return f"{variable}={wanted}, and there is no such interface", remedy
-        if not any(interface.up for interface in matching):
+            yield "interface", "error", f"{variable}={wanted}, and there is no such interface", remedy
+        elif not any(interface.up for interface in matching):
             remedy = f"ip link set {matching[0].name} up there, or another interface ({there})"
-            return f"{variable}={wanted}: {matching[0].name} is down", remedy
-    return None
+            yield "interface", "error", f"{variable}={wanted}: {matching[0].name} is down", remedy
 
 
-def _wrong_adapter(view: View) -> Fault | None:
-    """InfiniBand and RoCE: the ports that are asked for are there and active; without a wish, one is."""
+def _adapters(view: View) -> Iterator[Fault]:
+    """InfiniBand and RoCE: the ports that are asked for, or else one, are active, and memory can be registered."""
     wanted, ports = view.run.environ.get("NCCL_IB_HCA", ""), view.facts.ports
     asked = [] if wanted.startswith("^") else [item for item in wanted.lstrip("=").split(",") if item]
     remedy = "ibstat there: cable, switch port, subnet manager"
@@ -278,38 +261,17 @@ def _wrong_adapter(view: View) -> Fault | None:
         ]
         if not matching:
             what = f"NCCL_IB_HCA={wanted}, and there is no adapter {item} (there: {there})"
-            return what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
-        if not any(port.state == "ACTIVE" for port in matching):
-            return f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
+            yield "infiniband", "error", what, "correct NCCL_IB_HCA in .deepspeed_env (ibdev2netdev)"
+        elif not any(port.state == "ACTIVE" for port in matching):
+            yield "infiniband", "error", f"adapter {item} is {matching[0].state}, not ACTIVE", remedy
     if ports and not asked and not _active(view):
-        return f"no port of its adapters is active ({there}): NCCL would use TCP", remedy
-    return None
-
-
-def _little_memlock(view: View) -> Fault | None:
+        what = f"no port of its adapters is active ({there}): NCCL would use TCP"
+        yield "infiniband", "error", what, remedy
     limit = view.facts.memlock_bytes
-    if not view.facts.ports or limit is None or limit >= _GIB:
-        return None
-    what = f"`ulimit -l` is {limit // 1024} KiB: an adapter cannot register its buffers"
-    return what, "memlock unlimited in /etc/security/limits.conf (and LimitMEMLOCK=infinity for sshd and slurmd)"
-
-
-_CHECKS: tuple[tuple[str, str, Callable[[View], Fault | None]], ...] = (
-    ("versions", "error", _missing_packages),
-    ("accelerators", "error", _unusable_accelerators),
-    ("slots", "error", _too_many_slots),
-    ("slots", "warning", _idle_accelerators),
-    ("names", "error", _unknown_first),
-    ("names", "error", _name_is_loopback),
-    ("port", "error", _taken_port),
-    ("data", "error", _no_data),
-    ("disk", "error", _full_disk),
-    ("output", "error", _unusable_output),
-    ("shm", "error", _small_shm),
-    ("interface", "error", _wrong_interface),
-    ("infiniband", "error", _wrong_adapter),
-    ("memlock", "error", _little_memlock),
-)
+    if ports and limit is not None and limit < _GIB:
+        what = f"`ulimit -l` is {limit // 1024} KiB: an adapter cannot register its buffers"
+        remedy = "memlock unlimited in /etc/security/limits.conf (and LimitMEMLOCK=infinity for sshd and slurmd)"
+        yield "memlock", "error", what, remedy
 
 
 # ---- the network -----------------------------------------------------------------------------------------------------
