@@ -17,21 +17,21 @@ import torch.distributed as dist
 
 @dataclass
 class _Bucket:
-    """Places of one group that are summed together.
+    """Gradients of one group that are summed together.
 
     Attributes:
         group: of parameters.
         start: first element in the group's flat memory.
         stop: element behind the last one.
-        owner: rank of the data-parallel group whose partition they are in; None where all ranks get the sum.
-        parameters: how many have elements there.
+        first: place in the model of its first parameter, whose gradient comes last.
+        parameters: how many are in it.
         missing: those of them that have not come in this step.
     """
 
     group: int
     start: int
     stop: int
-    owner: int | None
+    first: int
     parameters: int = 0
     missing: int = 0
 
@@ -49,7 +49,7 @@ def write_gradients_in_place(optimizer: Any, parameters: Iterable[torch.Tensor])
     Returns:
         Whether it does: not at another stage, and not where gradients are summed in another type than they come in, are
         scaled otherwise than by the mean, or the JSON asks for another way (`overlap_comm`, no
-        `contiguous_gradients`).
+        `contiguous_gradients`, no `use_multi_rank_bucket_allreduce`).
     """
     if not _is_plain(optimizer):
         return False
@@ -77,6 +77,8 @@ def _is_plain(optimizer: Any) -> bool:
         and optimizer.postscale_gradients
         and optimizer.gradient_predivide_factor == 1.0
         and not optimizer.round_robin_gradients  # parameters lie in the order of their group
+        # DeepSpeed's default. Its other way, a sum to one rank each, makes more and smaller sums with each rank.
+        and (optimizer.use_multi_rank_bucket_allreduce or not optimizer.reduce_scatter)
     )
 
 
@@ -92,19 +94,17 @@ class FlatGradients:
         self._optimizer = optimizer
         self._ranks = dist.get_world_size(optimizer.dp_process_group)
         self._rank = dist.get_rank(optimizer.dp_process_group)
-        # DeepSpeed's own default: sums to one rank each would be more and smaller with each rank.
-        self._to_all = optimizer.use_multi_rank_bucket_allreduce or not optimizer.reduce_scatter
         order = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._places: dict[int, tuple[int, int]] = {}  # id(parameter) → its group, its start in the flat memory
-        self._buckets_of: dict[int, list[_Bucket]] = {}
+        self._bucket_of: dict[int, _Bucket] = {}
         self._gaps: list[list[slice]] = []
-        coming: list[tuple[int, _Bucket]] = []
+        buckets: list[_Bucket] = []
         for group, (own, weights) in enumerate(zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)):
             starts = [(p.data_ptr() - weights.data_ptr()) // weights.element_size() for p in own]
             self._places |= {id(p): (group, start) for p, start in zip(own, starts, strict=True)}
             self._gaps.append(list(_gaps(own, starts, weights.numel())))
-            coming += self._cut(group, own, starts, order) if self._ranks > 1 else []
-        self._buckets = [bucket for _, bucket in sorted(coming, key=lambda pair: -pair[0])]
+            buckets += self._cut(group, own, starts, order) if self._ranks > 1 else []
+        self._buckets = sorted(buckets, key=lambda bucket: -bucket.first)
         self._begin()
 
     def _begin(self) -> None:
@@ -117,25 +117,16 @@ class FlatGradients:
 
     def _cut(
         self, group: int, parameters: list[torch.Tensor], starts: list[int], order: dict[int, int]
-    ) -> list[tuple[int, _Bucket]]:
-        """A group's buckets, each with the place in the model of its first parameter, whose gradient comes last."""
-        most, share = self._optimizer.reduce_bucket_size, int(self._optimizer.partition_size[group])
-        found: list[tuple[int, _Bucket]] = []
+    ) -> list[_Bucket]:
+        """A group's buckets, of at most `reduce_bucket_size` elements unless a single parameter has more."""
+        found: list[_Bucket] = []
         for parameter, start in zip(reversed(parameters), reversed(starts), strict=True):
-            stop = start + parameter.numel()
-            while stop > start:
-                owner = None if self._to_all else (stop - 1) // share
-                low = start if owner is None else max(start, owner * share)
-                last = found[-1][1] if found else None
-                if last is not None and last.owner == owner and last.stop - low <= most:
-                    last.start = low
-                    found[-1] = (min(found[-1][0], order[id(parameter)]), last)
-                else:
-                    last = _Bucket(group, low, stop, owner)
-                    found.append((order[id(parameter)], last))
-                last.parameters += 1
-                self._buckets_of.setdefault(id(parameter), []).append(last)
-                stop = low
+            stop, place = start + parameter.numel(), order[id(parameter)]
+            if not found or found[-1].stop - start > self._optimizer.reduce_bucket_size:
+                found.append(_Bucket(group, start, stop, place))
+            bucket = self._bucket_of[id(parameter)] = found[-1]
+            bucket.start, bucket.first = start, min(bucket.first, place)
+            bucket.parameters += 1
         return found
 
     @torch.no_grad()
@@ -157,9 +148,9 @@ class FlatGradients:
             torch.div(parameter.grad, self._ranks, out=place)
         parameter.grad = None
         self._taken.add(id(parameter))
-        for bucket in self._buckets_of.get(id(parameter), ()):
-            bucket.missing -= 1
-        self._send()
+        if self._buckets:
+            self._bucket_of[id(parameter)].missing -= 1
+            self._send()
 
     def _send(self) -> None:
         """Sum what is complete, in an order that is the same on every rank (collectives, not waited for)."""
@@ -167,12 +158,7 @@ class FlatGradients:
             bucket = self._buckets[self._next]
             self._next += 1
             piece = self._flat[bucket.group][bucket.start : bucket.stop]
-            ranks = self._optimizer.dp_process_group
-            if bucket.owner is None:
-                work = dist.all_reduce(piece, group=ranks, async_op=True)
-            else:
-                work = dist.reduce(piece, group=ranks, group_dst=bucket.owner, async_op=True)
-            self._under_way.append(work)
+            self._under_way.append(dist.all_reduce(piece, group=self._optimizer.dp_process_group, async_op=True))
 
     def finish(self) -> None:
         """Take what is left, wait for the sums, and hand this rank's share over to ZeRO."""
