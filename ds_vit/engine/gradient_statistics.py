@@ -85,9 +85,9 @@ class GradientHealth:
     def __init__(self, zero_map: ZeroMap, clipped_by: Callable[[], float]) -> None:
         self._zero_map = zero_map
         self._clipped_by = clipped_by
-        self._layer_of = layers_of(zero_map.names)
-        self.layers = list(dict.fromkeys(self._layer_of.values()))
-        self._rows = {layer: row for row, layer in enumerate(self.layers)}
+        layers = layers_of(zero_map.names)
+        self.layers = list(dict.fromkeys(layers.values()))
+        self._rows = {name: self.layers.index(layer) for name, layer in layers.items()}
         self._armed = False
         self._old: dict[int, torch.Tensor] = {}
         self._sums = self._largest = torch.zeros(0)
@@ -98,7 +98,7 @@ class GradientHealth:
         """Measure the next step."""
         self._armed = True
         self._sums = torch.zeros(len(self.layers), _SUMS + _BINS, dtype=torch.float64)
-        self._largest = torch.zeros(len(self.layers), dist.get_world_size(), dtype=torch.float64)
+        self._largest = torch.zeros(len(self.layers), dtype=torch.float64)
 
     def _shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -114,7 +114,7 @@ class GradientHealth:
             grad = shard.parameter.grad.view(-1)
             for segment in shard.segments:
                 if self._zero_map.counts(segment):
-                    self._look_at(self._rows[self._layer_of[segment.name]], segment.of(grad).float() / factor)
+                    self._look_at(self._rows[segment.name], segment.of(grad).float() / factor)
 
     def _look_at(self, row: int, grad: torch.Tensor) -> None:
         finite = grad[grad.isfinite()]
@@ -127,8 +127,7 @@ class GradientHealth:
         exponents = (torch.frexp(sizes).exponent.long() - 1).clamp(LOWEST, HIGHEST) - LOWEST
         sums[_SUMS:] += torch.bincount(exponents, minlength=_BINS).cpu()
         if sizes.numel():
-            rank = dist.get_rank()
-            self._largest[row, rank] = max(float(self._largest[row, rank]), float(sizes.max()))
+            self._largest[row] = max(float(self._largest[row]), float(sizes.max()))
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -138,13 +137,13 @@ class GradientHealth:
             old = self._old.pop(id(shard))
             for segment in shard.segments:
                 if self._zero_map.counts(segment):
-                    sums = self._sums[self._rows[self._layer_of[segment.name]]]
+                    sums = self._sums[self._rows[segment.name]]
                     before, now = segment.of(old).double(), segment.of(shard.tensor).double()
                     sums[_UPDATE] += float((now - before).square().sum())
                     sums[_WEIGHT] += float(before.square().sum())
 
     def finish(self) -> dict[str, Any]:
-        """What was seen since `arm`, the same on every rank (one collective of all ranks, and one for trust ratios).
+        """What was seen since `arm`, the same on every rank (two collectives of all ranks, and one for trust ratios).
 
         Returns:
             The figures of the whole model (`norm`, `max`, `zeros`, `nonfinite`, `below_2^-24`, `below_2^-14`,
@@ -154,15 +153,14 @@ class GradientHealth:
         """
         self._armed = False
         self._old.clear()
-        width = self._sums.shape[1]
-        table = torch.cat([self._sums, self._largest], dim=1).to(self._zero_map.device)
-        dist.all_reduce(table)
-        sums, largest = table[:, :width].cpu(), table[:, width:].max(dim=1).values.cpu()
+        sums, largest = self._sums.to(self._zero_map.device), self._largest.to(self._zero_map.device)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        sums, largest = sums.cpu(), largest.cpu()
+        by_layer = dict(zip(self.layers, zip(sums, largest.tolist(), strict=True), strict=True))
         row: dict[str, Any] = _figures(sums.sum(dim=0), float(largest.max()))
-        row["layers"] = {
-            layer: _figures(sums[i], float(largest[i])) for layer, i in self._rows.items() if sums[i, _ELEMENTS]
-        }
-        counts = {layer: sums[i, _SUMS:].long().tolist() for layer, i in self._rows.items()}
+        row["layers"] = {layer: _figures(*seen) for layer, seen in by_layer.items() if seen[0][_ELEMENTS]}
+        counts = {layer: own[_SUMS:].long().tolist() for layer, (own, _) in by_layer.items()}
         row["histogram"] = {"lowest": LOWEST, "counts": counts}
         ratios = self._trust_ratios()
         if ratios:
