@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -90,30 +90,27 @@ class Verdict(NamedTuple):
     rejection: Rejection | None = None
 
 
-def verdict_of_device(norm: torch.Tensor, worst_layer: Callable[[], tuple[str, float]]) -> Callable[[], Verdict]:
-    """What the device has decided by a norm; to ask for it may wait for the device, and is for all ranks to do.
+class HostScalar:
+    """A device scalar on its way to the host; the device has not been waited for."""
 
-    Args:
-        norm: the global gradient norm, before clipping; not finite if the step was rejected.
-        worst_layer: where the gradient is not finite, and its norm there (a collective).
-    """
-    on_gpu = norm.device.type == "cuda"
-    on_host = torch.empty((), dtype=norm.dtype, pin_memory=on_gpu)
-    on_host.copy_(norm.detach(), non_blocking=True)
-    arrived = torch.cuda.Event() if on_gpu else None
-    if arrived is not None:
-        arrived.record()
+    def __init__(self, scalar: torch.Tensor) -> None:
+        on_gpu = scalar.device.type == "cuda"
+        self._here = torch.empty((), pin_memory=on_gpu)
+        self._here.copy_(scalar.detach(), non_blocking=True)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
 
-    def read() -> Verdict:
-        if arrived is not None:
-            arrived.synchronize()
-        value = float(on_host.numpy())
-        if math.isfinite(value) and value >= 0:
-            return Verdict(True)
-        # BF16_Optimizer marks a norm that is not finite by -1.
-        return Verdict(False, Rejection("nonfinite", None, math.inf if value < 0 else value, None, worst_layer()))
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` does not wait."""
+        return self._copied is None or self._copied.query()
 
-    return read
+    def read(self) -> float:
+        """The number; may wait for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._here.numpy())
 
 
 @dataclass
@@ -123,26 +120,22 @@ class StepResult:
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None if DeepSpeed is configured not to compute it.
-        read: gives whether the step was applied, which may wait for the device; called once.
+        read: gives whether the step was applied, which may wait for the device.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
     read: Callable[[], Verdict]
 
-    @cached_property
-    def _verdict(self) -> Verdict:
-        return self.read()
-
     @property
     def applied(self) -> bool:
         """As `Verdict.applied`."""
-        return self._verdict.applied
+        return self.read().applied
 
     @property
     def rejection(self) -> Rejection | None:
         """As `Verdict.rejection`."""
-        return self._verdict.rejection
+        return self.read().rejection
 
 
 @dataclass(eq=False)
@@ -236,13 +229,20 @@ class StepGuard:
 
     def _let_the_device_judge(self) -> None:
         norm: torch.Tensor = self.norm()
-        square_norms = self.square_norms()
+        square_norms, on_host = self.square_norms(), HostScalar(norm)
 
-        def worst_layer() -> tuple[str, float]:
-            return _largest(layer_norms_of(self.zero_map, square_norms()))
+        @cache
+        def read() -> Verdict:
+            """What the device has decided by the norm (a collective where the step was rejected)."""
+            value = on_host.read()
+            if math.isfinite(value) and value >= 0:
+                return Verdict(True)
+            worst = _largest(layer_norms_of(self.zero_map, square_norms()))
+            # BF16_Optimizer marks a norm that is not finite by -1.
+            return Verdict(False, Rejection("nonfinite", None, math.inf if value < 0 else value, None, worst))
 
         self._base.found_inf = (norm.isfinite() & (norm >= 0)).logical_not().float()
-        self._late = verdict_of_device(norm, worst_layer)
+        self._late = read
 
     def _judge(self) -> Rejection | None:
         norm, loss = self.norm(), None

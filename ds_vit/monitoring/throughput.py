@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ds_vit.engine.step_guard import HostScalar
 from ds_vit.planner.hardware import accelerator_of_device
 
 # Accelerators without a file in ds_vit/planner/data/: dense bf16/fp16 tensor-core peak and fp32 peak outside the tensor
@@ -89,28 +90,18 @@ class Throughput:
 
 
 class Lagging:
-    """A device scalar from a step or more ago, so that reading it does not synchronise.
+    """A device scalar from a step or more ago, so that reading it does not synchronise."""
 
-    Args:
-        device: of the scalar.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._here = torch.zeros((), pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._sent = False
+    def __init__(self) -> None:
+        self._sent: HostScalar | None = None
 
     def exchange(self, figure: torch.Tensor) -> float | None:
         """Start copying a scalar tensor; returns the one copied before, or None.
 
         While that copy is in progress, the new scalar is ignored.
         """
-        if self._sent and self._copied is not None and not self._copied.query():
+        if self._sent is not None and not self._sent.arrived:
             return None
-        before = float(self._here) if self._sent else None
-        self._here.copy_(figure.detach(), non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-        self._sent = True
+        before = self._sent.read() if self._sent is not None else None
+        self._sent = HostScalar(figure)
         return before

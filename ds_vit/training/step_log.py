@@ -49,7 +49,7 @@ class StepLog(Callback):
         self.epoch_loss = EpochMean(self.engine.device)
         self._since = 0  # the step of the last row
         self._peak = peak_tflops(self.engine.device, self.precision)
-        self._late_loss = Lagging(self.engine.device)
+        self._late_loss = Lagging()
 
     def before_training(self, step: int) -> None:
         """As `Callback.before_training`."""

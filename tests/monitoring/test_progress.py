@@ -100,7 +100,7 @@ def test_a_file_gets_no_line():
 
 def test_a_lagging_figure_is_the_one_before():
     """A step's own loss would have to be waited for."""
-    figure = Lagging(torch.device("cpu"))
+    figure = Lagging()
     assert [figure.exchange(torch.tensor(x)) for x in (1.0, 2.0, 3.0)] == [None, 1.0, 2.0]
 
 
