@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import FileEntry, TensorSpec, TensorWriter, split_files
 from ds_vit.parallel.segment import Segment
-from ds_vit.parallel.tensor import assemble_flat
+from ds_vit.parallel.tensor import TensorSlice, assemble_flat
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,12 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A whole tensor that this rank writes, and the transfers that bring its segments."""
+    """A whole tensor that this rank writes, how it is sliced, and the transfers that bring its segments."""
 
     file: str
     kind: str
     spec: TensorSpec
+    tp_slice: TensorSlice
     last: bool  # of its file
     transfers: tuple[_Transfer, ...]
 
@@ -88,7 +89,9 @@ class Gather:
                 tag += len(sources)
                 sends += [t for t in transfers if t.source == rank != writer]
                 if writer == rank:
-                    own = _Arrival(file, kind, spec, last, transfers)
+                    # Nobody holds a segment of a tensor without elements.
+                    tp_slice = sources[0][1].tp_slice if sources else TensorSlice(spec.shape, None, (), 0, 1)
+                    own = _Arrival(file, kind, spec, tp_slice, last, transfers)
             self._rounds.append((sends, own))
 
     def _queues(self, world_size: int) -> dict[int, list[tuple[str, str, TensorSpec, bool]]]:
@@ -157,16 +160,19 @@ class Gather:
         works = [
             dist.isend(t.segment.of(host[t.kind][t.segment.block]), t.writer, group=group, tag=t.tag) for t in sends
         ]
-        slices = _empty_slices(arrival) if arrival else []
-        for t in arrival.transfers if arrival else ():
-            place = slices[t.segment.tp_slice.slice_rank].narrow(0, t.segment.start, t.segment.length)
-            if t.source == self.rank:
-                place.copy_(t.segment.of(host[t.kind][t.segment.block]))
-            else:
-                works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
+        slices: list[torch.Tensor] = []
+        if arrival is not None:
+            size, number = math.prod(arrival.tp_slice.local_shape), arrival.tp_slice.num_slices
+            slices = [torch.empty(size) for _ in range(number)]
+            for t in arrival.transfers:
+                place = slices[t.segment.tp_slice.slice_rank].narrow(0, t.segment.start, t.segment.length)
+                if t.source == self.rank:
+                    place.copy_(t.segment.of(host[t.kind][t.segment.block]))
+                else:
+                    works.append(dist.irecv(place, t.source, group=group, tag=t.tag))
         for work in works:
             work.wait()
-        return _whole(arrival, slices) if arrival else torch.empty(0)
+        return assemble_flat(slices, arrival.tp_slice) if arrival is not None else torch.empty(0)
 
 
 def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Segment]]) -> None:
@@ -184,17 +190,3 @@ def _check_whole(spec: TensorSpec, sources: Sequence[tuple[int, Segment]]) -> No
     sizes = {math.prod(segment.tp_slice.local_shape) for segment in segments}
     if spec.num_bytes and (len(given) != slices or set(given.values()) != sizes):
         raise ValueError(f"{spec.name} {spec.shape}: ranks hold {dict(given)} elements of its {slices} slices")
-
-
-def _empty_slices(arrival: _Arrival) -> list[torch.Tensor]:
-    """A flat buffer for each tensor slice of a parameter."""
-    if not arrival.transfers:
-        return [torch.empty(0)]
-    segment = arrival.transfers[0].segment
-    return [torch.empty(math.prod(segment.tp_slice.local_shape)) for _ in range(segment.tp_slice.num_slices)]
-
-
-def _whole(arrival: _Arrival, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    if not arrival.transfers:
-        return slices[0].view(arrival.spec.shape)
-    return assemble_flat(slices, arrival.transfers[0].segment.tp_slice)

@@ -75,18 +75,18 @@ def train_in_small_files(argv: list[str]) -> tuple[int, list[str], int]:
 
     snapshot.WEIGHT_BYTES = snapshot.STATE_BYTES = 30_000
     written, rounds = [], []
-    whole = gather._whole
+    assemble = gather.assemble_flat
 
     class Writer(gather.TensorWriter):
         def __init__(self, path: Path, *rest: object) -> None:
             super().__init__(path, *rest)
             written.append(path.name)
 
-    def counting(arrival, slices):
+    def counting(slices, tp_slice):
         rounds.append(sum(4 * part.numel() for part in slices))
-        return whole(arrival, slices)
+        return assemble(slices, tp_slice)
 
-    gather.TensorWriter, gather._whole = Writer, counting
+    gather.TensorWriter, gather.assemble_flat = Writer, counting
     return main(argv), written, max(rounds)
 
 
