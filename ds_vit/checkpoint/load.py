@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
@@ -82,23 +81,19 @@ def load_tensors(
     zero_map.refresh()
 
 
+@torch.no_grad()
 def _fill(shard: Shard, flat: torch.Tensor, files: TensorFiles) -> None:
-    with torch.no_grad():
-        for segment in shard.segments:
-            _fill_segment(segment, segment.of(flat.view(-1)), files)
-
-
-def _fill_segment(segment: Segment, target: torch.Tensor, files: TensorFiles) -> None:
-    try:
-        full = files[segment.name].numpy()
-        for offset in range(0, segment.length, _CHUNK):
-            size = min(_CHUNK, segment.length - offset)
-            values = read_range(full, segment.tp_slice, segment.start + offset, size)
-            target.narrow(0, offset, size).copy_(torch.from_numpy(values))
-    except KeyError:
-        raise UserError(f"the checkpoint has no {segment.name}, which this model has") from None
-    except UserError as error:
-        raise UserError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
+    for segment, target in zip(shard.segments, shard.views(flat), strict=True):
+        try:
+            full = files[segment.name].numpy()
+            for offset in range(0, segment.length, _CHUNK):
+                size = min(_CHUNK, segment.length - offset)
+                values = read_range(full, segment.tp_slice, segment.start + offset, size)
+                target.narrow(0, offset, size).copy_(torch.from_numpy(values))
+        except KeyError:
+            raise UserError(f"the checkpoint has no {segment.name}, which this model has") from None
+        except UserError as error:
+            raise UserError(f"the checkpoint does not fit this model: {segment.name}: {error}") from None
 
 
 def _state(zero_map: ZeroMap, shard: Shard, key: str) -> torch.Tensor:
