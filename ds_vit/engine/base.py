@@ -119,13 +119,15 @@ class Engine(ABC):
         own["zero_allow_untested_optimizer"] = True
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
         own.setdefault("steps_per_print", 2**63 - 1)
-        arguments = {"model": model, "optimizer": optimizer, "config": own, **self._initialize_arguments()}
+        arguments = {"model": model, "optimizer": optimizer, "config": own, "dist_init_required": False}
+        if groups.layout.pp == 1:  # a pipeline brings its grid
+            arguments["mpu"] = groups.grid
         # BF16_Optimizer prints its memory line by line, past every log level.
         quiet = any(isinstance(f, WarningsOnly) for f in logging.getLogger("DeepSpeed").filters)
         import_muon_uncompiled()
         self.on_close = contextlib.ExitStack()
         with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-            self.engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+            self.engine, *_ = deepspeed.initialize(**arguments)
         if self.stage == 3:
             self.on_close.enter_context(cached_numa_cores())
             gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
@@ -185,9 +187,6 @@ class Engine(ABC):
         )
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
-
-    def _initialize_arguments(self) -> dict[str, Any]:
-        return {}
 
     @property
     def module(self) -> nn.Module:

@@ -87,9 +87,6 @@ class PlainEngine(Engine):
         module = super().module
         return module.module if isinstance(module, DistributedDataParallel) else module
 
-    def _initialize_arguments(self) -> dict[str, Any]:
-        return {} if self.groups.grid is None else {"mpu": self.groups.grid}
-
     @property
     def teachers(self) -> TeacherAverage | None:
         """As `Engine.teachers`."""
