@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torchvision.utils import make_grid
 
 from ds_vit.data import ImageConfig
 from ds_vit.models import SequentialViT
@@ -164,17 +164,15 @@ def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> t
     """
     low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
     shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
-    maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2).float()
+    maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
-    rows = [_fit(pixels, "bilinear" if pixels.shape[-1] > SIDE else "nearest"), _fit(maps, "nearest")]
-    apart = ((0, 0), (0, 0), (0, _GAP), (0, _GAP))
-    rows = [np.pad(row, apart, constant_values=128) for row in rows]
-    both = np.concatenate([np.concatenate(list(row), axis=2) for row in rows], axis=1)
-    return torch.from_numpy(both[:, :-_GAP, :-_GAP])
-
-
-def _fit(images: torch.Tensor, mode: str) -> np.ndarray:
-    """float [B, 3, h, w] in 0 to 255 → uint8 [B, 3, SIDE, SIDE]."""
-    antialias = {"antialias": True} if mode == "bilinear" else {}
-    return functional.interpolate(images, (SIDE, SIDE), mode=mode, **antialias).round().to(torch.uint8).numpy()
+    shrinks: dict[str, Any] = (
+        {"mode": "bilinear", "antialias": True} if pixels.shape[-1] > SIDE else {}
+    )  # else the nearest pixel
+    tiles = (
+        functional.interpolate(pixels, (SIDE, SIDE), **shrinks),
+        functional.interpolate(maps.float(), (SIDE, SIDE)),
+    )
+    grid = make_grid(torch.cat(tiles), nrow=len(images), padding=_GAP, pad_value=128)
+    return grid[:, _GAP:-_GAP, _GAP:-_GAP].round().to(torch.uint8)
