@@ -311,9 +311,7 @@ def _gradients(arguments: argparse.Namespace) -> int:
     from ds_vit.monitoring import figures
     from ds_vit.monitoring.metrics import make_console, print_columns
 
-    run = Path(arguments.folder)
-    row = figures.gradient_row(run, arguments.step)
-    title = figures.gradient_title(run, row)
+    row, title = figures.read_gradients(Path(arguments.folder), arguments.step)
     print_columns(make_console(), title, figures.gradient_table(row))
     if arguments.output is not None:
         figures.save_figure(figures.draw_gradients(row, title), Path(arguments.output))
@@ -321,7 +319,8 @@ def _gradients(arguments: argparse.Namespace) -> int:
 
 
 def _shards(arguments: argparse.Namespace) -> int:
-    from ds_vit.monitoring.metrics import in_bytes, make_console
+    from ds_vit.config.units import in_words
+    from ds_vit.monitoring.metrics import make_console
     from ds_vit.monitoring.progress import Line
     from ds_vit.tools.shards import Packing, make_shards
 
@@ -337,8 +336,8 @@ def _shards(arguments: argparse.Namespace) -> int:
     )
     for split, packed in made:
         before = packed.shards - packed.made
-        more = f"{before:,} of them from before" if before else f"the files: {in_bytes(packed.file_bytes)}"
-        size = in_bytes(packed.shard_bytes)
+        more = f"{before:,} of them from before" if before else f"the files: {in_words(packed.file_bytes)}"
+        size = in_words(packed.shard_bytes)
         print(f"{split}: {packed.images:,} images in {packed.shards:,} shards of together {size} ({more})")
         if packed.undecodable:
             first = packed.undecodable[0]

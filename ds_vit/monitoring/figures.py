@@ -5,14 +5,13 @@ Rows of kind "gradients" come from --grad-stats-interval (see `engine/gradient_s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.run_folder import RunFolder
+from ds_vit.monitoring.report.record import Record, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,8 +46,8 @@ def save_figure(figure: Figure, path: Path) -> None:
         raise UserError(f"--output {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def gradient_row(run: Path, step: int | None = None) -> dict[str, Any]:
-    """The statistics of one step of a run.
+def read_gradients(run: Path, step: int | None = None) -> tuple[Row, str]:
+    """The statistics of one step of a run, and a title of model, precision and step.
 
     Args:
         run: its output folder.
@@ -57,31 +56,20 @@ def gradient_row(run: Path, step: int | None = None) -> dict[str, Any]:
     Raises:
         UserError: there are no statistics, or none of this step.
     """
-    folder = RunFolder(run)
-    if not folder.metrics.is_file():
-        raise UserError(f"{run}: there is no metrics.jsonl; give a run's --output folder")
-    rows = {row["step"]: row for row in folder.rows("gradients")}
+    record = Record.read(run)
+    rows = {row["step"]: row for row in record.rows.get("gradients", ())}
     if not rows:
         raise UserError(f"{run}: no gradient statistics; train with --grad-stats-interval 100")
     if step is None:
-        return rows[max(rows)]
+        step = max(rows)
     if step not in rows:
         nearest = min(rows, key=lambda other: abs(other - step))
         raise UserError(f"{run}: step {step} has no statistics; the nearest of {len(rows)} is {nearest}")
-    return rows[step]
+    about = ", ".join(record.summary[key] for key in ("model", "precision") if key in record.summary)
+    return rows[step], f"{about or record.name}, step {step}"
 
 
-def gradient_title(run: Path, row: Mapping[str, Any]) -> str:
-    """Model, precision and step, as far as the run's folder has them."""
-    try:
-        summary = RunFolder(run).read_summary()
-        about = f"{summary['model']}, {summary['precision']}"
-    except (OSError, ValueError, KeyError):
-        about = run.name
-    return f"{about}, step {row['step']}"
-
-
-def gradient_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def gradient_table(row: Row) -> list[tuple[str, ...]]:
     """Header and one line per layer, from the input to the classifier, then the whole model."""
     lines: list[tuple[str, ...]] = [
         ("layer", "norm", "largest", "zeros", "below 2^-24", "below 2^-14", "update / weight")
@@ -94,11 +82,11 @@ def gradient_table(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return lines
 
 
-def draw_gradients(row: Mapping[str, Any], title: str) -> Figure:
+def draw_gradients(row: Row, title: str) -> Figure:
     """Gradients by power of two: the whole model above, each layer below.
 
     Args:
-        row: from `gradient_row`.
+        row: from `read_gradients`.
         title: of the picture.
 
     Raises:

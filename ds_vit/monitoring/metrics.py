@@ -342,15 +342,6 @@ def make_console() -> Console:
     return Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=120, soft_wrap=True)
 
 
-def in_bytes(number: float) -> str:
-    """A size in decimal units: `"340 kB"`, `"1.2 GB"`."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while number >= 999.5 and len(units) > 1:
-        number /= 1000
-        units.pop(0)
-    return f"{number:.3g} {units[0]}"
-
-
 def print_columns(console: Console, title: str, lines: Sequence[Sequence[str]]) -> None:
     """A table whose first line is its header: names left-aligned, numbers right-aligned."""
     header, *body = lines

@@ -41,12 +41,12 @@ from ds_vit.checkpoint.load import (
 )
 from ds_vit.checkpoint.rank_share import RankShare
 from ds_vit.checkpoint.snapshot import Save, Saver
-from ds_vit.config.units import Interval
+from ds_vit.config.units import Interval, in_words
 from ds_vit.data import SampleOrder
 from ds_vit.engine.base import Engine
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.fault_tolerance.signals import Ballot, Deadline, Interrupted, Signals
-from ds_vit.monitoring.metrics import Reporter, in_bytes
+from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema, TeacherAverage
 from ds_vit.tasks import Task
@@ -332,8 +332,8 @@ class CheckpointManager:
         free = shutil.disk_usage(existing).free
         number = f"at most {keep + 2} at a time (the newest {keep}, the best, the one being written)"
         text = (
-            f"checkpoints: {in_bytes(each)} each in {self.parent}, {number if keep else 'all of them kept'}; with the "
-            f"weights of the end {'' if keep else 'at least '}{in_bytes(need)}, and {in_bytes(free)} are free"
+            f"checkpoints: {in_words(each)} each in {self.parent}, {number if keep else 'all of them kept'}; with the "
+            f"weights of the end {'' if keep else 'at least '}{in_words(need)}, and {in_words(free)} are free"
         )
         if need > free:
             text = f"WARNING: {text}: make room" + (", or lower --keep-checkpoints" if keep > 1 else "")

@@ -7,7 +7,7 @@ import pytest
 
 from ds_vit import cli
 from ds_vit.engine.gradient_statistics import HIGHEST, LOWEST
-from ds_vit.monitoring.figures import draw_gradients, gradient_row
+from ds_vit.monitoring.figures import draw_gradients, read_gradients
 
 
 def counts(**by_power):
@@ -58,7 +58,7 @@ def test_the_table(run, capsys, monkeypatch):
 
 def test_the_picture(run):
     """Bars at the wrong power, or in the colour of what fp16 keeps."""
-    figure = draw_gradients(gradient_row(run), "a title")
+    figure = draw_gradients(*read_gradients(run))
     above, below = figure.axes[:2]
     bars = {math.floor(bar.get_x()): bar for bar in above.patches if bar.get_height() > 0}
     assert {power: bar.get_height() for power, bar in bars.items()} == {-30: 6.25, -20: 12.5, -5: 6.25, -3: 75.0}
