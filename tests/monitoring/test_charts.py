@@ -59,13 +59,13 @@ def test_a_start_does_not_set_the_scale(tmp_path):
     chart = next(each for each in curves([Record.read(tmp_path)]) if "waiting for data" in each["title"])
     assert "the start of the loader (99 % at step 1)" in chart["note"]
     assert max(float(label) for _, label in chart["rows"]) < 10
-    assert "[1,99.0]" in chart["data"], "the value stays under the pointer"
+    assert [1, 99.0] in chart["data"]["series"][0][1], "the value stays under the pointer"
 
 
 def test_numbers_of_a_confusion_matrix(tmp_path):
     """Columns without a name, cells whose share only a pointer tells; a hundred numbers that cover each other."""
     panel = class_panels(Record.read(write_run(tmp_path / "run")))[0]
-    assert [text for text, _ in panel["cells"] if text] == ["50", "50", "100", "100"]
+    assert [value for value, _ in panel["cells"] if value] == [50, 50, 100, 100]
     assert panel["every"]
     assert panel["upright"]
     many = [f"class {at}" for at in range(100)]

@@ -1,14 +1,14 @@
-"""Line charts and heat maps as plain data: page.html draws them as SVG, page.js shows the values under the pointer."""
+"""Line charts and heat maps as plain data: page.html draws them, page.js shows the values under the pointer."""
 
 from __future__ import annotations
 
 import base64
 import io
 import itertools
-import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,14 +52,14 @@ class Series:
     width: float = THIN
 
     @property
-    def band(self) -> str:
-        """The CSS class of a wide curve."""
-        return " band" if self.width > THIN else ""
+    def is_band(self) -> bool:
+        """Whether it is wide and pale."""
+        return self.width > THIN
 
     @property
     def look(self) -> str:
-        """The CSS classes of the curve."""
-        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}{self.band}"
+        """Its CSS classes."""
+        return f"c{self.colour % NUM_COLOURS}{' dashed' * self.dashed}{' band' * self.is_band}"
 
 
 @dataclass(frozen=True)
@@ -108,42 +108,28 @@ def line_chart(
     points = [point for one in series for point in one.points]
     values = [value for step, value in points if step not in outliers] or [value for _, value in points]
     steps = [step for step, _ in points]
-    x = _Axis(*_widen(*(span or (min(steps), max(steps)))), LEFT + 4, RIGHT)
     scale = math.log10 if log else float
-    y = _Axis(*_widen(scale(min(values)), scale(max(values)), bounds), BOTTOM - 6, TOP + 4)
-    drawn = [[(x.place(step), y.place(scale(value))) for step, value in one.points] for one in series]
-    data = {
-        "x": [x.low, x.high, x.start, x.end],
-        "marks": [[mark.step, mark.text] for mark in marks],
-        "series": [[one.name, one.colour % NUM_COLOURS, [[s, _short(v)] for s, v in one.points]] for one in series],
-    }
+    x = _widen(*(span or (min(steps), max(steps))))
+    y = _widen(scale(min(values)), scale(max(values)), bounds)
+    # A value beyond an axis is placed at its end.
+    across, down = partial(np.interp, xp=x, fp=(LEFT + 4, RIGHT)), partial(np.interp, xp=y, fp=(BOTTOM - 6, TOP + 4))
+    drawn = [[(across(step), down(scale(value))) for step, value in one.points] for one in series]
     return {
         "kind": "chart",
         "title": title,
         "note": note,
         "legend": series if named or len(series) > 1 else [],
         "marked": [(kind, _MARKS[kind]) for kind in dict.fromkeys(mark.kind for mark in marks)],
-        "curves": [_curve(one, spots) for one, spots in zip(series, drawn, strict=True)],
+        "curves": list(zip(series, drawn, strict=True)),
         "values": _single_values(series, drawn),
-        "marks": [(x.place(mark.step), mark) for mark in marks],
-        "rows": [
-            (y.place(at), number(10**at if log else at))
-            for at in (log_ticks(y.low, y.high) if log else ticks(y.low, y.high, 5))
-        ],
-        "columns": [(x.place(at), number(at)) for at in ticks(x.low, x.high, 6)],
-        "data": json.dumps(data, separators=(",", ":")),
-    }
-
-
-def _curve(one: Series, spots: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """A line through `spots`, and dots if there are few of them."""
-    return {
-        "path": "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in spots) if len(spots) > 1 else "",
-        "style": f"stroke-width:{one.width:g}" if one.band else "",
-        "look": one.look,
-        "dots": spots if len(spots) <= MAX_DOTS else (),
-        "dot_look": f"c{one.colour % NUM_COLOURS}{one.band}",
-        "radius": f"{(2 if len(spots) > 1 else 3.5) + 0.5 * (one.width - THIN):.3g}",
+        "marks": [(across(mark.step), mark) for mark in marks],
+        "rows": [(down(at), number(10**at if log else at)) for at in (log_ticks(*y) if log else ticks(*y, 5))],
+        "columns": [(across(at), number(at)) for at in ticks(*x, 6)],
+        "data": {
+            "x": [*x, LEFT + 4, RIGHT],
+            "marks": [[mark.step, mark.text] for mark in marks],
+            "series": [[one.name, [[step, _short(value)] for step, value in one.points]] for one in series],
+        },
     }
 
 
@@ -194,18 +180,10 @@ def heat_map(
     low, high = scaled[known].min(), scaled[known].max()
     colours = viridis(np.where(known, (scaled - low) / ((high - low) or 1.0), 0.0))
     names = [str(column) for column in columns]
-    shown = [
-        [_short(float(value)) if ok else None for value, ok in zip(*pair, strict=True)]
-        for pair in zip(values, known, strict=True)
-    ]
-    data = {"rows": list(rows), "columns": names, "of": column_kind, "values": shown}
-    cells: list[tuple[str, bool]] = []
+    cells = []
     if numbers and max(values.shape) <= MAX_NUMBERED:
         bright = colours @ np.array([0.299, 0.587, 0.114]) > _BRIGHT
-        cells = [
-            (f"{value:.0f}" if ok and value else "", bool(dark))
-            for value, ok, dark in zip(values.ravel(), known.ravel(), bright.ravel(), strict=True)
-        ]
+        cells = list(zip(np.where(known, values, 0.0).flat, bright.flat, strict=True))
     return {
         "kind": "heat",
         "title": title,
@@ -221,7 +199,15 @@ def heat_map(
         "crowd": "few" if len(names) <= FEW_COLUMNS else "some" if len(names) <= MAX_NAMED else "many",
         "image": image_uri(Image.fromarray(np.dstack((colours, 255 * known)).astype(np.uint8), "RGBA")),
         "cells": cells,
-        "data": json.dumps(data, separators=(",", ":")),
+        "data": {
+            "rows": list(rows),
+            "columns": names,
+            "of": column_kind,
+            "values": [
+                [None if math.isnan(value) else _short(value) for value in row]
+                for row in np.where(known, values, np.nan)
+            ],
+        },
     }
 
 
@@ -281,20 +267,6 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     found = [at for power in powers for factor in (1, 2, 5) if low <= (at := power + math.log10(factor)) <= high]
     return found if len(found) > 1 else ticks(low, high, 3)
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Values from `low` to `high` on places from `start` to `end`; a value beyond is placed at the end."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def place(self, value: float) -> float:
-        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
 
 
 def _widen(low: float, high: float, bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:

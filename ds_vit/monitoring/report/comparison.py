@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ds_vit.config.deepspeed_json import leaves
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.monitoring.report.charts import Panel, Series, line_chart
 from ds_vit.monitoring.report.panels import metric_label
@@ -106,29 +107,19 @@ def deviation_chart(records: Sequence[Record]) -> Panel | None:
 
 def _settings(record: Record) -> Iterator[tuple[str, str]]:
     """Everything that defines a run, by names that say where it is set."""
-    deepspeed = dict(_flatten(record.deepspeed))
+    deepspeed = leaves(record.deepspeed)
     layouts = record.layouts
     # The JSON and the layout count; flags that set them would repeat them.
     repeated = {flag for flag, key in KEY_OF_FLAG.items() if key in deepspeed} | ({"pp", "tp"} if layouts else set())
     yield from ((f"flag {name}", _format(value)) for name, value in record.config.items() if name not in repeated)
-    yield from ((f"JSON {name}", value) for name, value in deepspeed.items())
+    yield from ((f"JSON {name}", _format(value)) for name, value in deepspeed.items())
     if layouts:
         yield "layout", layouts
-    else:
-        yield from ((f"layout {name}", _format(value)) for name, value in record.layout.items())
     yield from (
         (f"version of {name}", _format(value)) for name, value in (record.last_start.get("versions") or {}).items()
     )
     yield "device", _format(record.last_start.get("device"))
     yield "classes", _format(list(record.classes))
-
-
-def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    for name, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flatten(item, f"{above}{name}.")
-        else:
-            yield above + name, _format(item)
 
 
 def _format(value: Any, digits: int = 6) -> str:

@@ -26,14 +26,14 @@ for (const chart of document.querySelectorAll("svg.chart")) {
     const box = chart.getBoundingClientRect();
     const across = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
     const wanted = low + (across - start) / (end - start) * (high - low);
-    const step = nearest(data.series.flatMap((one) => one[2]), wanted)[0];
+    const step = nearest(data.series.flatMap((one) => one[1]), wanted)[0];
     const at = start + (step - low) / (high - low) * (end - start);
     cursor.setAttribute("x1", at);
     cursor.setAttribute("x2", at);
     cursor.style.visibility = "visible";
     const reach = (high - low) / 60;
     const lines = ["step " + step];
-    for (const [name, , points] of data.series) {
+    for (const [name, points] of data.series) {
       const [there, value] = nearest(points, step);
       if (Math.abs(there - step) <= reach) lines.push(name + "  " + value + (there === step ? "" : "  (step " + there + ")"));
     }

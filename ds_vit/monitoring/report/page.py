@@ -12,14 +12,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 
-from ds_vit.monitoring.report.charts import BOTTOM, LEFT, RIGHT, TOP, Panel, image_uri
+from ds_vit.monitoring.report.charts import BOTTOM, LEFT, MAX_DOTS, NUM_COLOURS, RIGHT, THIN, TOP, Panel, image_uri
 from ds_vit.monitoring.report.comparison import deviation_chart, differences, outcomes
 from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, table
-from ds_vit.monitoring.report.record import Record
-from ds_vit.parallel.layout import Layout
+from ds_vit.monitoring.report.record import Record, ranks_in_words
 
 _MAX_WIDTH = 1200  # pixels of a picture
 MAX_REPLICAS, MAX_CELLS = 8, 64
+_SHARDED = {
+    1: "the optimizer state",
+    2: "the optimizer state and the gradients",
+    3: "the optimizer state, the gradients and the weights",
+}
 _PICTURES = (
     ("reconstruction", "Images, their visible patches, the prediction, and both together"),
     ("ema-reconstruction", "The same with the moving average of the weights"),
@@ -40,6 +44,7 @@ def render(records: Sequence[Record]) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
+    environment.globals |= {"THIN": THIN, "MAX_DOTS": MAX_DOTS}
     content = _one(records[0]) if len(records) == 1 else _several(records)
     made = time.strftime("%Y-%m-%d %H:%M")
     return environment.get_template("page.html").render(title=", ".join(r.name for r in records), made=made, **content)
@@ -103,37 +108,24 @@ def _launches(record: Record) -> Panel | None:
 
 def _layout(record: Record) -> Panel | None:
     """Replicas side by side, in each a row per pipeline stage and a cell per rank; the first few of many."""
-    degrees = record.layout
-    stage = degrees.pop("zero_stage", None)
-    if not degrees:
+    if record.layout is None:
         return None
-    layout, hosts = Layout(**degrees), record.last_start.get("hosts") or ()
-    shown = max(1, min(layout.dp, MAX_REPLICAS, MAX_CELLS // (layout.pp * layout.tp)))
-    colours = {host: f"c{at % 8}" for at, host in enumerate(dict.fromkeys(hosts))}
-
-    def cell(rank: int) -> tuple[int, str, str]:
-        host = hosts[rank] if rank < len(hosts) else ""
-        return rank, host, colours.get(host, "")
-
-    replicas = [
-        [[cell((replica * layout.pp + row) * layout.tp + tp) for tp in range(layout.tp)] for row in range(layout.pp)]
-        for replica in range(shown)
-    ]
+    layout, stage = record.layout
     parts = [f"the blocks are split into {layout.pp} pipeline stages"] * (layout.pp > 1)
     parts += [f"each layer is sharded over {layout.tp} ranks"] * (layout.tp > 1)
-    sharded = ["", "the optimizer state", "the optimizer state and the gradients"]
-    sharded += ["the optimizer state, the gradients and the weights"]
     if layout.dp > 1:
         parts += [f"{layout.dp} replicas share each batch"]
-        parts += [f"ZeRO shards {sharded[stage]} over them"] if stage else []
-    zero = "" if stage is None else f", ZeRO-{stage}"
+        parts += [f"ZeRO shards {_SHARDED[stage]} over them"] if stage else []
+    hosts = record.last_start.get("hosts") or ()
     return {
         "kind": "layout",
-        "title": f"{layout}{zero}: {layout.world_size} rank{'s' * (layout.world_size > 1)}",
+        "title": f"{layout}, ZeRO-{stage}: {ranks_in_words(layout.world_size)}",
         "note": f"{'; '.join(parts) or 'everything on one rank'}. The loss curve is the same in every layout.",
         "wide": True,
-        "replicas": replicas,
-        "more": layout.dp - shown,
+        "degrees": layout,
+        "shown": max(1, min(layout.dp, MAX_REPLICAS, MAX_CELLS // (layout.pp * layout.tp))),
+        "hosts": hosts,
+        "colours": {host: f"c{at % NUM_COLOURS}" for at, host in enumerate(dict.fromkeys(hosts))},
     }
 
 
@@ -205,13 +197,10 @@ def _pictures(record: Record) -> list[Panel]:
             shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))
             uri = image_uri(shown, "jpeg", quality=88)
             cards.append({"kind": "picture", "title": title, "uri": uri, "wide": True})
-    if record.classes and cards and (record.layout.get("pp", 1) > 1 or record.config.get("sequence_parallel")):
-        cards.append(
-            {
-                "kind": "remark",
-                "text": "No norms and attention with --pp or --sequence-parallel: no rank has all tokens.",
-            }
-        )
+    is_pipeline = record.layout is not None and record.layout[0].pp > 1
+    if record.classes and cards and (is_pipeline or record.config.get("sequence_parallel")):
+        text = "No norms and attention with --pp or --sequence-parallel: no rank has all tokens."
+        cards.append({"kind": "remark", "text": text})
     return cards
 
 

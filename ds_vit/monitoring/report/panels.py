@@ -6,6 +6,7 @@ Add a panel here and list it in `page.py`; page.html has one macro for each kind
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -165,82 +166,53 @@ def gradients(record: Record) -> list[Panel]:
     return [one for one in panels if one]
 
 
-class Confusion:
-    """Counts of (class, predicted class) from predictions.csv; C classes.
-
-    Only pairs that occur are stored: the matrix of 21,843 classes would take gigabytes.
-
-    Attributes:
-        pairs: int64 [P, 2], class and predicted class, each pair once.
-        counts: int64 [P], images.
-        num_classes: C.
-        wrong: bool [P], whether a pair is a mistake.
-    """
-
-    def __init__(self, record: Record) -> None:
-        rows = [(int(row["class_number"]), int(row["predicted_number"])) for row in record.predictions]
-        found = np.array(rows, dtype=np.int64).reshape(-1, 2)
-        self.pairs, self.counts = np.unique(found, axis=0, return_counts=True)
-        self.num_classes = max(len(record.classes), int(self.pairs.max(initial=-1)) + 1)
-        self.wrong = self.pairs[:, 0] != self.pairs[:, 1]
-
-    def images(self, side: int) -> np.ndarray:
-        """Images of each class (side 0) or predicted as each class (side 1), int64 [C]."""
-        return np.bincount(self.pairs[:, side], self.counts, minlength=self.num_classes).astype(np.int64)
-
-    def scores(self) -> np.ndarray:
-        """Precision, recall and F1 of each class in percent, float64 [C, 3]; nan if undefined."""
-        right = np.bincount(self.pairs[~self.wrong, 0], self.counts[~self.wrong], minlength=self.num_classes)
-        shown, predicted = self.images(0), self.images(1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return 100 * np.stack((right / predicted, right / shown, 2 * right / (shown + predicted)), axis=1)
-
-    def matrix(self) -> np.ndarray:
-        """int64 [C, C], rows by class, columns by prediction."""
-        matrix = np.zeros((self.num_classes, self.num_classes), dtype=np.int64)
-        matrix[tuple(self.pairs.T)] = self.counts
-        return matrix
-
-
 def class_panels(record: Record) -> list[Panel]:
     """Confusion matrix, confused pairs, scores of each class, most confident mistakes; none without predictions."""
     if not record.predictions:
         return []
-    found = Confusion(record)
-    names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), found.num_classes))]
-    shown, predicted = found.images(0), found.images(1)
+    # Only pairs that occur are stored: the matrix of 21,843 classes would take gigabytes.
+    pairs = Counter((int(row["class_number"]), int(row["predicted_number"])) for row in record.predictions)
+    shown, predicted = Counter[int](), Counter[int]()
+    for (own, taken_for), count in pairs.items():
+        shown[own] += count
+        predicted[taken_for] += count
+    num_classes = max(len(record.classes), *(1 + max(pair) for pair in pairs))
+    names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), num_classes))]
     panels: list[Panel | None] = []
-    if len(names) <= MAX_CLASSES_IN_MATRIX:
-        shares = 100 * found.matrix() / np.maximum(shown[:, None], 1)
+    if num_classes <= MAX_CLASSES_IN_MATRIX:
+        shares = np.zeros((num_classes, num_classes))
+        for (own, taken_for), count in pairs.items():
+            shares[own, taken_for] = 100 * count / shown[own]
         note = "rows: the class of an image; columns: its prediction"
         title = "Confusion matrix, % of each class"
         panels.append(heat_map(title, names, names, shares, column_kind="prediction", note=note, numbers=True))
-    pairs, counts = found.pairs[found.wrong], found.counts[found.wrong]
-    order = np.argsort(-counts, kind="stable")[:MAX_PAIRS]
+    wrong = sorted((pair for pair in pairs if pair[0] != pair[1]), key=lambda pair: (-pairs[pair], pair))
     confused = [
-        (names[a], names[b], str(count), f"{count / shown[a]:.1%}")
-        for (a, b), count in zip(pairs[order], counts[order], strict=True)
+        (names[own], names[taken_for], str(count := pairs[own, taken_for]), f"{count / shown[own]:.1%}")
+        for own, taken_for in wrong[:MAX_PAIRS]
     ]
     if confused:
         panels.append(table("Most often confused", ("class", "predicted", "images", "of the class"), confused))
-    scores = found.scores()
-    order = np.argsort(np.nan_to_num(scores[:, 2], nan=-1), kind="stable")
+    scores = []
+    for at in sorted({*shown, *predicted}):
+        right, images = pairs[at, at], (predicted[at], shown[at], (predicted[at] + shown[at]) / 2)
+        scores.append((at, [100 * right / number if number else math.nan for number in images]))
+    scores.sort(key=lambda score: score[1][2])
     lines = [
-        (names[at], str(shown[at]), *("-" if np.isnan(v) else f"{v:.1f} %" for v in scores[at]))
-        for at in order
-        if shown[at] or predicted[at]
+        (names[at], str(shown[at]), *("-" if math.isnan(value) else f"{value:.1f} %" for value in figures))
+        for at, figures in scores
     ]
     title = "Classes, the hardest first"
     if len(lines) > MAX_CLASSES:
         title = f"The {MAX_CLASSES:,} hardest of {len(lines):,} classes"
     panels.append(table(title, ("class", "images", "precision", "recall", "F1"), lines[:MAX_CLASSES]))
-    wrong = [row for row in record.predictions if row["class_number"] != row["predicted_number"]]
-    if wrong:
+    mistakes = [row for row in record.predictions if row["class_number"] != row["predicted_number"]]
+    if mistakes:
         lines = [
             (row["image"], row["class"], row["predicted"], f"{100 * float(row['probability']):.1f} %")
-            for row in wrong[:MAX_MISTAKES]
+            for row in mistakes[:MAX_MISTAKES]
         ]
-        title = f"The {len(lines)} most confident of {len(wrong):,} mistakes in {len(record.predictions):,} images"
+        title = f"The {len(lines)} most confident of {len(mistakes):,} mistakes in {len(record.predictions):,} images"
         wide = max(len(cell) for line in lines for cell in line) > _LONG_NAME
         panels.append(table(title, ("image", "class", "predicted", "probability"), lines, wide=wide))
     return [panel for panel in panels if panel]

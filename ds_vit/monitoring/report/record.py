@@ -55,7 +55,7 @@ class Launch:
     @property
     def place(self) -> str:
         """Layout, ranks and device."""
-        return ", ".join(filter(None, (self.layout, _num_ranks(self.ranks), self.device)))
+        return ", ".join(filter(None, (self.layout, ranks_in_words(self.ranks), self.device)))
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class Record:
         return self.last_start.get("device") == "cpu"
 
     @property
-    def layout(self) -> dict[str, int]:
-        """Degrees pp, dp, tp and zero_stage of its last launch; empty if unknown."""
-        return dict(self.summary.get("layout") or self.last_start.get("layout") or {})
+    def layout(self) -> tuple[Layout, int] | None:
+        """The layout and ZeRO stage of its last launch; None if unknown."""
+        return _layout_of(self.summary) or _layout_of(self.last_start)
 
     @property
     def layouts(self) -> str:
         """The layouts of its launches, one after the other; empty if unknown."""
-        found = (f"{one.layout} ({_num_ranks(one.ranks)})" for one in self.launches if one.layout)
+        found = (f"{one.layout} ({ranks_in_words(one.ranks)})" for one in self.launches if one.layout)
         return ", then ".join(layout for layout, _ in itertools.groupby(found))
 
     @property
@@ -155,8 +155,8 @@ class Record:
         marks = []
         for start in self.starts:
             if start.get("step"):
-                degrees = _degrees(start.get("layout") or {})
-                text = f"step {start['step']}: resumed in another process{f' ({degrees})' if degrees else ''}"
+                layout = _layout_of(start)
+                text = f"step {start['step']}: resumed in another process{f' ({layout[0]})' if layout else ''}"
                 marks.append(Mark(start["step"], text, "resume"))
         for row in self.rows.get("rollback", ()):
             text = f"step {row['step']}: rolled back to step {row.get('to_step')} ({row.get('reason')})"
@@ -182,12 +182,11 @@ class Record:
             until = total if at == len(self.starts) - 1 else times[before.index(end)] if end in before else None
             began = times[at]
             seconds = until - began if until is not None and began is not None and end > before[at] else None
-            layout = dict(start.get("layout") or {})
-            stage = f"ZeRO-{layout['zero_stage']}" if "zero_stage" in layout else ""
-            described = ", ".join(filter(None, (_degrees(layout), stage, str(start.get("precision") or ""))))
-            ranks = _product(layout) if layout else 0
-            device = str(start.get("device") or "")
-            found.append(Launch(before[at], max(end, before[at]), described, ranks, device, seconds))
+            layout = _layout_of(start)
+            words = [str(layout[0]), f"ZeRO-{layout[1]}", start.get("precision") or ""] if layout else []
+            ranks = layout[0].world_size if layout else 0
+            described = ", ".join(filter(None, words))
+            found.append(Launch(before[at], max(end, before[at]), described, ranks, start.get("device") or "", seconds))
         return found
 
     @property
@@ -217,7 +216,7 @@ class Record:
     def command(self) -> str:
         """The command that repeats the run, quoted for a shell."""
         words = ["--recipe", str(self.folder.config), "--output", f"{self.folder.path}-again"]
-        num_ranks = _product(self.layout)
+        num_ranks = self.layout[0].world_size if self.layout else 1
         if num_ranks == 1:
             return shlex.join(["ds-vit", "train", *words])
         launcher = ["deepspeed", "--num_accelerators" if self.on_cpu else "--num_gpus", str(num_ranks)]
@@ -248,15 +247,14 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
     return [Record.read(path, "/".join(path.resolve().parts[-depth:])) for path in paths]
 
 
-def _product(layout: Mapping[str, int]) -> int:
-    return layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
+def _layout_of(row: Row) -> tuple[Layout, int] | None:
+    """Degrees and ZeRO stage in a row of starts.jsonl or in summary.json; None if it has none."""
+    degrees = dict(row.get("layout") or {})
+    return (Layout(degrees["pp"], degrees["dp"], degrees["tp"]), degrees["zero_stage"]) if degrees else None
 
 
-def _degrees(layout: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {layout[name]}" for name in ("pp", "dp", "tp") if name in layout)
-
-
-def _num_ranks(number: int) -> str:
+def ranks_in_words(number: int) -> str:
+    """`1 rank`, `4 ranks`; empty for 0."""
     return f"{number} rank{'s' * (number > 1)}" if number else ""
 
 
