@@ -167,12 +167,9 @@ def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> t
     maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
-    shrinks: dict[str, Any] = (
-        {"mode": "bilinear", "antialias": True} if pixels.shape[-1] > SIDE else {}
-    )  # else the nearest pixel
-    tiles = (
-        functional.interpolate(pixels, (SIDE, SIDE), **shrinks),
-        functional.interpolate(maps.float(), (SIDE, SIDE)),
-    )
-    grid = make_grid(torch.cat(tiles), nrow=len(images), padding=_GAP, pad_value=128)
+    # What is enlarged keeps its pixels.
+    shrink: dict[str, Any] = {"mode": "bilinear", "antialias": True} if pixels.shape[-1] > SIDE else {}
+    pixels = functional.interpolate(pixels, (SIDE, SIDE), **shrink)
+    maps = functional.interpolate(maps.float(), (SIDE, SIDE))
+    grid = make_grid(torch.cat((pixels, maps)), nrow=len(images), padding=_GAP, pad_value=128)
     return grid[:, _GAP:-_GAP, _GAP:-_GAP].round().to(torch.uint8)

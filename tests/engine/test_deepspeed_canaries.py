@@ -12,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -39,10 +40,11 @@ def step(engine):
 
 
 def engine_on_a_rank(config, steps=0):
-    """An engine's facts after some steps, as plain values."""
-    engine = initialize(config)
-    for _ in range(steps):
-        step(engine)
+    """An engine's facts after some steps, as plain values, on a CPU that is told to take fp16."""
+    with pretend_fp16():
+        engine = initialize(config)
+        for _ in range(steps):
+            step(engine)
     return {
         "norm": engine.get_global_grad_norm(),
         "clipping": engine.gradient_clipping(),
@@ -50,22 +52,23 @@ def engine_on_a_rank(config, steps=0):
     }
 
 
-def test_zero0_throws_its_gradient_norm_away(ranks):
-    """engine/base.py computes the norm itself at stage 0, and clips by it."""
-    [facts] = ranks.run(1, engine_on_a_rank, {"gradient_clipping": 1.0}, steps=1)
-    assert facts["norm"] is None
+FP16 = {"enabled": True, "initial_scale_power": 4}
+FACTS = {
+    # engine/base.py computes the norm itself at stage 0, and clips by it.
+    "ZeRO-0 throws its gradient norm away": ({"gradient_clipping": 1.0}, 1, "norm", None),
+    # resolve/optimizer.py writes the clipping down.
+    "a silent file clips at 1": ({}, 0, "clipping", 1.0),
+    # deepspeed_json.py refuses both at stage 0: this wrapper steps the optimizer before training, and loses the slices
+    # of tensor-parallel ranks from its norm.
+    "bf16 at stage 0": ({"bf16": {"enabled": True}}, 0, "wrapper", "FP16_UnfusedOptimizer"),
+    "fp16 at stage 0": ({"fp16": FP16}, 0, "wrapper", "FP16_UnfusedOptimizer"),
+    "fp16 at stage 1": ({"fp16": FP16, "zero_optimization": {"stage": 1}}, 0, "wrapper", "DeepSpeedZeroOptimizer"),
+}
 
 
-def test_silent_gradient_clipping_is_one(ranks):
-    """resolve/optimizer.py writes the clipping down, because a silent file clips at 1.0."""
-    [facts] = ranks.run(1, engine_on_a_rank, {})
-    assert facts["clipping"] == 1.0
-
-
-def test_bf16_at_stage_0_gets_the_unfused_optimizer(ranks):
-    """deepspeed_json.py refuses bf16.enabled at stage 0: this wrapper steps the optimizer before training."""
-    [facts] = ranks.run(1, engine_on_a_rank, {"bf16": {"enabled": True}})
-    assert facts["wrapper"] == "FP16_UnfusedOptimizer"
+@pytest.mark.parametrize(("config", "steps", "key", "value"), FACTS.values(), ids=FACTS)
+def test_facts_of_an_engine(ranks, config, steps, key, value):
+    assert ranks.run(1, engine_on_a_rank, config, steps)[0][key] == value
 
 
 def config_on_a_rank(config):
@@ -73,26 +76,24 @@ def config_on_a_rank(config):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        return DeepSpeedConfig(config).train_micro_batch_size_per_gpu
+        return str(DeepSpeedConfig(config).train_micro_batch_size_per_gpu)
     except (AssertionError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def test_unknown_top_level_keys_pass_in_silence(ranks):
-    """deepspeed_json.py refuses them by name."""
-    assert ranks.run(1, config_on_a_rank, {"train_batch_size": 1, "zero_optimisation": {"stage": 3}}) == [1]
+COMPLAINTS = {
+    # deepspeed_json.py refuses it by name.
+    "an unknown key passes in silence": ({"train_batch_size": 2, "zero_optimisation": {"stage": 3}}, "1"),
+    # deepspeed_json.py checks before the floor division: DeepSpeed's complaint names 3, a number that nobody wrote.
+    "a batch that does not divide": ({"train_batch_size": 7, "gradient_accumulation_steps": 1}, "7 != 3 * 1 * 2"),
+    # deepspeed_json.resolve replaces every "auto".
+    "auto crashes": ({"train_batch_size": "auto"}, "TypeError"),
+}
 
 
-def test_batch_is_checked_after_a_floor_division(ranks):
-    """deepspeed_json.py checks before: DeepSpeed's complaint names 3, a number that nobody wrote."""
-    said = ranks.run(2, config_on_a_rank, {"train_batch_size": 7, "gradient_accumulation_steps": 1})
-    assert all("7 != 3 * 1 * 2" in text for text in said)
-
-
-def test_auto_crashes(ranks):
-    """deepspeed_json.resolve replaces every "auto"."""
-    [said] = ranks.run(1, config_on_a_rank, {"train_batch_size": "auto"})
-    assert said.startswith("TypeError")
+@pytest.mark.parametrize(("config", "said"), COMPLAINTS.values(), ids=COMPLAINTS)
+def test_what_deepspeed_says_of_a_file(ranks, config, said):
+    assert all(said in text for text in ranks.run(2, config_on_a_rank, config))
 
 
 def zero3_on_a_rank():
@@ -112,13 +113,6 @@ def test_zero3_does_not_cast_a_partitioned_model(ranks):
     assert ranks.run(1, zero3_on_a_rank) == ["torch.float32"]
 
 
-def test_shared_memory_collective_is_a_jit_build():
-    """engine/start.py switches it off: `deepspeed.init_distributed` on a CPU would compile it."""
-    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-
-    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
-
-
 def table_of_operators_on_a_rank():
     """What engine/start.py does with it; in a process of its own, since it is made once."""
     import deepspeed
@@ -136,28 +130,25 @@ def table_of_operators_on_a_rank():
 
 
 def test_no_collective_is_compiled_and_no_operator_tried(ranks):
-    """The table is still DeepSpeed's, made when it is first asked for."""
+    """The shared-memory collective is a JIT build. The table is still DeepSpeed's, made when it is first asked for."""
+    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
     assert ranks.run(1, table_of_operators_on_a_rank) == [(None, True, True, True)]
 
 
 def pipeline_norm_on_a_rank():
     """Two stages in fp32 without ZeRO: the norm that DeepSpeed clips by, and the true one."""
-    import contextlib
-    import io
-
-    import deepspeed
     import torch.distributed as dist
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime import engine as runtime
 
-    torch.manual_seed(0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        model = PipelineModule(
-            [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)],
-            num_stages=2,
-            loss_fn=lambda out, label: (out - label).square().sum(),
-            partition_method="uniform",
-        )
+    model = PipelineModule(
+        [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)],
+        num_stages=2,
+        loss_fn=lambda out, label: (out - label).square().sum(),
+        partition_method="uniform",
+    )
     seen = {}
     clip = runtime.clip_grad_norm_
 
@@ -169,11 +160,9 @@ def pipeline_norm_on_a_rank():
         seen["DeepSpeed's"] = float(clip(parameters=parameters, max_norm=max_norm, **kwargs))
         return seen["DeepSpeed's"]
 
-    runtime.clip_grad_norm_ = recording
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"train_batch_size": 1, "gradient_clipping": 0.1}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    engine.train_batch(iter([(torch.ones(1, 4), torch.zeros(1, 4))]))
+    with mock.patch.object(runtime, "clip_grad_norm_", recording):
+        engine = initialize({"train_batch_size": 1, "gradient_clipping": 0.1}, model)
+        engine.train_batch(iter([(torch.ones(1, 4), torch.zeros(1, 4))]))
     return seen
 
 
@@ -182,23 +171,6 @@ def test_pipeline_without_zero_clips_by_a_wrong_norm(ranks):
     first, last = ranks.run(2, pipeline_norm_on_a_rank)
     assert first["true"] == pytest.approx(last["true"])
     assert first["DeepSpeed's"] != pytest.approx(first["true"], rel=1e-3)
-
-
-def fp16_wrapper_on_a_rank(stage):
-    """The optimizer wrapper of an fp16 file, on a CPU that is told to take fp16."""
-    from unittest import mock
-
-    from deepspeed.accelerator import get_accelerator
-
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
-        config = {"fp16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}
-        return engine_on_a_rank(config)["wrapper"]
-
-
-def test_fp16_at_stage_0_gets_the_unfused_optimizer(ranks):
-    """deepspeed_json.py refuses fp16 at stage 0: this wrapper steps before training, and loses slices from its norm."""
-    assert ranks.run(1, fp16_wrapper_on_a_rank, 0) == ["FP16_UnfusedOptimizer"]
-    assert ranks.run(1, fp16_wrapper_on_a_rank, 1) == ["DeepSpeedZeroOptimizer"]
 
 
 def norm_collectives_on_a_rank():
@@ -254,16 +226,9 @@ def grids_on_a_rank():
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe import module
 
-    made = []
-
-    class Counted(module.PipelineParallelGrid):
-        def __init__(self, **arguments):
-            made.append(1)
-            super().__init__(**arguments)
-
-    module.PipelineParallelGrid = Counted
-    PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
-    return len(made)
+    with mock.patch.object(module, "PipelineParallelGrid", wraps=module.PipelineParallelGrid) as made:
+        PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
+    return made.call_count
 
 
 def test_a_pipeline_makes_a_grid_of_its_own(ranks):
@@ -281,8 +246,6 @@ def test_an_empty_list_of_gradients_has_no_norm():
 
 def received_gradient_on_a_rank():
     """In how many buffers the gradients of two micro-batches are received."""
-    from unittest import mock
-
     from deepspeed.runtime.pipe import engine as pipe
 
     stage = SimpleNamespace(
@@ -307,10 +270,10 @@ def test_gradients_of_micro_batches_are_received_in_one_buffer(ranks):
     assert ranks.run(1, received_gradient_on_a_rank) == [1]
 
 
-def complaint_on_a_rank(config, steps=0):
-    """What DeepSpeed says of a file, in its first steps if not before; None where it is content."""
+def complaint_on_a_rank(config):
+    """What DeepSpeed says of a file; None where it is content."""
     try:
-        engine_on_a_rank(config, steps)
+        initialize(config)
     except Exception as error:
         return str(error)
     return None
@@ -377,48 +340,6 @@ def test_predivided_gradients_stay_divided_at_stage_3(ranks):
     assert two == pytest.approx(one / 2)
 
 
-class _TakesATuple(torch.nn.Module):
-    """As a layer of a pipeline is handed its tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
-    def forward(self, inputs):
-        x, keys = inputs
-        return x + torch.nn.functional.gelu(self.inner(x)), keys
-
-
-class _Tower(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(_TakesATuple() for _ in range(3))
-
-    def forward(self, x):
-        value = (x, torch.zeros(1, dtype=torch.int64))
-        for layer in self.layers:
-            value = layer(value)
-        return value[0]
-
-
-def leaf_on_a_rank():
-    """What the backward pass says where the layers are leaves."""
-    zero = {"stage": 3, "reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}
-    zero["leaf_module"] = {"names": ["layers.1"]}
-    engine = initialize({"zero_optimization": zero}, _Tower())
-    try:
-        for _ in range(2):
-            step(engine)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def test_a_leaf_that_is_handed_a_tuple_loses_its_weights(ranks):
-    """deepspeed_rules.py refuses leaf_module and stage3_module_granularity_threshold."""
-    assert all(said and "size" in said for said in ranks.run(2, leaf_on_a_rank))
-
-
 def leaf_without_gradient_of_its_input(leaf):
     """On a rank: the gradients of a model's first layer in ZeRO-3, whose input has none; a list of their norms."""
     from deepspeed.utils import safe_get_full_grad
@@ -437,7 +358,10 @@ def leaf_without_gradient_of_its_input(leaf):
 
 
 def test_a_leaf_whose_input_has_no_gradient_loses_its_own(ranks):
-    """engine/patches/zero.py gathers around a compiled block itself: the first trained one may stand on frozen ones."""
+    """engine/patches/zero.py gathers around a compiled block itself: the first trained one may stand on frozen ones.
+
+    deepspeed_rules.py refuses leaf_module and stage3_module_granularity_threshold.
+    """
     [as_parts] = ranks.run(1, leaf_without_gradient_of_its_input, False)
     [as_leaf] = ranks.run(1, leaf_without_gradient_of_its_input, True)
     assert min(as_parts) > 0
@@ -473,7 +397,7 @@ def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks):
 
 def moved_in_fp16(stage, window):
     """How far SGD moves the weights in the second step, where the loss scale grows every `window` steps."""
-    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": window}
+    fp16 = {**FP16, "loss_scale_window": window}
     zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
     config = {"gradient_clipping": 0.0, "fp16": fp16, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
     with pretend_fp16():
