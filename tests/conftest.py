@@ -35,6 +35,25 @@ def real_images() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def cifar32(tmp_path_factory: pytest.TempPathFactory, real_images: Path) -> Path:
+    """A folder of 32 CIFAR-10 images and random weights of the oracle's deeper model."""
+    import oracle
+
+    folder = tmp_path_factory.mktemp("cifar32")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 32, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose names would like to be markup, in a folder that would like to be a command."""
+    from run_folders import write_run
+
+    return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="run the full products too (hours)")
     fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")

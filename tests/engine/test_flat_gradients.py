@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 from curves import read_rows, train_main, train_rows
 from project import ROOT
+from runs import ONE_BLOCK
 
-SMALL = ["--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--no-aug", "--workers", "0"]
-SMALL += ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--batch-size", "5"]
-SMALL += ["--max-steps", "2", "--val-split", "", "--log-interval", "1", "--lr", "1e-2", "--warmup-steps", "0"]
+SMALL = [*ONE_BLOCK, "--no-aug", "--batch-size", "5", "--max-steps", "2", "--val-split", "", "--log-interval", "1"]
+SMALL += ["--lr", "1e-2", "--warmup-steps", "0"]
 
 
 def train_both_ways(argv, config, folder, breaks=False):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from curves import train_main
 from project import ROOT
+from runs import ONE_BLOCK
 
 from ds_vit.engine.patches.gloo import use_in_place_collectives
 
@@ -76,7 +77,6 @@ def train_without_torchs(argv):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_exchanges_in_place(ranks, tmp_path, stage):
     """A collective of DeepSpeed's that goes another way, or a share that is asked for elsewhere."""
-    argv = ["--dataset", "digits", "--model", "test_vit", "--img-size", "16", "--workers", "0", "--batch-size", "4"]
-    argv += ["--max-steps", "2", "--val-split", "", "--checkpoint-interval", "0", "--no-aug"]
+    argv = [*ONE_BLOCK, "--batch-size", "4", "--max-steps", "2", "--val-split", "", "--checkpoint-interval", "0"]
     argv += ["--deepspeed_config", ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json", "--output", tmp_path / "run"]
     assert ranks.run(2, train_without_torchs, [str(word) for word in argv]) == [0, 0]

@@ -7,7 +7,6 @@ import oracle
 import pytest
 import timm
 import torch
-import torchvision
 from curves import train_in
 from safetensors.torch import load_file
 from zero_layouts import WRAPPER, words
@@ -17,15 +16,6 @@ from ds_vit.engine.gradient_statistics import HIGHEST, LOWEST, layers_of
 pytestmark = pytest.mark.slow
 
 NUM_IMAGES, STEPS = 32, 3
-
-
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images):
-    """A few images and random weights."""
-    folder = tmp_path_factory.mktemp("health")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
 
 
 def figures(grads, before, after):
@@ -45,17 +35,11 @@ def figures(grads, before, after):
 
 
 @pytest.fixture(scope="module")
-def direct(cifar):
+def direct(cifar32):
     """What a plain loop sees in its third step: figures by layer, histogram of the whole, LAMB's trust ratios."""
-    data = torchvision.datasets.ImageFolder(
-        str(cifar / "train"),
-        torchvision.transforms.Compose(
-            [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
-        ),
-    )
-    images, labels = torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data])
+    images, labels = oracle.images_and_labels(cifar32)
     model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
-    model.load_state_dict(load_file(str(cifar / "weights.safetensors")))
+    model.load_state_dict(load_file(str(cifar32 / "weights.safetensors")))
     optimizer = oracle.timm_optimizer("lamb", model)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -85,11 +69,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_full_gradients(ranks, cifar, direct, layout, tmp_path):
+def test_equals_the_full_gradients(ranks, cifar32, direct, layout, tmp_path):
     """A slice that counts twice, clipped gradients taken for whole ones, a maximum of one rank alone."""
     world, stage, changes, flags = LAYOUTS[layout]
     changes = {**changes, "optimizer": oracle.BLOCKS["lamb"]}
-    argv = words(cifar, stage, changes, tmp_path / "config.json")
+    argv = words(cifar32, stage, changes, tmp_path / "config.json")
     argv[argv.index("--max-steps") + 1] = STEPS
     dp = world // math.prod(flags[1::2])
     argv[argv.index("-b") + 1] = NUM_IMAGES // dp // 2
@@ -113,16 +97,16 @@ def test_equals_the_full_gradients(ranks, cifar, direct, layout, tmp_path):
     assert (counts - histogram).abs().sum() <= (0.002 if exact else 0.2) * histogram.sum()
     if exact:
         assert row["norm"] == pytest.approx([r for r in rows if r["kind"] == "train"][2]["grad_norm"], rel=1e-5)
-    decayed = [name for name in load_file(str(cifar / "weights.safetensors")) if name in row["trust_ratios"]]
+    decayed = [name for name in load_file(str(cifar32 / "weights.safetensors")) if name in row["trust_ratios"]]
     assert len(decayed) == len(row["trust_ratios"]) == 2 + 6 * 4, "patch embedding, head, four matrices a block"
     assert all(ratio > 0 for ratio in row["trust_ratios"].values())
 
 
-def test_tensorboard_gets_histograms(ranks, cifar, tmp_path):
+def test_tensorboard_gets_histograms(ranks, cifar32, tmp_path):
     """A histogram that nobody can open."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    argv = words(cifar, 1, {}, tmp_path / "config.json")
+    argv = words(cifar32, 1, {}, tmp_path / "config.json")
     argv += ["--grad-stats-interval", 1, "--output", tmp_path / "run"]
     rows = train_in(ranks, 1, argv)
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"histograms": 0})

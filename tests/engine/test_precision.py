@@ -8,7 +8,6 @@ import oracle
 import pytest
 import timm
 import torch
-import torchvision
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file
@@ -27,18 +26,9 @@ LAMB = {**oracle.BLOCKS["lamb"], "params": {**oracle.BLOCKS["lamb"]["params"], "
 PURE = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images):
-    """32 CIFAR-10 images and random initial weights."""
-    folder = tmp_path_factory.mktemp("precision")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, NUM_IMAGES, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
-
-
-def command(cifar, path, stage, changes, dp, flags=(), steps=oracle.STEPS):
+def command(cifar32, path, stage, changes, dp, flags=(), steps=oracle.STEPS):
     """Full-batch steps as in the emulation."""
-    argv = words(cifar, stage, changes, path)
+    argv = words(cifar32, stage, changes, path)
     argv[argv.index("--max-steps") + 1] = steps
     argv[argv.index("-b") + 1] = NUM_IMAGES // dp
     argv += ["--smoothing", 0, "--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5]
@@ -46,16 +36,11 @@ def command(cifar, path, stage, changes, dp, flags=(), steps=oracle.STEPS):
 
 
 @pytest.fixture(scope="module")
-def emulated(cifar):
+def emulated(cifar32):
     """One process: a bf16 model with norms in fp32, fp32 masters, timm's Lamb on them."""
-    pixels = torchvision.transforms.Compose(
-        [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
-    )
-    data = torchvision.datasets.ImageFolder(str(cifar / "train"), pixels)
-    images = torch.stack([image for image, _ in data]).bfloat16()
-    labels = torch.tensor([label for _, label in data])
+    images, labels = oracle.images_and_labels(cifar32)
     model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
-    model.load_state_dict(load_file(str(cifar / "weights.safetensors")))
+    model.load_state_dict(load_file(str(cifar32 / "weights.safetensors")))
     model.bfloat16()
     assert norms_in_fp32(model) == 2 * 6 + 1
     masters = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
@@ -64,7 +49,7 @@ def emulated(cifar):
     rows = []
     for step in range(1, oracle.STEPS + 1):
         model.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
+        loss = torch.nn.functional.cross_entropy(model(images.bfloat16()).float(), labels)
         loss.backward()
         for master, p in zip(masters.parameters(), model.parameters(), strict=True):
             master.grad = p.grad.float()
@@ -85,20 +70,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_lamb_on_fp32_masters(ranks, cifar, emulated, case, tmp_path):
+def test_lamb_on_fp32_masters(ranks, cifar32, emulated, case, tmp_path):
     """Norms of the 16-bit weights, moments in bf16, an average of rounded weights."""
     world, stage, flags, changes = CASES[case]
     changes = {**changes, "communication_data_type": "fp32", "optimizer": LAMB}
     dp = 1 if flags else world
-    argv = command(cifar, tmp_path / "config.json", stage, changes, dp, flags)
+    argv = command(cifar32, tmp_path / "config.json", stage, changes, dp, flags)
     argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", oracle.EMA_DECAY]
-    assert_emulated(train_in(ranks, world, argv), tmp_path / "run", emulated, cifar)
+    assert_emulated(train_in(ranks, world, argv), tmp_path / "run", emulated, cifar32)
 
 
-def assert_emulated(rows, output, emulated, cifar):
+def assert_emulated(rows, output, emulated, cifar32):
     """The curve within 1e-3, and weights that went the same way: bf16 gradients leave no more of single weights."""
     assert_same_curve(emulated[0], rows, rtol=1e-3, keys=("loss",))
-    start = load_file(str(cifar / "weights.safetensors"))
+    start = load_file(str(cifar32 / "weights.safetensors"))
     for file, expected in (("model", emulated[1]), ("ema", emulated[2])):
         ours = load_file(str(output / f"{file}.safetensors"))
         far = {n: torch.linalg.norm(expected[n] - start[n]) for n in expected}
@@ -108,14 +93,14 @@ def assert_emulated(rows, output, emulated, cifar):
         assert any((ours[n] != ours[n].bfloat16().float()).any() for n in ours), "fp32 masters are no bf16 numbers"
 
 
-def test_a_twentieth_of_the_rate_is_seen(ranks, cifar, emulated, tmp_path):
+def test_a_twentieth_of_the_rate_is_seen(ranks, cifar32, emulated, tmp_path):
     """The limits must be below what a slightly wrong update does."""
     off = {"type": "Lamb", "params": {**LAMB["params"], "lr": LR * 1.05}}
-    argv = command(cifar, tmp_path / "config.json", 1, {**BF16, "optimizer": off}, 1)
+    argv = command(cifar32, tmp_path / "config.json", 1, {**BF16, "optimizer": off}, 1)
     argv += ["--output", tmp_path / "run", "--model-ema", "--model-ema-decay", oracle.EMA_DECAY]
     rows = train_in(ranks, 1, argv)
     with pytest.raises(AssertionError, match="the curves part"):
-        assert_emulated(rows, tmp_path / "run", emulated, cifar)
+        assert_emulated(rows, tmp_path / "run", emulated, cifar32)
 
 
 def norm_types(argv):
@@ -137,9 +122,9 @@ def norm_types(argv):
 
 
 @pytest.mark.parametrize(("norm", "kind", "stage"), [("float32", "float32", 3), ("model", "bfloat16", 1)])
-def test_norms_compute_in_fp32_unless_told_otherwise(ranks, cifar, tmp_path, norm, kind, stage):
+def test_norms_compute_in_fp32_unless_told_otherwise(ranks, cifar32, tmp_path, norm, kind, stage):
     """A switch that does nothing, under ZeRO-3's gathered weights too."""
-    argv = command(cifar, tmp_path / "config.json", stage, BF16, 1, ["--norm-dtype", norm], steps=1)
+    argv = command(cifar32, tmp_path / "config.json", stage, BF16, 1, ["--norm-dtype", norm], steps=1)
     [(code, seen)] = ranks.run(1, norm_types, [*argv, "--output", tmp_path / "run"])
     assert code == 0
     assert seen == {(f"torch.{kind}", f"torch.{kind}")}
@@ -213,10 +198,10 @@ def test_torchs_kernels_on_16_bits_lose_gradients_of_weights(kind, dtype):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_pure_bf16(ranks, cifar, tmp_path, stage):
+def test_pure_bf16(ranks, cifar32, tmp_path, stage):
     """Masters and moments in bf16 train, are averaged in fp32, and are what the JSON asked for."""
     changes = {**PURE, "optimizer": oracle.BLOCKS["lamb"]}
-    argv = command(cifar, tmp_path / "config.json", stage, changes, 2)
+    argv = command(cifar32, tmp_path / "config.json", stage, changes, 2)
     output = tmp_path / "run"
     rows = train_in(ranks, 2, [*argv, "--model-ema", "--model-ema-decay", 0.8, "--output", output])
     losses = [row["loss"] for row in train_rows(rows)]
@@ -230,10 +215,10 @@ ROTARY = [KINDS["Eva with rotary tables"], KINDS["learned rotary frequencies"], 
 
 
 @pytest.mark.parametrize(("name", "stage"), zip(ROTARY, (1, 3, 3), strict=True))
-def test_rotary_models_in_bf16(ranks, cifar, tmp_path, name, stage):
+def test_rotary_models_in_bf16(ranks, cifar32, tmp_path, name, stage):
     """DeepSpeed casts parameters and leaves buffers: the rotary table would meet bf16 tokens in fp32."""
     config = tmp_path / "config.json"
-    argv = command(cifar, config, stage, {**BF16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 1, steps=2)
+    argv = command(cifar32, config, stage, {**BF16, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 1, steps=2)
     at = argv.index("--model")
     end = argv.index("--img-size")
     kwargs = [f"{key}={value}" for key, value in small_kwargs(name).items()]
@@ -278,12 +263,12 @@ def an_outlier():
         yield
 
 
-def train_in_fp16(ranks, cifar, folder, layout, prepare_rank, steps, changes=None, **fp16):
+def train_in_fp16(ranks, cifar32, folder, layout, prepare_rank, steps, changes=None, **fp16):
     """The rows of a layout in fp16."""
     world, stage, flags = layout
     fp16 = {"enabled": True, "hysteresis": 1, "loss_scale_window": 1000, **fp16}
     changes = {"fp16": fp16, "optimizer": oracle.BLOCKS["lamb"], **(changes or {})}
-    argv = command(cifar, folder / "config.json", stage, changes, 1 if flags else world, flags, steps=steps)
+    argv = command(cifar32, folder / "config.json", stage, changes, 1 if flags else world, flags, steps=steps)
     said = ranks.run(world, run_quietly, [str(word) for word in [*argv, "--output", folder / "run"]], prepare_rank)
     assert [code for code, *_ in said] == [0] * world, said[0][2]
     assert json.loads((folder / "run" / "summary.json").read_text())["precision"] == "fp16"
@@ -294,9 +279,9 @@ ONE = (1, 1, [])
 
 
 @pytest.fixture(scope="module")
-def with_outliers(ranks, cifar, tmp_path_factory):
+def with_outliers(ranks, cifar32, tmp_path_factory):
     """The rows of one rank."""
-    return train_in_fp16(ranks, cifar, tmp_path_factory.mktemp("one"), ONE, an_outlier, 9, initial_scale_power=10)
+    return train_in_fp16(ranks, cifar32, tmp_path_factory.mktemp("one"), ONE, an_outlier, 9, initial_scale_power=10)
 
 
 def assert_overflow_is_handled(one, other):
@@ -315,24 +300,24 @@ def assert_overflow_is_handled(one, other):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_overflow_on_one_replica_skips_everywhere(ranks, cifar, tmp_path, with_outliers, layout):
+def test_an_overflow_on_one_replica_skips_everywhere(ranks, cifar32, tmp_path, with_outliers, layout):
     """A rank that skips alone, a scale that goes its own way, a skip that the metrics do not show."""
-    rows = train_in_fp16(ranks, cifar, tmp_path, LAYOUTS[layout], an_outlier, 9, initial_scale_power=10)
+    rows = train_in_fp16(ranks, cifar32, tmp_path, LAYOUTS[layout], an_outlier, 9, initial_scale_power=10)
     assert [row["step"] for row in rows if row["kind"] == "skip"] == [4, 6]
     assert_overflow_is_handled(with_outliers, rows)
 
 
-def test_too_large_a_first_scale(ranks, cifar, tmp_path):
+def test_too_large_a_first_scale(ranks, cifar32, tmp_path):
     """The scale that is left is the same. (Not so for dp: an image's share in the mean of a replica is larger.)"""
     rows = []
     for name, layout in {"one": ONE, "other": LAYOUTS["pp2 tp2"]}.items():
         (tmp_path / name).mkdir()
-        rows.append(train_in_fp16(ranks, cifar, tmp_path / name, layout, pretend_fp16, 14, initial_scale_power=26))
+        rows.append(train_in_fp16(ranks, cifar32, tmp_path / name, layout, pretend_fp16, 14, initial_scale_power=26))
     assert_overflow_is_handled(*rows)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_scale_that_grows_changes_nothing(ranks, cifar, tmp_path, layout):
+def test_a_scale_that_grows_changes_nothing(ranks, cifar32, tmp_path, layout):
     """DeepSpeed divides by the scale after it has doubled it: half of the gradient, clipped as if half as long."""
     sgd = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
     changes, runs = {"optimizer": sgd, "gradient_clipping": 0.5}, []
@@ -340,7 +325,7 @@ def test_a_scale_that_grows_changes_nothing(ranks, cifar, tmp_path, layout):
         folder = tmp_path / str(window)
         folder.mkdir()
         fp16 = {"initial_scale_power": 4, "loss_scale_window": window, "hysteresis": 2}
-        runs.append(train_in_fp16(ranks, cifar, folder, LAYOUTS[layout], pretend_fp16, 7, changes, **fp16))
+        runs.append(train_in_fp16(ranks, cifar32, folder, LAYOUTS[layout], pretend_fp16, 7, changes, **fp16))
     assert [row["loss_scale"] for row in train_rows(runs[0])] == [16.0] * 7
     assert train_rows(runs[1])[-1]["loss_scale"] >= 64
     assert_same_curve(*runs, rtol=1e-3, keys=("loss", "grad_norm"))

@@ -74,21 +74,12 @@ def train_with_accident(argv, what, step):
     return code, errors.getvalue()
 
 
-@pytest.fixture(scope="module")
-def cifar(tmp_path_factory, real_images):
-    """A few images and random weights."""
-    folder = tmp_path_factory.mktemp("guard")
-    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, 64, "train")
-    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **oracle.DEEP_KWARGS)
-    return folder
-
-
 def run(
-    ranks: RankPool, cifar: Path, tmp_path: Path, world, stage, changes, flags, what, name="run", bad_step=BAD_STEP
+    ranks: RankPool, cifar32: Path, tmp_path: Path, world, stage, changes, flags, what, name="run", bad_step=BAD_STEP
 ):
     """A short run with an accident at `bad_step`; its codes, words and rows."""
     output = tmp_path / name
-    argv = words(cifar, stage, changes, tmp_path / f"{name}.json")
+    argv = words(cifar32, stage, changes, tmp_path / f"{name}.json")
     argv[argv.index("--max-steps") + 1] = STEPS
     dp = world // (int(flags[flags.index("--pp") + 1]) if "--pp" in flags else 1)
     dp //= int(flags[flags.index("--tp") + 1]) if "--tp" in flags else 1
@@ -113,11 +104,11 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
+def test_a_step_that_is_not_finite_is_skipped(ranks, cifar32, tmp_path, layout):
     """Weights that become NaN, a rank that decides otherwise, a skip that nobody counts or names."""
     world, stage, changes, flags = LAYOUTS[layout]
     skip = [*flags, "--on-nonfinite", "skip"]
-    codes, _, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, skip, "nan")
+    codes, _, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, skip, "nan")
     assert codes == [0] * world
     (skipped,) = [row for row in rows if row["kind"] == "skip"]
     assert skipped["step"] == BAD_STEP
@@ -129,11 +120,11 @@ def test_a_step_that_is_not_finite_is_skipped(ranks, cifar, tmp_path, layout):
     assert json.loads((output / "summary.json").read_text())["exit"] == "completed"
 
 
-def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar, tmp_path):
+def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar32, tmp_path):
     """torch's GradScaler leaves LAMB, which is not fused, out without a word: no layer named, and no way back."""
     autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}, "optimizer": oracle.BLOCKS["lamb"]}
     flags = ["--checkpoint-interval", BAD_STEP - 1, "--rollback", 1]
-    codes, _, rows, _ = run(ranks, cifar, tmp_path, 1, 0, autocast, flags, "nan in fp16")
+    codes, _, rows, _ = run(ranks, cifar32, tmp_path, 1, 0, autocast, flags, "nan in fp16")
     assert codes == [0]
     (skipped,) = [row for row in rows if row["kind"] == "skip"]
     assert (skipped["step"], skipped["reason"], skipped["layer"]) == (BAD_STEP, "overflow", "embed")
@@ -143,10 +134,10 @@ def test_an_overflow_of_float16_autocast_is_a_skipped_step(ranks, cifar, tmp_pat
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
-def test_a_step_that_is_not_finite_stops(ranks, cifar, tmp_path, layout):
+def test_a_step_that_is_not_finite_stops(ranks, cifar32, tmp_path, layout):
     """The default: one line, code 3, no weights that nobody can trust."""
     world, stage, changes, flags = LAYOUTS[layout]
-    codes, said, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, flags, "nan")
+    codes, said, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, flags, "nan")
     assert codes == [3] * world
     assert f"step {BAD_STEP}: the gradient is not finite" in said
     assert "largest in embed" in said
@@ -173,7 +164,7 @@ LATE_CASES = [
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("layout", "after"), LATE_CASES)
-def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, layout, after):
+def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar32, tmp_path, layout, after):
     """An update that the device lets through, an average that is moved by a step that never was, rows that differ.
 
     Where spikes are watched for, the host decides: gradients are named before clipping by such a norm spoils them all.
@@ -185,7 +176,7 @@ def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, 
     ends = []
     for name, interval in (("at once", 1), ("late", 100)):
         argv = [*flags, "--log-interval", interval]
-        codes, said, rows, output = run(ranks, cifar, tmp_path, world, stage, changes, argv, "nan read late", name)
+        codes, said, rows, output = run(ranks, cifar32, tmp_path, world, stage, changes, argv, "nan read late", name)
         kinds = [{**row, "wall_seconds": 0} for row in rows if row["kind"] in ("skip", "rollback")]
         line = [line.replace(str(output), "") for line in said.splitlines() if f"step {BAD_STEP}" in line]
         weights = {path.name: load_file(path) for path in output.glob("*.safetensors")}
@@ -201,12 +192,12 @@ def test_a_verdict_that_is_read_a_step_late_is_the_same(ranks, cifar, tmp_path, 
 
 
 @pytest.mark.parametrize("layout", ["no ZeRO dp2", "ZeRO-2 tp2"])
-def test_a_first_step_that_is_turned_down_leaves_no_momentum(ranks, cifar, tmp_path, layout):
+def test_a_first_step_that_is_turned_down_leaves_no_momentum(ranks, cifar32, tmp_path, layout):
     """torch's fused SGD keeps a momentum that its kernel, turned away by the flag, has not written."""
     world, stage, changes, flags = LAYOUTS[layout]
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}}
     skip = [*flags, "--on-nonfinite", "skip", "--max-steps", 4]
-    codes, _, rows, _ = run(ranks, cifar, tmp_path, world, stage, {**changes, **sgd}, skip, "nan", bad_step=1)
+    codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, {**changes, **sgd}, skip, "nan", bad_step=1)
     assert codes == [0] * world
     assert [row["step"] for row in rows if row["kind"] == "skip"] == [1]
     after = [row for row in rows if row["kind"] == "train" and row["step"] > 1]
@@ -214,10 +205,10 @@ def test_a_first_step_that_is_turned_down_leaves_no_momentum(ranks, cifar, tmp_p
     assert all(row["loss"] is not None and row["loss"] < 3 and row["grad_norm"] < 100 for row in after)
 
 
-def test_a_bad_step_is_named_where_a_rank_counts_nothing(ranks, cifar, tmp_path):
+def test_a_bad_step_is_named_where_a_rank_counts_nothing(ranks, cifar32, tmp_path):
     """A norm of nothing that is looked up by name on one rank while the other waits for it."""
     skip = ["--tp", 2, "--linear-probe", "--class-parallel", "off", "--on-nonfinite", "skip"]
-    codes, said, rows, _ = run(ranks, cifar, tmp_path, 2, 1, WRAPPER, skip, "nan")
+    codes, said, rows, _ = run(ranks, cifar32, tmp_path, 2, 1, WRAPPER, skip, "nan")
     assert codes == [0, 0], said
     assert [(row["step"], row["layer"]) for row in rows if row["kind"] == "skip"] == [(BAD_STEP, "head")]
 
@@ -226,17 +217,17 @@ SPIKES = ["--on-nonfinite", "skip", "--spike-factor", 8]
 
 
 @pytest.fixture(scope="module")
-def plain_spike(ranks, cifar, tmp_path_factory):
+def plain_spike(ranks, cifar32, tmp_path_factory):
     """The curve of one rank with a spike that is skipped."""
-    return run(ranks, cifar, tmp_path_factory.mktemp("spike"), 1, 1, {}, SPIKES, "loss")[2]
+    return run(ranks, cifar32, tmp_path_factory.mktemp("spike"), 1, 1, {}, SPIKES, "loss")[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["no ZeRO pp2 tp2", "ZeRO-1 pp2 dp2", "ZeRO-3 dp2"])
-def test_a_spike_is_skipped(ranks, cifar, tmp_path, plain_spike, layout):
+def test_a_spike_is_skipped(ranks, cifar32, tmp_path, plain_spike, layout):
     """A loss and gradient of fifty times the usual, which clipping alone would let through; same curve everywhere."""
     world, stage, changes, flags = LAYOUTS[layout]
-    codes, _, rows, _ = run(ranks, cifar, tmp_path, world, stage, changes, [*flags, *SPIKES], "loss")
+    codes, _, rows, _ = run(ranks, cifar32, tmp_path, world, stage, changes, [*flags, *SPIKES], "loss")
     assert codes == [0] * world
     (skipped,) = [row for row in rows if row["kind"] == "skip"]
     assert (skipped["step"], skipped["reason"]) == (BAD_STEP, "spike")

@@ -8,7 +8,7 @@ from curves import train_main
 from deepspeed.runtime import utils
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from project import ROOT
-from runs import DIGITS
+from runs import ONE_BLOCK
 
 from ds_vit.engine.patches.norms import clip_by_global_norm, mask_nonfinite, unscale_and_clip
 from ds_vit.engine.patches.zero import hold_scheduler_on_skipped_steps
@@ -129,6 +129,6 @@ def linear_maps_after(argv):
 
 
 def test_a_run_that_fails_restores_the_process(ranks, tmp_path):
-    argv = [*DIGITS, "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2", "--max-steps", "1"]
-    argv += ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero3_fp32.json"), "--output", str(tmp_path / "run")]
+    argv = [*ONE_BLOCK, "--max-steps", "1", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero3_fp32.json")]
+    argv += ["--output", str(tmp_path / "run")]
     assert ranks.run(1, linear_maps_after, argv) == [True]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-import pytest
-import yaml
 from run_folders import Tags, page_of, write_run
 
 from ds_vit import cli
@@ -18,17 +15,10 @@ from ds_vit.monitoring.report.record import Record
 from ds_vit.optim.schedules import Schedule
 
 
-@pytest.fixture(scope="module")
-def evil(tmp_path_factory):
-    """A run in a folder of a name that would like to be a command."""
-    return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
-
-
-def add_wall_seconds(path):
-    """Two seconds a step."""
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in rows]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def with_wall_seconds(record, **changes):
+    """A record whose training rows took two seconds a step."""
+    rows = [{**row, "wall_seconds": 2.0 * row["step"]} for row in record.rows["train"]]
+    return replace(record, rows={"train": rows}, **changes)
 
 
 def test_compare_says_what_differs(evil, tmp_path, capsys):
@@ -49,79 +39,62 @@ def test_compare_says_what_differs(evil, tmp_path, capsys):
     assert not [name for name, words in Tags(page).elements if any(key.startswith("on") for key in words)]
 
 
-def test_launches_of_a_run_that_went_on(evil, tmp_path):
+def test_launches_of_a_run_that_went_on(evil):
     """A total that passes for one process's; steps that were done twice, counted twice."""
-    path = shutil.copytree(evil, tmp_path / "run")
-    add_wall_seconds(path)
     two, one = ({"pp": 1, "dp": dp, "tp": 1, "zero_stage": 1} for dp in (2, 1))
     # The second launch was killed at step 30, and the third went on from step 20.
     starts = [
         {"step": step, "layout": layout, "device": "cpu", "precision": "bf16"}
         for step, layout in ((0, two), (10, one), (20, two))
     ]
-    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
-    summary = json.loads((path / "summary.json").read_text())
-    (path / "summary.json").write_text(json.dumps({**summary, "wall_seconds": 85.0}))
-    record = Record.read(path)
+    plain = Record.read(evil)
+    record = with_wall_seconds(plain, starts=starts, summary={**plain.summary, "wall_seconds": 85.0})
     found = [(one.steps, one.ranks, one.seconds) for one in record.launches]
     assert found == [("1 to 10", 2, 20.0), ("11 to 20", 1, 20.0), ("21 to 40", 2, 45.0)]
-    assert sum(one.seconds for one in record.launches) == 85.0
     assert record.rates == record.points("train", "lr"), "no launch says its schedule"
-    table = {name: values for name, *values in outcomes([record, Record.read(evil)])}
+    table = {name: values for name, *values in outcomes([record, plain])}
     assert table["launches (wall time is of all)"] == ["3", "2"]
     assert table["launch 2"][0] == "steps 11 to 20 in 20 s: pp 1 x dp 1 x tp 1, ZeRO-1, bf16, 1 rank, cpu"
     assert table["launch 3"][1] == "-"
-    layouts = [values for name, *values in differences([record, Record.read(evil)]) if name == "layout"]
+    layouts = [values for name, *values in differences([record, plain]) if name == "layout"]
     many, few = "pp 1 x dp 2 x tp 1, ZeRO-1, bf16 (2 ranks)", "pp 1 x dp 1 x tp 1, ZeRO-1, bf16 (1 rank)"
     assert layouts == [[f"{many}, then {few}, then {many}", "pp 2 x dp 2 x tp 1, ZeRO-1 (4 ranks)"]]
     assert record.first_steps == [1, 11, 21]
 
 
-def test_learning_rates_are_drawn_from_the_schedule(evil, tmp_path):
+def test_learning_rates_are_drawn_from_the_schedule(evil):
     """A warm-up between two rows that is drawn as a straight line, or a schedule that a later launch replaced."""
-    path = shutil.copytree(evil, tmp_path / "run")
     rows = [{"kind": "train", "step": step, "lr": 1.0, "loss": 1.0} for step in (1, 40)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cosine, wsd = Schedule("cosine", 0.1, 40, warmup_steps=7), Schedule("wsd", 0.2, 40)
     starts = [{"step": step, "schedule": asdict(each)} for step, each in ((0, cosine), (25, wsd))]
-    (path / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in starts))
-    expected = [(step + 1, (cosine if step < 25 else wsd).lr(step)) for step in range(40)]
-    record = Record.read(path)
-    assert record.rates == expected
-    assert f"{cosine.lr(7):.4g}" in next(
-        str(one["data"]) for one in curves([record]) if one["title"] == "Learning rate"
-    )
-    long = json.loads((path / "summary.json").read_text()) | {"steps": 100_000}
-    (path / "summary.json").write_text(json.dumps(long))
+    record = replace(Record.read(evil), rows={"train": rows}, starts=starts)
+    assert record.rates == [(step + 1, (cosine if step < 25 else wsd).lr(step)) for step in range(40)]
+    drawn = next(one for one in curves([record]) if one["title"] == "Learning rate")
+    assert f"{cosine.lr(7):.4g}" in str(drawn["data"])
     starts = [{"step": 0, "schedule": asdict(Schedule("linear", 0.1, 100_000, warmup_steps=777))}]
-    (path / "starts.jsonl").write_text(json.dumps(starts[0]) + "\n")
-    steps = [step for step, _ in Record.read(path).rates]
+    steps = [step for step, _ in replace(record, starts=starts, summary={**record.summary, "steps": 100_000}).rates]
     assert len(steps) < 500
     assert {1, 778, 100_000} <= {*steps}
 
 
-def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil, tmp_path):
+def test_a_run_without_an_end_is_compared_as_far_as_it_came(evil):
     """Dashes in place of what the rows of a killed run, or of one still under way, tell."""
-    path = shutil.copytree(evil, tmp_path / "killed")
-    (path / "summary.json").unlink()
-    add_wall_seconds(path)
-    table = {name: values for name, *values in outcomes([Record.read(path), Record.read(evil)])}
+    plain = Record.read(evil)
+    table = {name: values for name, *values in outcomes([with_wall_seconds(plain, summary={}), plain])}
     assert [table[name][0] for name in ("steps", "wall time, s", "end")] == ["40", "80", "not ended"]
     assert table["end"][1] == "completed"
 
 
-def test_nothing_stands_twice_in_a_comparison(tmp_path):
+def test_nothing_stands_twice_in_a_comparison(evil):
     """The stage in the JSON and in the layout, the ranks as a flag and in the layout; numbers without a unit."""
-    paths = [write_run(tmp_path / str(stage), stage=stage) for stage in (1, 3)]
-    for path, tp in zip(paths, (1, 2), strict=True):
+    records = []
+    for tp in (1, 2):
         config = {"model": "vit_tiny", "pp": 2, "tp": tp, "lr": 0.1 * tp, "log_interval": tp}
-        (path / "config.yaml").write_text(yaml.safe_dump(config))
-        told = json.loads((path / "deepspeed.json").read_text())
-        (path / "deepspeed.json").write_text(json.dumps({**told, "optimizer": {"params": {"lr": 0.1 * tp}}}))
+        deepspeed = {"zero_optimization": {"stage": 2 * tp - 1}, "train_batch_size": 8 * tp}
+        deepspeed["optimizer"] = {"params": {"lr": 0.1 * tp}}
         start = {"step": 0, "layout": {"pp": 2, "dp": 2, "tp": tp, "zero_stage": 2 * tp - 1}, "device": "cpu"}
-        (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    names = [name for name, *_ in differences([Record.read(path) for path in paths])]
-    assert sorted(names) == [
+        records.append(replace(Record.read(evil), config=config, deepspeed=deepspeed, starts=[start]))
+    assert sorted(name for name, *_ in differences(records)) == [
         *("JSON optimizer.params.lr", "JSON train_batch_size (images)", "JSON zero_optimization.stage"),
         *("flag log_interval (steps)", "layout"),
     ]
@@ -137,10 +110,10 @@ def test_where_a_comparison_is_written(evil, tmp_path, capsys, monkeypatch):
     assert "in the current folder (--output FILE puts the page elsewhere)" in said.err
 
 
-def test_curves_that_agree_are_all_seen(evil, tmp_path):
+def test_curves_that_agree_are_all_seen(evil):
     """The second run drawn over the first, in the same width."""
-    records = [Record.read(evil), Record.read(shutil.copytree(evil, tmp_path / "again"))]
-    loss = curves(records)[0]
+    record = Record.read(evil)
+    loss = curves([record, replace(record, name="again")])[0]
     assert [(curve.look, curve.width) for curve, _ in loss["curves"]] == [("c0 band", 4.6), ("c1", 1.6)]
     assert line_widths(1) == [line_widths(3)[-1]]
     assert sorted(line_widths(8), reverse=True) == line_widths(8)

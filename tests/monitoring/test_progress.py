@@ -10,6 +10,7 @@ import pytest
 import torch
 from curves import train_in, train_rows
 from rich.console import Console
+from runs import ONE_BLOCK
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds_vit.monitoring import progress
@@ -106,9 +107,8 @@ def test_a_lagging_figure_is_the_one_before():
 
 def test_tensorboard_gets_every_step_of_a_short_run(ranks, tmp_path):
     """600 steps were 13 points; the rows of metrics.jsonl stay what --log-interval says."""
-    words = ["--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1"]
-    words += ["num_heads=2", "--img-size", 16, "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", 0]
-    words += ["--max-steps", 5, "--log-interval", 3, "-b", 4, "--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
+    words = [*ONE_BLOCK, "--val-split", "", "--max-steps", 5, "--log-interval", 3, "-b", 4]
+    words += ["--deepspeed_config", "ds_configs/cpu_zero1_fp32.json"]
     rows = train_in(ranks, 1, [*words, "--output", tmp_path])
     assert [row["step"] for row in train_rows(rows)] == [1, 3, 5]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

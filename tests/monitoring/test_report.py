@@ -11,17 +11,17 @@ import shutil
 import subprocess
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 from project import ROOT
-from run_folders import EVIL, Tags, page_of, write_run
-from runs import DIGITS, run_quietly
+from run_folders import EVIL, Tags, page_of
+from runs import DIGITS, ONE_BLOCK, run_quietly
 
 from ds_vit import cli
-from ds_vit.data import Source
 from ds_vit.monitoring import report
 from ds_vit.monitoring.report.panels import class_panels, table
 from ds_vit.monitoring.report.record import Record
@@ -33,12 +33,6 @@ SHORT = [
     | {"predicted_number": str(at)}
     for at, name in enumerate("ab")
 ]
-
-
-@pytest.fixture(scope="module")
-def evil(tmp_path_factory):
-    """Such a run, in a folder of such a name."""
-    return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
 
 
 def test_names_are_text_and_nothing_is_fetched(evil, capsys):
@@ -156,35 +150,15 @@ def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
 
 def test_a_name_that_is_not_utf8(evil, tmp_path):
     """A file of a Latin-1 machine that ends the training at its first evaluation."""
-    source = Stub([0, 1], [os.fsdecode(b"caf\xe9.jpg"), "b.jpg"])
+    names, image = [os.fsdecode(b"caf\xe9.jpg"), "b.jpg"], Image.new("RGB", (8, 8))
+    source = SimpleNamespace(target=[0, 1].__getitem__, describe=names.__getitem__, image=lambda at: image)
     folder = RunFolder(tmp_path)
     write_predictions(folder, torch.tensor([[2.0, 0.9], [2.0, 0.8]]), source, ["a", os.fsdecode(b"\xe9")])
-    assert [row["image"] for row in csv.DictReader(folder.predictions.open(errors="surrogateescape"))] == source.names
+    assert [row["image"] for row in csv.DictReader(folder.predictions.open(errors="surrogateescape"))] == names
     shutil.copytree(evil, tmp_path / "run")
     shutil.copy(folder.predictions, tmp_path / "run")
     report.write_report([Record.read(tmp_path / "run")], tmp_path / "page.html")
     assert "caf?.jpg" in (tmp_path / "page.html").read_text()
-
-
-class Stub(Source):
-    """Images without pixels."""
-
-    class_names = ("a", "b")
-
-    def __init__(self, targets, names):
-        self.targets, self.names = targets, names
-
-    def __len__(self):
-        return len(self.targets)
-
-    def target(self, index):
-        return self.targets[index]
-
-    def describe(self, index):
-        return self.names[index]
-
-    def image(self, index):
-        return Image.new("RGB", (8, 8))
 
 
 def test_what_cannot_be_reported(evil, tmp_path, capsys):
@@ -281,8 +255,7 @@ def break_the_report():
 def test_a_report_that_fails_is_a_warning(ranks, tmp_path):
     """A finished run that exits with an error for want of a picture."""
     config = str(ROOT / "ds_configs" / "cpu_zero0_fp32.json")
-    kwargs = ["--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2"]
-    words = ["--deepspeed_config", config, *DIGITS, *kwargs, "--val-split", "", "--output", str(tmp_path / "run")]
+    words = ["--deepspeed_config", config, *ONE_BLOCK, "--val-split", "", "--output", str(tmp_path / "run")]
     words += ["--max-steps", "1", "-b", "8", "--checkpoint-interval", "0", "--lr", "1e-3", "--epochs", "1"]
     [(code, out, _)] = ranks.run(1, run_quietly, words, break_the_report)
     assert code == 0

@@ -135,15 +135,18 @@ def train_on(
     return Curve(rows, model.state_dict(), ema.module.state_dict())
 
 
-def train_plainly(folder: Path, kind: str = "adamw", *args: Any, steps: int = STEPS, **kwargs: Any) -> Curve:
-    """`train_on` the images of a folder, all of them in each step, from the weights that lie there."""
+def images_and_labels(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """All training images of a folder, as a run with mean and std of 0.5 has them, and their labels."""
     pixels = torchvision.transforms.Compose(
         [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize([0.5] * 3, [0.5] * 3)]
     )
     data = torchvision.datasets.ImageFolder(str(folder / "train"), pixels)
-    images = torch.stack([image for image, _ in data])
-    labels = torch.tensor([label for _, label in data])
-    return train_on([(images, labels)] * steps, folder / "weights.safetensors", kind, *args, **kwargs)
+    return torch.stack([image for image, _ in data]), torch.tensor([label for _, label in data])
+
+
+def train_plainly(folder: Path, kind: str = "adamw", *args: Any, steps: int = STEPS, **kwargs: Any) -> Curve:
+    """`train_on` the images of a folder, all of them in each step, from the weights that lie there."""
+    return train_on([images_and_labels(folder)] * steps, folder / "weights.safetensors", kind, *args, **kwargs)
 
 
 def command(

@@ -5,6 +5,9 @@ import io
 
 DIGITS = ("--dataset", "digits", "--model", "vit_tiny_patch16_224", "--img-size", "16", "--workers", "0")
 
+ONE_BLOCK = (*DIGITS, "--model-kwargs", "patch_size=8", "embed_dim=24", "depth=1", "num_heads=2")
+"""A run whose steps take milliseconds."""
+
 KINDS = {
     "registers, average pool": ("vit_small_patch14_reg4_dinov2", {"global_pool": "avg"}),
     "SigLIP map head": ("vit_base_patch16_siglip_224", {}),
