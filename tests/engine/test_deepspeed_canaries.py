@@ -108,18 +108,15 @@ def zero3_on_a_rank():
     return str(engine.module.weight.dtype)
 
 
-def test_zero3_does_not_cast_a_partitioned_model(ranks):
-    """build.py partitions the model in its type, because DeepSpeed would leave it in fp32 in silence."""
-    assert ranks.run(1, zero3_on_a_rank) == ["torch.float32"]
-
-
 def table_of_operators_on_a_rank():
     """What engine/start.py does with it; in a process of its own, since it is made once."""
     import deepspeed
     from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 
     from ds_vit.engine.patches.process import without_compiled_collectives
 
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
     with without_compiled_collectives():
         operator = build_shm_op()
     untouched = "__compatible_ops__" not in vars(deepspeed.ops)
@@ -127,14 +124,6 @@ def table_of_operators_on_a_rank():
     with without_compiled_collectives():
         assert build_shm_op() is None
     return operator, untouched, len(table) > 1, deepspeed.ops.__compatible_ops__ is table
-
-
-def test_no_collective_is_compiled_and_no_operator_tried(ranks):
-    """The shared-memory collective is a JIT build. The table is still DeepSpeed's, made when it is first asked for."""
-    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
-
-    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
-    assert ranks.run(1, table_of_operators_on_a_rank) == [(None, True, True, True)]
 
 
 def pipeline_norm_on_a_rank():
@@ -189,22 +178,10 @@ def norm_collectives_on_a_rank():
     return counts
 
 
-def test_the_norm_is_a_collective_for_each_group(ranks):
-    """engine/patches/zero.py has a pipeline stage with fewer groups than another take part in what it would miss."""
-    [counts] = ranks.run(1, norm_collectives_on_a_rank)
-    assert counts == {1: 1, 2: 2}
-
-
 def muon_marks_on_a_rank(kind):
     """Whether DeepSpeed marks a matrix for its own Muon when the optimizer is ours and the file names one."""
     engine = initialize({"optimizer": {"type": kind, "params": {"lr": 0.1}}})
     return getattr(engine.module.weight, "use_muon", None)
-
-
-def test_a_file_that_says_muon_marks_parameters(ranks):
-    """engine/base.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name."""
-    assert ranks.run(1, muon_marks_on_a_rank, "Muon") == [True]
-    assert ranks.run(1, muon_marks_on_a_rank, "SGD") == [None]
 
 
 def adagrad_on_a_rank(stage):
@@ -215,12 +192,6 @@ def adagrad_on_a_rank(stage):
     return [group["weight_decay"] for group in engine.optimizer.optimizer.param_groups]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_makes_an_adagrad_of_its_own(ranks, stage):
-    """optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay."""
-    assert ranks.run(1, adagrad_on_a_rank, stage) == [[0]]
-
-
 def grids_on_a_rank():
     """Grids that DeepSpeed makes by itself for a pipeline of two stages."""
     from deepspeed.pipe import PipelineModule
@@ -229,11 +200,6 @@ def grids_on_a_rank():
     with mock.patch.object(module, "PipelineParallelGrid", wraps=module.PipelineParallelGrid) as made:
         PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
     return made.call_count
-
-
-def test_a_pipeline_makes_a_grid_of_its_own(ranks):
-    """engine/patches/zero.py shared_grid gives it the run's grid."""
-    assert ranks.run(2, grids_on_a_rank) == [1, 1]
 
 
 def test_an_empty_list_of_gradients_has_no_norm():
@@ -265,9 +231,29 @@ def received_gradient_on_a_rank():
     return len(set(buffers))
 
 
-def test_gradients_of_micro_batches_are_received_in_one_buffer(ranks):
-    """engine/pipeline.py copies what it received before autograd may keep a view of it."""
-    assert ranks.run(1, received_gradient_on_a_rank) == [1]
+SEEN = {
+    # build.py partitions the model in its type, because DeepSpeed would leave it in fp32 in silence.
+    "ZeRO-3 does not cast a partitioned model": (1, zero3_on_a_rank, (), "torch.float32"),
+    # The shared-memory collective is a JIT build. The table is still DeepSpeed's, made when it is first asked for.
+    "no collective is compiled, no operator tried": (1, table_of_operators_on_a_rank, (), (None, True, True, True)),
+    # engine/patches/zero.py has a pipeline stage with fewer groups than another take part in what it would miss.
+    "the norm is a collective for each group": (1, norm_collectives_on_a_rank, (), {1: 1, 2: 2}),
+    # engine/base.py takes the block away: ZeRO orthogonalizes marked gradients for a class with "muon" in its name.
+    "a file that says Muon marks parameters": (1, muon_marks_on_a_rank, ("Muon",), True),
+    "another file does not": (1, muon_marks_on_a_rank, ("SGD",), None),
+    # optim/adagrad.py is no torch.optim.Adagrad: of that, ZeRO keeps one group without its decay.
+    "ZeRO-1 makes an Adagrad of its own": (1, adagrad_on_a_rank, (1,), [0]),
+    "ZeRO-3 makes an Adagrad of its own": (1, adagrad_on_a_rank, (3,), [0]),
+    # engine/patches/zero.py shared_grid gives it the run's grid.
+    "a pipeline makes a grid of its own": (2, grids_on_a_rank, (), 1),
+    # engine/pipeline.py copies what it received before autograd may keep a view of it.
+    "gradients of micro-batches are received in one buffer": (1, received_gradient_on_a_rank, (), 1),
+}
+
+
+@pytest.mark.parametrize(("world", "function", "arguments", "value"), SEEN.values(), ids=SEEN)
+def test_seen_on_ranks(ranks, world, function, arguments, value):
+    assert ranks.run(world, function, *arguments) == [value] * world
 
 
 def complaint_on_a_rank(config):

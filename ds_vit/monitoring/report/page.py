@@ -24,19 +24,17 @@ _SHARDED = {
     2: "the optimizer state and the gradients",
     3: "the optimizer state, the gradients and the weights",
 }
-_PICTURES = (
-    ("reconstruction", "Images, their visible patches, the prediction, and both together"),
-    ("ema-reconstruction", "The same with the moving average of the weights"),
-    (
-        "token-norms",
-        "Validation images and the norms of their patch tokens after the last block, dark: smallest, bright: largest",
+_PICTURES = {
+    "reconstruction": "Images, their visible patches, the prediction, and both together",
+    "ema-reconstruction": "The same with the moving average of the weights",
+    "token-norms": (
+        "Validation images and the norms of their patch tokens after the last block, dark: smallest, bright: largest"
     ),
-    (
-        "attention",
+    "attention": (
         "Validation images and the attention to their patches in the last step before the classifier, mean of all "
-        "heads, bright: largest",
+        "heads, bright: largest"
     ),
-)
+}
 
 
 def render(records: Sequence[Record]) -> str:
@@ -73,23 +71,16 @@ def _one(record: Record) -> dict[str, Any]:
 
 def _several(records: Sequence[Record]) -> dict[str, Any]:
     names = [record.name for record in records]
-    same = [("nothing except the folder", *("" for _ in records))]
+    differing = differences(records) or [("nothing except the folder", *("" for _ in records))]
     loss, *others = curves(records)
     return {
         "heading": f"{len(records)} runs",
-        "end": "",
         "about": ", ".join(str(record.folder.path) for record in records),
-        "tiles": [],
         "sections": [
             ("Results", [table("Metrics", ("", *names), outcomes(records), wide=True)]),
-            (
-                "Differences",
-                [table("Settings, data, versions, layout", ("", *names), differences(records) or same, wide=True)],
-            ),
+            ("Differences", [table("Settings, data, versions, layout", ("", *names), differing, wide=True)]),
             ("Over the steps", [chart for chart in (loss, deviation_chart(records), *others) if chart]),
         ],
-        "command": "",
-        "settings": [],
     }
 
 
@@ -191,7 +182,7 @@ def _pictures(record: Record) -> list[Panel]:
             with Image.open(sheet) as image:
                 images = _split(image, tiles["tile"], tiles["captions"])
             cards.append({"kind": "tiles", "title": title, "tiles": images, "wide": True})
-    for name, title in _PICTURES:
+    for name, title in _PICTURES.items():
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
             shown = image.convert("RGB")
             shown.thumbnail((_MAX_WIDTH, 2 * _MAX_WIDTH))

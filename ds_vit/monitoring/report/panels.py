@@ -176,7 +176,7 @@ def class_panels(record: Record) -> list[Panel]:
     for (own, taken_for), count in pairs.items():
         shown[own] += count
         predicted[taken_for] += count
-    num_classes = max(len(record.classes), *(1 + max(pair) for pair in pairs))
+    num_classes = max(len(record.classes), 1 + max(map(max, pairs)))
     names = [*record.classes, *(f"class {at}" for at in range(len(record.classes), num_classes))]
     panels: list[Panel | None] = []
     if num_classes <= MAX_CLASSES_IN_MATRIX:
@@ -186,10 +186,11 @@ def class_panels(record: Record) -> list[Panel]:
         note = "rows: the class of an image; columns: its prediction"
         title = "Confusion matrix, % of each class"
         panels.append(heat_map(title, names, names, shares, column_kind="prediction", note=note, numbers=True))
-    wrong = sorted((pair for pair in pairs if pair[0] != pair[1]), key=lambda pair: (-pairs[pair], pair))
+    wrong = [(pair, count) for pair, count in pairs.items() if pair[0] != pair[1]]
+    wrong.sort(key=lambda item: (-item[1], item[0]))
     confused = [
-        (names[own], names[taken_for], str(count := pairs[own, taken_for]), f"{count / shown[own]:.1%}")
-        for own, taken_for in wrong[:MAX_PAIRS]
+        (names[own], names[taken_for], str(count), f"{count / shown[own]:.1%}")
+        for (own, taken_for), count in wrong[:MAX_PAIRS]
     ]
     if confused:
         panels.append(table("Most often confused", ("class", "predicted", "images", "of the class"), confused))
