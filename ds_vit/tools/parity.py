@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,21 +85,51 @@ _REFUSED = {
 """Flags that are refused, with what to use instead."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Layout:
-    """A layout as people write it: "pp2 tp2 --sequence-parallel", "zero3", "zero1 fp32".
+    """A layout, its run, and how far that is from the reference's.
 
     Attributes:
-        text: as written.
+        name: as people write it: "pp2 tp2 --sequence-parallel", "zero3", "zero1 fp32".
         flags: flags of train.py, by their recipe names, that differ in this layout.
         stage: ZeRO stage, or None for the JSON's.
         fp32: whether the JSON's 16-bit type is switched off.
+        folder: of its files: the flags and JSON of train.py, and its run.
+        text: degrees, ZeRO stage, number format and batch, for people.
+        precision: the number format.
+        limits: what passes for loss, gradient norm and weights.
+        problem: why there is nothing to compare: it is invalid here, or failed.
+        failed: whether it failed or deviates.
+        loss: largest relative deviation of a step's loss.
+        norm: the same of the gradient norm before clipping.
+        weight: the tensor that is farthest from the reference's after the last step, and how far.
     """
 
-    text: str
-    flags: Mapping[str, Any]
-    stage: int | None
-    fp32: bool
+    name: str
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    stage: int | None = None
+    fp32: bool = False
+    folder: Path = Path()
+    text: str = ""
+    precision: str = ""
+    limits: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    problem: str = ""
+    failed: bool = False
+    loss: float = math.nan
+    norm: float = math.nan
+    weight: tuple[str, float] = ("", math.nan)
+
+    @property
+    def run(self) -> RunFolder:
+        """What train.py writes."""
+        return RunFolder(self.folder / "run")
+
+    @property
+    def verdict(self) -> str:
+        """The last column."""
+        if self.problem:
+            return "failed" if self.failed else "not legal"
+        return "DEVIATES" if self.failed else "same"
 
 
 @dataclass(frozen=True)
@@ -133,47 +163,10 @@ class Request:
         return overlay(deepspeed_json.load_json(path), parse_set(self.values.get("set", ())), path)
 
 
-@dataclass
-class Entry:
-    """A layout, its run, and how far that is from the reference's.
+class Failure(UserError):
+    """A run failed; the text is its error."""
 
-    Attributes:
-        name: the layout as written.
-        folder: of its files: the flags and JSON of train.py, and its run.
-        text: degrees, ZeRO stage, number format and batch, for people.
-        precision: the number format.
-        problem: why there is nothing to compare: it is invalid here, or failed.
-        failed: whether it failed or deviates.
-        loss: largest relative deviation of a step's loss.
-        norm: the same of the gradient norm before clipping.
-        weight: the tensor that is farthest from the reference's after the last step, and how far.
-    """
-
-    name: str
-    folder: Path
-    text: str = ""
-    precision: str = ""
-    problem: str = ""
-    failed: bool = False
-    loss: float = math.nan
-    norm: float = math.nan
-    weight: tuple[str, float] = ("", math.nan)
-
-    @property
-    def run(self) -> RunFolder:
-        """What train.py writes."""
-        return RunFolder(self.folder / "run")
-
-    @property
-    def verdict(self) -> str:
-        """The last column."""
-        if self.problem:
-            return "failed" if self.failed else "not legal"
-        return "DEVIATES" if self.failed else "same"
-
-
-class Failure(Exception):
-    """A run failed; the text is its error, for people."""
+    exit_code = exit_codes.BUG
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -200,11 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # With a launcher there may be several hosts, which share the working folder.
         parent = "." if request.launcher else None
         with tempfile.TemporaryDirectory(prefix="ds_vit-parity-", dir=parent) as folder:
-            try:
-                return int(compare(request, Path(folder).absolute()))
-            except Failure as error:
-                print(f"parity.py: error: {error}", file=sys.stderr)
-                return exit_codes.BUG
+            return int(compare(request, Path(folder).absolute()))
 
     return guarded("parity.py", body, "nothing was compared")
 
@@ -226,8 +215,7 @@ def parse(argv: Sequence[str] | None = None) -> Request:
     parser.add_argument("--rtol", type=float, help="largest relative deviation that passes [fp32: 1e-5; bf16: 3e-2]")
     parser.add_argument("--own-optimizer", action="store_true", help="the JSON's optimizer instead of clipped SGD")
     words = flags.read_words(parser, argv)
-    names = ("layouts", "reference", "steps", "rtol", "own_optimizer", "ranks", "launcher")
-    own = {name: words.pop(name, None) for name in names}
+    own = {field.name: words.pop(field.name, None) for field in fields(Request) if field.name != "values"}
     if own["steps"] < 1:
         raise UserError(f"--steps must be at least 1, not {own['steps']}")
     if own["rtol"] is not None and not 0 <= own["rtol"] < math.inf:
@@ -252,16 +240,10 @@ def parse_layout(text: str) -> Layout:
     Raises:
         UserError: a word that is none of ppN, tpN, zeroN, fp32 and the flags that a layout may have.
     """
-    values: dict[str, Any] = {}
-    rest = []
-    for word in shlex.split(text):
-        match = re.fullmatch(r"(pp|tp|zero)(\d+)|(fp)(32)", word)
-        if match:
-            values[match[1] or match[3]] = int(match[2] or match[4])
-        else:
-            rest.append(word)
+    words = [(word, re.fullmatch(r"(pp|tp|zero|fp(?=32$))(\d+)", word)) for word in shlex.split(text)]
+    degrees = {match[1]: int(match[2]) for _, match in words if match}
     try:
-        given, unknown = flags.build_parser().parse_known_args(rest)
+        given, unknown = flags.build_parser().parse_known_args([word for word, match in words if not match])
     except UserError as error:
         raise UserError(f"layout {text!r}: {error}") from None
     foreign = [*unknown, *(flags.spelling(name) for name in vars(given) if name not in _LAYOUT_FLAGS)]
@@ -271,8 +253,8 @@ def parse_layout(text: str) -> Layout:
             f"layout {text!r}: {foreign[0] if foreign else 'nothing'} is not part of a layout{hint}; it is made of "
             f"ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _LAYOUT_FLAGS))}"
         )
-    stage, fp32 = values.pop("zero", None), bool(values.pop("fp", 0))
-    return Layout(text, {**values, **vars(given)}, stage, fp32)
+    stage, fp32 = degrees.pop("zero", None), bool(degrees.pop("fp", 0))
+    return Layout(text, {**degrees, **vars(given)}, stage, fp32)
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
@@ -282,7 +264,7 @@ def parse_layouts(text: str) -> tuple[Layout, ...]:
         UserError: as `parse_layout`, or a layout is given twice.
     """
     layouts = tuple(parse_layout(piece.strip()) for piece in re.split(r",(?!\s*\d)", text))
-    texts = [layout.text for layout in layouts]
+    texts = [layout.name for layout in layouts]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise UserError(f"layout {twice[0]!r} is given twice; drop one")
     return layouts
@@ -331,7 +313,7 @@ def compare(request: Request, folder: Path) -> bool:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     launcher = shlex.split(request.launcher) if request.launcher else torchrun
     verbose = bool(request.values.get("verbose"))
-    reference, entries, engine = resolve_layouts(request, ranks, folder)
+    reference, layouts, engine = resolve_layouts(request, ranks, folder)
     batch = engine.batch.global_batch
     say(f"{engine.model.spec.name}, {ranks} ranks, global batch {batch}, {request.steps} steps")
     if not request.own_optimizer:
@@ -340,33 +322,31 @@ def compare(request: Request, folder: Path) -> bool:
     for name in sorted(dropped & set(request.values)):
         say(f"idle here: {flags.spelling(name)}")
     say(f"reference: {reference.name} ({reference.text})")
-    legal = [entry for entry in entries if not entry.problem]
+    legal = [layout for layout in layouts if not layout.problem]
     # Adam scales rounding in gradients that should be zero.
     compare_weights = not request.own_optimizer or request.deepspeed["optimizer"]["type"].lower() == "sgd"
     say(f"training the reference and {len(legal)} layouts, each in new processes that import torch first:")
     train(reference, f"training the reference, {reference.name}", launcher, request.steps, verbose=verbose)
-    for number, entry in enumerate(legal, 1):
+    for number, layout in enumerate(legal, 1):
         started = time.perf_counter()
-        limits = tolerances(request, entry.precision, reference.precision)
-        what = f"training {entry.name}, layout {number} of {len(legal)}"
+        what = f"training {layout.name}, layout {number} of {len(legal)}"
         try:
-            train(entry, what, launcher, request.steps, verbose=verbose)
-            measure_deviations(entry, reference.run, limits, compare_weights=compare_weights)
+            train(layout, what, launcher, request.steps, verbose=verbose)
+            measure_deviations(layout, reference.run, compare_weights=compare_weights)
         except Failure as error:
-            entry.problem, entry.failed = str(error), True
-        shutil.rmtree(entry.run.path, ignore_errors=True)
-        say(f"{entry.name} ({entry.text}): {entry.verdict}, {time.perf_counter() - started:.0f} s")
-    console.print(matrix(entries, compare_weights=compare_weights))
-    for precision in dict.fromkeys(entry.precision for entry in legal):
-        limits = tolerances(request, precision, reference.precision)
+            layout.problem, layout.failed = str(error), True
+        shutil.rmtree(layout.run.path, ignore_errors=True)
+        say(f"{layout.name} ({layout.text}): {layout.verdict}, {time.perf_counter() - started:.0f} s")
+    console.print(matrix(layouts, compare_weights=compare_weights))
+    for precision, limits in {layout.precision: layout.limits for layout in legal}.items():
         say(f"tolerance in {precision}: {', '.join(f'{limit:.0e}' for limit in limits)}")
-    for entry in entries:
-        if entry.problem:
-            say(f"{entry.name}: {entry.problem}")
-    return any(entry.failed for entry in entries)
+    for layout in layouts:
+        if layout.problem:
+            say(f"{layout.name}: {layout.problem}")
+    return any(layout.failed for layout in layouts)
 
 
-def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Entry, list[Entry], EngineConfig]:
+def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Layout, list[Layout], EngineConfig]:
     """Check every layout and write its flags and JSON; nothing is started.
 
     Returns:
@@ -375,35 +355,33 @@ def resolve_layouts(request: Request, ranks: int, folder: Path) -> tuple[Entry, 
     Raises:
         UserError: the reference is invalid, or a layout that was asked for.
     """
-    written, entries = request.reference or parse_layout("zero1 fp32"), []
-    reference, engine = resolve_layout(request, written, None, ranks, folder / "reference")
-    as_in_json = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "json")[1]
-    if request.reference is None and as_in_json.precision.name.endswith("fp16"):
-        # fp16 skips steps while it looks for its loss scale: only fp16 does the same.
-        reference, engine = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "reference")
+    as_in_json = resolve_layout(request, parse_layout("zero1"), None, ranks, folder / "json")
+    # fp16 skips steps while it looks for its loss scale: only fp16 does the same.
+    in_fp16 = as_in_json.precision.name.endswith("fp16")
+    reference, layouts = request.reference or parse_layout("zero1" if in_fp16 else "zero1 fp32"), []
+    engine = resolve_layout(request, reference, None, ranks, folder / "reference")
     stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
     for number, layout in enumerate(request.layouts or default_layouts(ranks, stage=stage)):
         try:
-            entry, other = resolve_layout(request, layout, engine, ranks, folder / str(number))
+            data = resolve_layout(request, layout, engine, ranks, folder / str(number)).json
         except UserError as error:
-            entries.append(Entry(layout.text, folder / str(number), problem=str(error)))
-            continue
+            layout.problem, data = str(error), {}
         # A default layout that is the reference's would be compared with itself.
-        if request.layouts is not None or other.json != engine.json or entry.text != reference.text:
-            entries.append(entry)
-    if request.layouts is not None and any(entry.problem for entry in entries):
-        raise UserError("; ".join(f"layout {entry.name!r}: {entry.problem}" for entry in entries if entry.problem))
-    return reference, entries, engine
+        if request.layouts is not None or data != engine.json or layout.text != reference.text:
+            layouts.append(layout)
+    if request.layouts is not None and any(layout.problem for layout in layouts):
+        raise UserError("; ".join(f"layout {layout.name!r}: {layout.problem}" for layout in layouts if layout.problem))
+    return reference, layouts, engine
 
 
 def resolve_layout(
     request: Request, layout: Layout, reference: EngineConfig | None, ranks: int, folder: Path
-) -> tuple[Entry, EngineConfig]:
+) -> EngineConfig:
     """One layout: the user's flags and JSON with what this layout changes, written to files and checked.
 
     Args:
         request: the command line.
-        layout: of this run.
+        layout: of this run; its folder, text, precision and limits are filled in.
         reference: whose global batch it gets; None for the reference itself.
         ranks: of every run.
         folder: of this layout.
@@ -415,28 +393,29 @@ def resolve_layout(
 
     from ds_vit.training.build import resolve_parts
 
-    entry, data = Entry(layout.text, folder), request.deepspeed
+    data = request.deepspeed
     own, dropped = {**_EVERY_RUN, "max_steps": request.steps}, _WITHOUT_EFFECT
     if not request.own_optimizer:
         own, dropped = own | {"sched": "constant", "warmup_steps": 0}, dropped | _PROBE_REPLACES
         data = {key: value for key, value in data.items() if key != "scheduler"} | PROBE
-    kept = {name: value for name, value in request.values.items() if name not in dropped}
-    values = flags.over_recipe(kept, {**own, **layout.flags})
     if layout.stage is not None:
         cannot = {0: ("offload_param", "offload_optimizer"), 1: ("offload_param",), 2: ("offload_param",)}
         block = {**data.get("zero_optimization", {}), "stage": layout.stage}
         data["zero_optimization"] = {k: v for k, v in block.items() if k not in cannot.get(layout.stage, ())}
     if layout.fp32:
         data = {key: value for key, value in data.items() if key not in ("bf16", "fp16", "torch_autocast")}
+    kept = {name: value for name, value in request.values.items() if name not in dropped}
+    values = flags.over_recipe(kept, {**own, **layout.flags})
     if reference is not None:
         batch = reference.batch
         values = {name: value for name, value in values.items() if name not in ("batch_size", "grad_accum_steps")}
         micro = layout.flags.get("batch_size", batch.micro_batch)
         data |= dict(zip(BATCH_KEYS, (batch.global_batch, micro, "auto"), strict=True))
+    layout.folder = folder
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "layout.json"
     file.write_text(json.dumps(data))
-    values |= {"deepspeed_config": str(file), "output": str(entry.run.path)}
+    values |= {"deepspeed_config": str(file), "output": str(layout.run.path)}
     (folder / "layout.yaml").write_text(flags.to_yaml(values))
     try:
         rank = Process("env", 0, ranks, 0, ranks)
@@ -444,19 +423,22 @@ def resolve_layout(
         engine = resolve_parts(*flags.from_values(values), rank, on_cpu=on_cpu).engine
     except UserError as error:
         text = str(error).replace(str(file), request.values["deepspeed_config"])
-        raise UserError(text if reference is not None else f"reference {layout.text!r}: {text}") from None
-    entry.precision = engine.precision.name
-    entry.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} a replica"
-    return entry, engine
+        raise UserError(text if reference is not None else f"reference {layout.name!r}: {text}") from None
+    layout.precision = engine.precision.name
+    # Without --rtol those of the coarser number format.
+    precisions = [one.precision.name for one in (engine, reference) if one]
+    layout.limits = (request.rtol,) * 3 if request.rtol is not None else max(TOLERANCES[name] for name in precisions)
+    layout.text = f"{engine.text}, {engine.batch.micro_batch} x {engine.batch.accumulation} a replica"
+    return engine
 
 
 def train(
-    entry: Entry, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
+    layout: Layout, what: str, launcher: Sequence[str], steps: int, *, verbose: bool, console: Console | None = None
 ) -> None:
     """Train a layout in new processes, and show how far it is on stderr: a moving line, or one plain line in a file.
 
     Args:
-        entry: whose run it is.
+        layout: whose run it is.
         what: in a few words.
         launcher: starts `TRAIN` on all ranks.
         steps: how many there will be.
@@ -470,13 +452,13 @@ def train(
     if not console.is_terminal:
         console.print(f"parity.py: {what}", markup=False, highlight=False)
     with tempfile.TemporaryFile() as output, Line(console).doing(what, steps) as counted:
-        command = [*launcher, str(TRAIN), "--recipe", str(entry.folder / "layout.yaml")]
+        command = [*launcher, str(TRAIN), "--recipe", str(layout.folder / "layout.yaml")]
         child = subprocess.Popen(command, stdout=None if verbose else output, stderr=None if verbose else output)
         seen = 0
         try:
             while child.poll() is None:
                 time.sleep(0.1)
-                done = len(entry.run.rows("train")) if entry.run.metrics.exists() else 0
+                done = len(layout.run.rows("train")) if layout.run.metrics.exists() else 0
                 seen += len(list(counted(range(done - seen))))
         finally:
             child.terminate()  # torchrun ends its ranks
@@ -491,19 +473,14 @@ def train(
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
-def measure_deviations(entry: Entry, reference: RunFolder, limits: Sequence[float], *, compare_weights: bool) -> None:
-    """Compare a layout's run with the reference's, within limits for loss, gradient norm and weights."""
-    entry.loss, entry.norm = (deviation(curve(reference, key), curve(entry.run, key)) for key in ("loss", "grad_norm"))
-    entry.weight = worst_weight(weights(reference), weights(entry.run))
-    values = (entry.loss, entry.norm, entry.weight[1] if compare_weights else 0.0)
-    entry.failed = any(not value <= limit for value, limit in zip(values, limits, strict=True))
-
-
-def tolerances(request: Request, *precisions: str) -> tuple[float, float, float]:
-    """What passes for loss, gradient norm and weights: --rtol, else the tolerances of the coarser number format."""
-    if request.rtol is not None:
-        return (request.rtol,) * 3
-    return max(TOLERANCES[name] for name in precisions)
+def measure_deviations(layout: Layout, reference: RunFolder, *, compare_weights: bool) -> None:
+    """Compare a layout's run with the reference's, within its limits for loss, gradient norm and weights."""
+    layout.loss, layout.norm = (
+        deviation(curve(reference, key), curve(layout.run, key)) for key in ("loss", "grad_norm")
+    )
+    layout.weight = worst_weight(weights(reference), weights(layout.run))
+    values = (layout.loss, layout.norm, layout.weight[1] if compare_weights else 0.0)
+    layout.failed = any(not value <= limit for value, limit in zip(values, layout.limits, strict=True))
 
 
 def curve(run: RunFolder, key: str) -> list[float | None]:
@@ -523,13 +500,11 @@ def deviation(reference: Iterable[float | None], values: Iterable[float | None])
     """The largest |a - b| / |a| of two curves; infinite where one of a pair is missing or not finite."""
 
     def one(a: float | None, b: float | None) -> float:
-        if a is None or b is None:
-            return 0.0 if a is b else math.inf
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return math.inf
-        if a == b:
+        if a == b:  # a skipped step has no norm
             return 0.0
-        return abs(a - b) / abs(a) if a else math.inf
+        if a is None or b is None or not (a and math.isfinite(a) and math.isfinite(b)):
+            return math.inf
+        return abs(a - b) / abs(a)
 
     return max(one(a, b) for a, b in zip(reference, values, strict=True))
 
@@ -544,28 +519,22 @@ def worst_weight(reference: Mapping[str, torch.Tensor], tensors: Mapping[str, to
 
     if set(reference) != set(tensors):
         raise ValueError(f"these tensors are in one model only: {sorted(set(reference) ^ set(tensors))[:5]}")
-    parts, count, square = {}, 0, 0.0
-    for name, tensor in reference.items():
-        if not tensor.is_floating_point():
-            continue
-        a = tensor.double()
-        count, square = count + a.numel(), square + float(a.square().sum())
-        distance = float(torch.linalg.vector_norm(a - tensors[name].double()))
-        parts[name] = (distance, float(torch.linalg.vector_norm(a)), math.sqrt(a.numel()))
-    floor = _SMALL_TENSOR * math.sqrt(square / count)
-    relative = {
-        name: distance / max(norm, floor * size) if math.isfinite(distance) else math.inf
-        for name, (distance, norm, size) in parts.items()
-    }
+    sizes = {name: tensor.numel() for name, tensor in reference.items() if tensor.is_floating_point()}
+    norms = {name: float(torch.linalg.vector_norm(reference[name].double())) for name in sizes}
+    floor = _SMALL_TENSOR * math.hypot(*norms.values()) / math.sqrt(sum(sizes.values()))
+    relative = {}
+    for name, size in sizes.items():
+        distance = float(torch.linalg.vector_norm(reference[name].double() - tensors[name].double()))
+        relative[name] = distance / max(norms[name], floor * math.sqrt(size)) if math.isfinite(distance) else math.inf
     worst = max(relative, key=lambda name: relative[name])
     return worst, relative[worst]
 
 
-def matrix(entries: Sequence[Entry], *, compare_weights: bool) -> Table:
+def matrix(layouts: Sequence[Layout], *, compare_weights: bool) -> Table:
     """The results as a table.
 
     Args:
-        entries: one a layout.
+        layouts: one a row.
         compare_weights: whether the weights count; their column says so where they do not.
     """
     table = Table(title="largest relative deviation from the reference", title_justify="left", title_style="bold")
@@ -575,9 +544,9 @@ def matrix(entries: Sequence[Entry], *, compare_weights: bool) -> Table:
     table.add_column("weights" if compare_weights else "weights (not tested)", justify="right")
     table.add_column("worst tensor", overflow="fold")
     table.add_column("verdict")
-    for entry in entries:
+    for layout in layouts:
         numbers = ["-"] * 3
-        if not entry.problem:
-            numbers = [f"{number:.1e}" for number in (entry.loss, entry.norm, entry.weight[1])]
-        table.add_row(entry.name, *numbers, entry.weight[0], entry.verdict)
+        if not layout.problem:
+            numbers = [f"{number:.1e}" for number in (layout.loss, layout.norm, layout.weight[1])]
+        table.add_row(layout.name, *numbers, layout.weight[0], layout.verdict)
     return table

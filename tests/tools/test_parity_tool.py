@@ -16,8 +16,8 @@ from project import ROOT
 from rich.console import Console
 
 from ds_vit.tools.parity import (
-    Entry,
     Failure,
+    Layout,
     compare,
     default_layouts,
     deviation,
@@ -37,14 +37,18 @@ TRAINING = [
     *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=3", "num_heads=4", "qk_norm=True"),
 ]
 
-# The training, with the sum of the gradients of q_norm and k_norm left out, and a rank that dies under ZeRO-3.
-BROKEN_TRAINING = f"""
+# The tool, and in a rank the training: without the sum of the gradients of q_norm and k_norm, and with a rank that dies
+# under ZeRO-3.
+BROKEN = f"""
 import os, sys
+from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from ds_vit import train
 from ds_vit.parallel.tensor import cut
+from ds_vit.tools import parity
 from ds_vit.training.trainer import Trainer
 
+parity.TRAIN = Path(__file__)
 cut.sum_over_group = lambda x, tp: x
 run = Trainer.run
 
@@ -57,17 +61,7 @@ def dies(self):
 
 Trainer.run = dies
 if __name__ == "__main__":
-    sys.exit(train.main())
-"""
-BROKEN = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-from ds_vit.tools import parity
-
-parity.TRAIN = Path(__file__).with_name("broken_training.py")
-if __name__ == "__main__":
-    sys.exit(parity.main())
+    sys.exit(train.main() if "RANK" in os.environ else parity.main())
 """
 
 
@@ -87,7 +81,7 @@ def verdicts(output: str) -> dict[str, str]:
 
 def test_the_line_follows_the_steps_on_a_terminal(tmp_path):
     # Catches: silence while a layout trains; a failure whose error is not shown.
-    screen, entry = io.StringIO(), Entry("zero1", tmp_path)
+    screen, layout = io.StringIO(), Layout("zero1", folder=tmp_path)
     script = f"""
 import pathlib, sys, time
 run = pathlib.Path({str(tmp_path)!r}) / "run"
@@ -99,7 +93,7 @@ sys.exit("train.py: error: no images")
 """
     console = Console(file=screen, force_terminal=True, width=100)
     with pytest.raises(Failure, match="no images"):
-        train(entry, "training zero1", [sys.executable, "-c", script], 3, verbose=False, console=console)
+        train(layout, "training zero1", [sys.executable, "-c", script], 3, verbose=False, console=console)
     shown = screen.getvalue()
     assert "training zero1" in shown
     assert "0/3" in shown
@@ -125,7 +119,6 @@ def test_four_ranks_agree(tmp_path):
 @pytest.mark.slow
 def test_a_broken_layout_and_a_dead_rank_are_found(tmp_path):
     # Catches: a comparison that cannot fail, and a tool that hangs or stops where one rank of a layout dies.
-    (tmp_path / "broken_training.py").write_text(BROKEN_TRAINING)
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     done = start(script, tmp_path, "-n", "2", "--layouts", "zero3, tp2", "--steps", "2")
@@ -188,7 +181,7 @@ def test_default_layouts():
         layouts = default_layouts(world, stage=stage)
         assert all(world % math.prod(layout.flags.get(axis, 1) for axis in ("pp", "tp")) == 0 for layout in layouts)
         assert all(layout.stage == 1 for layout in layouts if stage > 1 and "pp" in layout.flags)
-        assert len({layout.text for layout in layouts}) == len(layouts)
+        assert len({layout.name for layout in layouts}) == len(layouts)
     assert parse_layout("pp2 tp2") in default_layouts(4, stage=1)
 
 
@@ -215,13 +208,13 @@ def test_worst_weight():
 
 def test_verdicts():
     # Catches: an illegal layout of the default list that counts as a broken promise.
-    entries = [
-        Entry("tp2", Path(), weight=("head.bias", 0.0)),
-        Entry("tp3", Path(), problem="3 heads"),
-        Entry("pp2", Path(), failed=True),
+    layouts = [
+        Layout("tp2", weight=("head.bias", 0.0)),
+        Layout("tp3", problem="3 heads"),
+        Layout("pp2", failed=True),
     ]
-    assert [entry.verdict for entry in entries] == ["same", "not legal", "DEVIATES"]
-    assert matrix(entries, compare_weights=True).row_count == 3
+    assert [layout.verdict for layout in layouts] == ["same", "not legal", "DEVIATES"]
+    assert matrix(layouts, compare_weights=True).row_count == 3
 
 
 def test_it_refuses_to_be_started_once_a_rank(monkeypatch, capsys):
