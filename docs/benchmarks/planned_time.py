@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from scipy.stats import spearmanr
 
 from ds_vit.launching.process import discover
 from ds_vit.planner.cost import StepTime
-from ds_vit.tools.bench import make_ours, ranks_met, resolve_engine, versions
+from ds_vit.tools.bench import make_ours, ranks_met, resolve_engine, seconds_of, versions
 from ds_vit.tools.calibrate import Calibration
 from ds_vit.training.build_engine import EngineConfig
 from ds_vit.training.cost import Cost
@@ -62,9 +61,7 @@ def measured(plans: dict[str, EngineConfig], calibration: Calibration, turns: in
             calibrated, of_layouts = calibration.turn(0.1), {}
             for name, step in steps.items():
                 dist.barrier()
-                start = time.perf_counter()
-                step()
-                seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+                seconds = torch.tensor(seconds_of(step), dtype=torch.float64)
                 dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
                 of_layouts[name] = float(seconds)
             found.append({"calibrated": calibrated, "layouts": of_layouts})

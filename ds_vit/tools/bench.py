@@ -21,7 +21,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,19 +29,19 @@ import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
-from ds_vit.engine.start import device_of, init_distributed, quiet_deepspeed, share_cores
+from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import Process, discover, rendezvous
+from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.figures import new_figure
 from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
 from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import check_comparable, check_peer, own_linear, peer_step
+from ds_vit.training.program import process_group
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ds_vit.engine.base import Engine
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks import Batch
     from ds_vit.training.build_engine import EngineConfig
@@ -51,8 +50,7 @@ if TYPE_CHECKING:
 # and the same in turns of as many steps.
 _SETS_OF_KEYS = 3
 
-MakeStep = Callable[["EngineConfig", torch.device, contextlib.ExitStack], Callable[[], object]]
-"""Makes a side and gives its step (a collective); what is to be closed after the measurement goes onto the stack."""
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -219,12 +217,43 @@ def _measured(
     turns: int,
     steps: int,
 ) -> Bench:
-    """Measure all sides; `compared` has of each of ours: name of a ratio → the other side."""
+    """Measure all sides, which are held at the same time (a collective).
+
+    Args:
+        words: flags of the runs.
+        ours: name → the engine that gives its model and the images of a step.
+        peers: which get the model and images of the first of ours.
+        compared: one of ours → name of a ratio → the other side.
+        process: this rank.
+        turns: how often each side is measured; they alternate.
+        steps: steps a turn.
+    """
     config = next(iter(ours.values()))
-    both: dict[str, tuple[EngineConfig, MakeStep]] = {name: (own, make_ours) for name, own in ours.items()}
-    both |= {name: (config, partial(_make_peer, name)) for name in peers}
-    with ranks_met(process) as device:
-        sides = _measure(both, device, turns, steps)
+    configs = {**ours, **dict.fromkeys(peers, config)}
+    with ranks_met(process) as device, contextlib.ExitStack() as stack:
+        runners: dict[str, Step] = {}
+        memory: dict[str, int] = {}
+        for name, own in configs.items():
+            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
+            runners[name] = step
+            seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                step()
+                memory[name] = torch.cuda.max_memory_allocated(device) - before
+        with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
+            counts = {name: count_step(step) for name, step in runners.items()}
+        times = _in_turns(runners, turns, steps, device)
+        sides = {}
+        for name, own in configs.items():
+            images, peak = own.batch.global_batch, peak_tflops(device, own.precision.name)
+            rate = images / min(times[name])
+            mfu = None
+            if peak:
+                flops = count_flops(own.model.whole, own.model.frozen).training
+                mfu = flops * rate / dist.get_world_size() / 1e12 / peak
+            sides[name] = Side(images, tuple(times[name]), rate, counts[name], memory.get(name), mfu)
     return Bench(
         model=config.model.spec.name,
         options=" ".join(words),
@@ -243,57 +272,13 @@ def _measured(
     )
 
 
-def _make_peer(
-    name: str, config: EngineConfig, device: torch.device, stack: contextlib.ExitStack
-) -> Callable[[], object]:
-    pixels = _random_batch(config, config.batch.global_batch // dist.get_world_size(), torch.float32, device)
-    return peer_step(name, config, pixels["images"], pixels["targets"])
-
-
 @contextlib.contextmanager
 def ranks_met(process: Process) -> Iterator[torch.device]:
     """For the block the ranks have met; gives this one's device."""
-    made_group = init_distributed(rendezvous(process))
-    share_cores(process.local_world_size)
-    yield device_of(process.local_rank)
-    if made_group:
-        dist.destroy_process_group()
+    from deepspeed.accelerator import get_accelerator
 
-
-def _measure(
-    sides: Mapping[str, tuple[EngineConfig, MakeStep]], device: torch.device, turns: int, steps: int
-) -> dict[str, Side]:
-    """Time and count the steps of all sides (a collective).
-
-    Args:
-        sides: name → the engine that gives its model and the images of a step, and what makes its step. All are held
-            at the same time.
-        device: of this rank.
-        turns: how often each side is measured; they alternate.
-        steps: steps a turn.
-    """
-    runners: dict[str, Callable[[], object]] = {}
-    memory: dict[str, int | None] = {}
-    with contextlib.ExitStack() as stack:
-        for name, (config, make) in sides.items():
-            before = _memory_allocated(device)
-            step = runners[name] = make(config, device, stack)
-            # The first steps make what later ones keep, torch's reducer in its second.
-            _seconds_a_step(step, 3, device)
-            kept = _memory_allocated(device) - before
-            memory[name] = kept + _peak_above(step, device) if device.type == "cuda" else None
-        with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-            counts = {name: count_step(step) for name, step in runners.items()}
-        times = _in_turns(runners, turns, steps, device)
-    measured = {}
-    for name, (config, _) in sides.items():
-        images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
-        rate, mfu = images / min(times[name]), None
-        if peak:
-            flops = count_flops(config.model.whole, config.model.frozen).training
-            mfu = flops * rate / dist.get_world_size() / 1e12 / peak
-        measured[name] = Side(images, tuple(times[name]), rate, counts[name], memory[name], mfu)
-    return measured
+    with process_group(process, on_cpu=get_accelerator().device_name() == "cpu"):
+        yield device_of(process.local_rank)
 
 
 def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
@@ -311,14 +296,32 @@ def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
     return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
 
 
-def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> Callable[[], object]:
-    """A step of ours, on random pixels (a collective)."""
+def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> Step:
+    """A step of ours on random pixels, as the trainer takes it: it asks for the result of the one before.
+
+    A collective; the engine is closed with the stack.
+    """
     from ds_vit.parallel.groups import build_groups
     from ds_vit.training.build_engine import build_engine
 
     engine = build_engine(config, device, build_groups(config.layout))
     stack.callback(engine.close)
-    return _our_step(engine, _random_batch(config, config.batch.micro_batch, engine.dtype, device))
+    batch = _random_batch(config, config.batch.micro_batch, engine.dtype, device)
+    before: list[StepResult] = []
+    keys = torch.arange(_SETS_OF_KEYS * config.batch.micro_batch).split(config.batch.micro_batch)
+    batches = itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
+
+    def step() -> None:
+        with own_linear() if engine.stage < 3 else contextlib.nullcontext():
+            micro_batches = itertools.islice(batches, engine.accumulation)
+            before.append(engine.train_step(micro_batches, lambda: before and before.pop().applied))
+
+    return step
+
+
+def _make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
+    pixels = _random_batch(config, config.batch.global_batch // dist.get_world_size(), torch.float32, device)
+    return peer_step(name, config, pixels["images"], pixels["targets"])
 
 
 def _ratio(ours: Side, peer: Side) -> Ratio:
@@ -352,58 +355,34 @@ def _random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: t
     return {"images": images, "targets": targets, "keys": torch.arange(rows, device=device)}
 
 
-def _our_step(engine: Engine, batch: Batch) -> Callable[[], None]:
-    """A step as the trainer takes it: it asks for the result of the one before."""
-    before: list[StepResult] = []
-    keys = [torch.arange(len(batch["keys"])) + number * len(batch["keys"]) for number in range(_SETS_OF_KEYS)]
-    samples = [{**batch, "keys": own.to(batch["keys"].device), "keys_on_host": own} for own in keys]
-    batches = itertools.cycle(samples)
-
-    def step() -> None:
-        with own_linear() if engine.stage < 3 else contextlib.nullcontext():
-            result = engine.train_step(
-                itertools.islice(batches, engine.accumulation), lambda: before and before.pop().applied
-            )
-        before.append(result)
-
-    return step
-
-
-def _memory_allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _peak_above(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a step allocates at its peak, beyond those that it finds."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _in_turns(
-    sides: Mapping[str, Callable[[], object]], turns: int, steps: int, device: torch.device
-) -> dict[str, list[float]]:
+def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds a step of each side in each turn, of the slowest rank; every other turn goes the other way round."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in sides if turn % 2 else reversed(list(sides)):
             dist.barrier()
-            seconds = torch.tensor(_seconds_a_step(sides[name], steps, device), device=device, dtype=torch.float64)
+            seconds = torch.tensor(seconds_of(sides[name], steps), device=device, dtype=torch.float64)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             times[name].append(float(seconds))
     return times
 
 
-def _seconds_a_step(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / steps
+def seconds_of(call: Step, times: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds a call on this rank, until the device has done what it was given.
+
+    Args:
+        call: what is timed.
+        times: in a row.
+        clock: `time.process_time` where other programs should not count.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().synchronize()
+    start = clock()
+    for _ in range(times):
+        call()
+    get_accelerator().synchronize()
+    return (clock() - start) / times
 
 
 def mean_over_ranks(value: float, device: torch.device) -> float:
@@ -433,28 +412,28 @@ def table(result: Bench) -> list[tuple[str, ...]]:
     Columns without a value are left out.
     """
     labels = list(dict.fromkeys(label for ratios in result.ratios.values() for label in ratios))
-    sides = {**result.peers, **result.ours}
+    sides, rows = {**result.peers, **result.ours}, []
     differ = len({side.images for side in sides.values()}) > 1
-    lines = [("", "images a step", "images/s", *(f"of {label}" for label in labels))]
-    lines[0] += ("operations", "waits", "MB allocated", "MB at the peak", "MFU")
     for name, side in sides.items():
         ratios = result.ratios.get(name, {})
-        cells = [ratios.get(label) for label in labels]
-        lines.append(
-            (
-                name,
-                str(side.images) if differ else "",
-                f"{side.images_per_second:.2f}",
-                *(f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for r in cells),
-                str(side.counts.operations),
-                str(side.counts.waits),
-                f"{side.counts.allocated_bytes / 1e6:.0f}",
-                f"{side.memory_bytes / 1e6:.0f}" if side.memory_bytes else "",
-                f"{side.mfu:.1%}" if side.mfu else "",
-            )
+        cells = [(label, ratios.get(label)) for label in labels]
+        rows.append(
+            {
+                "": name,
+                "images a step": str(side.images) if differ else "",
+                "images/s": f"{side.images_per_second:.2f}",
+                **{
+                    f"of {k}": f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for k, r in cells
+                },
+                "operations": str(side.counts.operations),
+                "waits": str(side.counts.waits),
+                "MB allocated": f"{side.counts.allocated_bytes / 1e6:.0f}",
+                "MB at the peak": f"{side.memory_bytes / 1e6:.0f}" if side.memory_bytes else "",
+                "MFU": f"{side.mfu:.1%}" if side.mfu else "",
+            }
         )
-    known = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    return list(zip(*known, strict=True))
+    known = [column for column in rows[0] if any(row[column] for row in rows)]
+    return [tuple(known), *(tuple(row[column] for column in known) for row in rows)]
 
 
 def draw(result: Bench) -> Figure:

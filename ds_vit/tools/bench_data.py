@@ -26,6 +26,7 @@ from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.decode import Box, Jpeg, open_image
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import Process, discover
+from ds_vit.tools.bench import seconds_of
 
 if TYPE_CHECKING:
     from ds_vit.training.inputs import InputConfig
@@ -137,39 +138,29 @@ def _samples(inputs: InputConfig, images: int) -> list[_Sample]:
     return list(found.values())
 
 
-def _seconds(run: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
-    start = clock()
-    run()
-    return clock() - start
-
-
 def _fastest(run: Callable[[], object], images: int, clock: Callable[[], float] = time.process_time) -> float:
     """Seconds an image of the fastest try; of the processor where other programs should not count."""
-    return min(_seconds(run, clock) for _ in range(_TRIES)) / images
+    return min(seconds_of(run, clock=clock) for _ in range(_TRIES)) / images
 
 
 def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.device) -> dict[str, float]:
     source = inputs.train_source
     clock = time.perf_counter  # reading and transfer wait
-    read = _fastest(lambda: [source.encoded(sample.number) for sample in samples] and None, len(samples), clock)
+    read = _fastest(lambda: [source.encoded(sample.number) for sample in samples], len(samples), clock)
     decode, both = (_fastest(run, len(samples)) for run in _decode_and_augment(inputs, samples))
     loader = _loader(inputs, workers=0)
     batches = list(itertools.islice(loader, max(1, len(samples) // inputs.share.micro_batch)))
     rows = sum(batch.num_rows for batch in batches)
-    whole = _fastest(lambda: list(itertools.islice(loader, len(batches))) and None, rows)
+    whole = _fastest(lambda: list(itertools.islice(loader, len(batches))), rows)
 
     def transfer() -> None:
         for batch in batches:
             finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     def augment_there() -> None:
         for batch in batches:
             if isinstance(batch.images, Crops):
                 augmented(batch.images, device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     augment = max(0.0, both - decode)
     collate = max(0.0, whole - read - decode - augment)

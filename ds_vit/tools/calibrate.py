@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +28,9 @@ from torch.nn import functional as F
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, create_model, take_apart
-from ds_vit.planner.counting import work_of_layers
+from ds_vit.planner.counting import Pass, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator, accelerator_of_device
-from ds_vit.planner.memory import layers_of_rank
-from ds_vit.tools.bench import device_name, mean_over_ranks
+from ds_vit.tools.bench import device_name, mean_over_ranks, seconds_of
 
 Call = Callable[[], object]
 
@@ -113,20 +111,21 @@ class Calibration:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.widths, own = widths or self.sizes.widths, self.sizes.own
         self._other = torch.float32 if own == torch.bfloat16 else torch.bfloat16
-        self._block = _Block(*self.sizes.block, own, device)
-        self._calls: dict[str, Call] = {
-            **{f"product {least}": _products(*self._shape(least), own, device) for least in self.widths},
-            "other": _products(*self._shape(self.sizes.other), self._other, device),
+        block, self._passes = _block(*self.sizes.block, own, device)
+        multiplying = {
+            **{f"product {least}": _products(least, self.sizes, own, device) for least in self.widths},
+            "other": _products(self.sizes.other, self.sizes, self._other, device),
             "attention": _attention(*self.sizes.attention, own, device),
-            "copy": _copy(self.sizes.copied, device),
-            "operation": _operations(device),
-            "block": self._block.step,
         }
-
-    def _shape(self, least: int) -> tuple[int, int]:
-        """(rows, width) of the products whose least dimension is measured."""
-        width = max(least, self.sizes.width)
-        return (self.sizes.rows if least == width else least), width
+        self._flops = {key: flops for key, (_, flops) in multiplying.items()}
+        source, small = torch.zeros(self.sizes.copied // 4, device=device), torch.zeros(8, device=device)
+        target = torch.empty_like(source)
+        self._calls: dict[str, Call] = {
+            **{key: call for key, (call, _) in multiplying.items()},
+            "copy": lambda: target.copy_(source),
+            "operation": lambda: [small.add_(1.0) for _ in range(_OPERATIONS)],
+            "block": block,
+        }
 
     def turn(self, seconds: float = 0.2) -> dict[str, float]:
         """Seconds of a call of each, and of messages between the ranks (a collective).
@@ -157,11 +156,11 @@ class Calibration:
             inside: the link inside a host; the usual one where empty.
         """
         sizes, known = self.sizes, self.known
-        rates = {least: _product_flops(*self._shape(least)) / seconds[f"product {least}"] for least in self.widths}
+        reached = {key: flops / seconds[key] for key, flops in self._flops.items()}
+        rates = {least: reached[f"product {least}"] for least in self.widths}
         peak = max(rates.values())
         # The other type is taken to reach the same shares of its peak.
-        share = rates.get(sizes.other, peak) / peak
-        peaks = {sizes.own: peak, self._other: _product_flops(*self._shape(sizes.other)) / seconds["other"] / share}
+        peaks = {sizes.own: peak, self._other: reached["other"] / (rates.get(sizes.other, peak) / peak)}
         if self.device.type == "cuda":
             memory, per_node = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
         else:
@@ -178,14 +177,21 @@ class Calibration:
             gpus_per_node=per_node,
             inside=inside or (known.inside if known else "nvlink4"),
             matmul_efficiency={width: rate / peak for width, rate in rates.items()},
-            attention_efficiency=_attention_flops(*sizes.attention) / seconds["attention"] / peak,
+            attention_efficiency=reached["attention"] / peak,
             elementwise_efficiency=1.0,
             hidden_share=known.hidden_share if known else 0.8,
             seconds_per_operation=seconds["operation"] / _OPERATIONS,
             reserved_bytes=known.reserved_bytes if known else 0.0,
             images_per_worker=(known or accelerator("cpu")).images_per_worker,
         )
-        return dataclasses.replace(found, elementwise_efficiency=self._block.rest(found, seconds["block"]) / copy)
+        # Everything in a block that is no product: norms, GELU, sums, copies, new memory. Another program between the
+        # measurements could leave nothing or less for it: it takes more.
+        images = sizes.block[1]
+        products = [product for one in self._passes for product in one.products]
+        multiplying = sum(product.seconds(found, sizes.own.itemsize, images) for product in products)
+        rest = max(seconds["block"] - multiplying, 0.1 * seconds["block"])
+        moved = images * sum(one.bytes for one in self._passes)
+        return dataclasses.replace(found, elementwise_efficiency=moved / rest / copy)
 
     def link(self, seconds: Mapping[str, float]) -> Link:
         """The link between the ranks: lines through the times of messages of several sizes.
@@ -258,114 +264,51 @@ def _seconds(call: Call, device: torch.device, seconds: float) -> float:
 
     Not the fastest call: the other ranks may have been idle during it.
     """
-
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    times = [once() for _ in range(max(3, min(200, int(seconds / mean_over_ranks(once(), device)))))]
-    return mean_over_ranks(statistics.median(times), device)
+    call()
+    calls = max(3, min(200, int(seconds / mean_over_ranks(seconds_of(call), device))))
+    return mean_over_ranks(statistics.median(seconds_of(call) for _ in range(calls)), device)
 
 
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """(seconds a byte, seconds of an empty message), by least squares of the relative error."""
-    of = torch.tensor(points, dtype=torch.float64)
-    sizes, times = of[:, 0], of[:, 1]
-    rows = torch.stack([sizes / times, 1 / times], dim=1)
-    slope, wait = torch.linalg.lstsq(rows, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
+    sizes, times = np.array(points, dtype=float).T
+    slope, wait = np.polyfit(sizes, times, 1, w=1 / times).tolist()
     return max(slope, 1e-15), max(wait, 1e-9)
 
 
-# What is measured
+# What is measured: a call, and its floating-point operations
 
 
-def _layers(rows: int, width: int) -> int:
-    """Products in a row: with few rows the weights decide, and come from memory, as in a model."""
-    return 4 if rows < width else 1
-
-
-def _products(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """[rows, width] x [width, 4 width] and the two products of its backward pass, in several layers."""
+def _products(least: int, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Call, int]:
+    """[rows, width] x [width, 4 width] and the two products of its backward pass, whose least dimension is given."""
+    width = max(least, sizes.width)
+    rows = sizes.rows if least == width else least
+    # Several layers in a row where there are few rows: the weights decide, and come from memory, as in a model.
+    layers = 4 if rows < width else 1
     a = torch.randn(rows, width, device=device, dtype=dtype)
-    layers = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(_layers(rows, width))]
+    weights = [torch.randn(width, 4 * width, device=device, dtype=dtype) for _ in range(layers)]
     back = torch.randn(rows, 4 * width, device=device, dtype=dtype)
-    return lambda: [(a @ b, back @ b.t(), a.t() @ back) for b in layers]
+    flops = layers * 3 * 2 * rows * width * 4 * width
+    return lambda: [(a @ b, back @ b.t(), a.t() @ back) for b in weights], flops
 
 
-def _product_flops(rows: int, width: int) -> int:
-    return _layers(rows, width) * 3 * 2 * rows * width * 4 * width
-
-
-def _attention(images: int, heads: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """Fused attention with heads of 64 and 197 tokens, forward and backward."""
+def _attention(images: int, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, int]:
+    """Fused attention with heads of 64 and 197 tokens, forward and backward: two products and five."""
     q, k, v = (torch.randn(images, heads, 197, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     back = torch.randn_like(q)
-    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), back)
+    flops = (2 + 5) * 2 * images * heads * 197**2 * 64
+    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), back), flops
 
 
-def _attention_flops(images: int, heads: int) -> int:
-    """The backward pass has five products for the forward pass's two."""
-    return (2 + 5) * 2 * images * heads * 197**2 * 64
-
-
-def _copy(size: int, device: torch.device) -> Call:
-    source = torch.zeros(size // 4, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def _operations(device: torch.device) -> Call:
-    """Small operations, one after the other."""
-    small = torch.zeros(8, device=device)
-    return lambda: [small.add_(1.0) for _ in range(_OPERATIONS)]
-
-
-class _Block:
-    """A timm block, for everything in it that is no product of matrices: norms, GELU, sums, copies, new memory.
-
-    Args:
-        name: of the model.
-        images: B.
-        dtype: of weights and tokens.
-        device: that computes.
-    """
-
-    def __init__(self, name: str, images: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.images = images
-        spec = ModelSpec(name, model_kwargs={"depth": 2})  # the last block computes less
-        model = create_model(spec)
-        compute = str(dtype).removeprefix("torch.")
-        layers = layers_of_rank(
-            take_apart(model), tp=1, sequence_parallel=False, class_parallel=False, compute=compute, norms_fp32=False
-        )
-        work = work_of_layers(model, layers, dtype)[1]
-        self._passes = work.forward, work.backward
-        self.block = create_model(spec, device=str(device)).blocks[0].to(dtype)
-        self._tokens = torch.randn(images, 197, model.embed_dim, device=device, dtype=dtype, requires_grad=True)
-        self._back = torch.randn_like(self._tokens)
-
-    def step(self) -> object:
-        """Forward and backward."""
-        return torch.autograd.grad(self.block(self._tokens), (self._tokens, *self.block.parameters()), self._back)
-
-    def rest(self, products: Accelerator, seconds: float) -> float:
-        """Bytes a second of everything that is no product.
-
-        Args:
-            products: whose products of matrices and attention have been measured.
-            seconds: of a step of the block.
-        """
-        of_type = self._tokens.element_size()
-        multiplying = sum(
-            product.seconds(products, of_type, self.images) for one in self._passes for product in one.products
-        )
-        # Another program between the measurements could leave nothing or less: the rest of a block takes more.
-        rest = max(seconds - multiplying, 0.1 * seconds)
-        return self.images * sum(one.bytes for one in self._passes) / rest
+def _block(name: str, images: int, dtype: torch.dtype, device: torch.device) -> tuple[Call, tuple[Pass, Pass]]:
+    """Both passes of a block of a timm model with 197 tokens, and what they ask for."""
+    spec = ModelSpec(name, model_kwargs={"depth": 2})  # the last block computes less
+    model = create_model(spec).to(dtype)
+    work = work_of_layers(model, take_apart(model), dtype)[1]
+    block = create_model(spec, device=str(device)).blocks[0].to(dtype)
+    tokens = torch.randn(images, 197, model.embed_dim, device=device, dtype=dtype, requires_grad=True)
+    back, inputs = torch.randn_like(tokens), (tokens, *block.parameters())
+    return lambda: torch.autograd.grad(block(tokens), inputs, back), (work.forward, work.backward)
 
 
 def images_per_worker(device: torch.device) -> float:

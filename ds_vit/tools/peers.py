@@ -14,19 +14,9 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.training.build_engine import EngineConfig
 
 
-def _eager(model: nn.Module, half: bool) -> nn.Module:
-    return model
-
-
 def _compiled(model: nn.Module, half: bool) -> nn.Module:
     model.compile()
     return model
-
-
-def _ddp(model: nn.Module, half: bool) -> nn.Module:
-    device = next(model.parameters()).device
-    ids = [device.index] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
@@ -40,9 +30,9 @@ def _fsdp2(model: nn.Module, half: bool) -> nn.Module:
 
 
 _WRAPPERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
-    "timm": _eager,
+    "timm": lambda model, half: model,
     "timm-compiled": _compiled,
-    "ddp": _ddp,
+    "ddp": lambda model, half: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
     "fsdp2": _fsdp2,
 }
 PEERS = tuple(_WRAPPERS)

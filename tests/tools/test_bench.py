@@ -1,8 +1,6 @@
 """The step benchmark: what a step asks of the hardware, ours beside plain timm's, and limits that it must not pass."""
 
-import contextlib
 import functools
-import io
 import itertools
 import json
 import re
@@ -11,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from project import ROOT
+from runs import run_quietly
 
+from ds_vit.cli import main
 from ds_vit.tools.bench import RUNGS, Ratio, table
 from ds_vit.tools.counting import count_step
 
@@ -42,76 +42,68 @@ def test_operations_waits_and_bytes_are_counted():
     assert counts.allocated_bytes == mul + total + ones + grad + greater + places
 
 
-# On one rank, vit_tiny/16, batch 4, drop-path 0.1: operations over plain timm's, waits, bytes over plain timm's.
-LIMITS = {
-    "fp32 ZeRO-0": (0.95, 0, 0.97),
-    "fp32 ZeRO-1": (1.92, 0, 1.15),
-    "fp32 ZeRO-3": (2.66, 1, 1.22),
-    "bf16 ZeRO-0": (0.98, 0, 0.98),
-    "bf16 ZeRO-1": (1.47, 0, 1.01),
-    "bf16 ZeRO-2": (1.77, 0, 1.26),
-    "bf16 ZeRO-3": (2.18, 1, 1.25),
-}
+# On one rank, vit_tiny/16, batch 4, drop-path 0.1: operations over plain timm's, waits, bytes over plain timm's. The
+# cases of a row are measured in one run, next to the same plain timm.
+LIMITS = (
+    {"fp32 ZeRO-0": (0.95, 0, 0.97), "fp32 ZeRO-1": (1.92, 0, 1.15), "fp32 ZeRO-3": (2.66, 1, 1.22)},
+    {"bf16 ZeRO-0": (0.98, 0, 0.98)},  # autocast, another precision than bf16 weights
+    {"bf16 ZeRO-1": (1.47, 0, 1.01), "bf16 ZeRO-2": (1.77, 0, 1.26), "bf16 ZeRO-3": (2.18, 1, 1.25)},
+)
+COUNTED = [
+    pytest.param(row, case, marks=() if "fp32" in case else pytest.mark.slow)
+    for row, cases in enumerate(LIMITS)
+    for case in cases
+]
 BF16 = {
     0: {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     1: {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     2: {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
     3: {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
 }
+ONCE = ["--turns", "1", "--steps", "1"]
+WORDS = ["--model", "vit_tiny_patch16_224", "-b", "4", "--drop-path", "0.1", *ONCE]
 
 
-WORDS = ["--model", "vit_tiny_patch16_224", "-b", "4", "--drop-path", "0.1", "--turns", "1", "--steps", "1"]
+def config_of(path, case):
+    """A file with the JSON of a case, such as "bf16 ZeRO-1"."""
+    stage = int(case[-1])
+    config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    path.write_text(json.dumps(config | (BF16[stage] if case.startswith("bf16") else {})))
+    return path
 
 
-def run_bench(*words, kind="step"):
-    """On a rank: the command's exit code, and what it prints."""
-    from ds_vit.cli import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["bench", kind, *map(str, words)])
-    return code, out.getvalue(), err.getvalue()
+def bench(ranks, world, *words, kind="step"):
+    """What the command says on each rank: exit code, stdout, stderr."""
+    return ranks.run(world, run_quietly, ["bench", kind, *map(str, words)], None, main, timeout=300)
 
 
-# Measured in one run, beside the same plain timm.
-RUNS = (
-    ("fp32 ZeRO-0", "fp32 ZeRO-1", "fp32 ZeRO-3"),
-    ("bf16 ZeRO-0",),  # autocast, another precision than bf16 weights
-    ("bf16 ZeRO-1", "bf16 ZeRO-2", "bf16 ZeRO-3"),
-)
-COUNTED = [pytest.param(case, marks=() if "fp32" in case else pytest.mark.slow) for run in RUNS for case in run]
+def measured(ranks, *words, kind="step"):
+    """What the command prints as JSON on one rank."""
+    [(code, out, said)] = bench(ranks, 1, "--json", *words, kind=kind)
+    assert code == 0, said
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def counted(ranks, tmp_path_factory):
-    """What the command prints as JSON in the run that a case belongs to, and the name of the case there."""
+    """What the command measures of the cases of a row."""
 
     @functools.cache
-    def of_run(run):
-        paths = [tmp_path_factory.mktemp("counted") / f"{case.replace(' ', '-')}.json" for case in run]
-        for case, path in zip(run, paths, strict=True):
-            stage = int(case[-1])
-            config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-            path.write_text(json.dumps(config | (BF16[stage] if case.startswith("bf16") else {})))
-        [(code, out, said)] = ranks.run(1, run_bench, "--json", "--deepspeed_config", *paths, *WORDS)
-        assert code == 0, said
-        return json.loads(out.splitlines()[-1])
+    def of_row(row):
+        folder = tmp_path_factory.mktemp("counted")
+        paths = [config_of(folder / f"{case}.json", case) for case in LIMITS[row]]
+        return measured(ranks, "--deepspeed_config", *paths, *WORDS)
 
-    return lambda case: (of_run(next(run for run in RUNS if case in run)), case.replace(" ", "-"))
+    return of_row
 
 
-def test_every_limit_is_held():
-    """A case that no run measures."""
-    assert [case for run in RUNS for case in run] == list(LIMITS)
-
-
-@pytest.mark.parametrize("case", COUNTED)
-def test_a_step_stays_within_its_counts(counted, case):
+@pytest.mark.parametrize(("row", "case"), COUNTED)
+def test_a_step_stays_within_its_counts(counted, row, case):
     """An operation for each parameter or layer, or a read by the host, that creeps back."""
-    operations, waits, allocated = LIMITS[case]
-    result, name = counted(case)
-    ours, plain = result["ours"][name], result["peers"]["timm"]
-    ratio = result["ratios"][name]["timm"]
+    operations, waits, allocated = LIMITS[row][case]
+    result = counted(row)
+    ours, plain = result["ours"][case], result["peers"]["timm"]
+    ratio = result["ratios"][case]["timm"]
     assert plain["counts"]["waits"] == 0
     assert ours["counts"]["waits"] <= waits
     assert ratio["operations"] <= operations
@@ -131,14 +123,11 @@ def test_a_block_of_a_large_model_stays_within_its_counts(ranks, tmp_path):
         if name == "zero3":
             config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-    words = ["--json", "--model", "vit_large_patch16_224", "--img-size", "16", "-b", "4", "--drop-path", "0.1"]
-    words += ["--turns", 1, "--steps", 1]
+    words = [*WORDS, "--model", "vit_large_patch16_224", "--img-size", "16"]
     words += ["--deepspeed_config", *(tmp_path / f"{name}.json" for name in OF_A_LARGE_BLOCK)]
 
     def operations(depth):
-        [(code, out, _)] = ranks.run(1, run_bench, *words, "--model-kwargs", f"depth={depth}")
-        assert code == 0
-        result = json.loads(out.splitlines()[-1])
+        result = measured(ranks, *words, "--model-kwargs", f"depth={depth}")
         return {name: side["counts"]["operations"] for name, side in (result["ours"] | result["peers"]).items()}
 
     less, more = operations(2), operations(3)
@@ -151,13 +140,10 @@ def test_a_block_of_a_large_model_stays_within_its_counts(ranks, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     """A peer that trains something else, a side that is not measured, two ranks that both speak, no picture."""
-    configs = [tmp_path / f"zero{stage}.json" for stage in (1, 3)]
-    for stage, path in zip((1, 3), configs, strict=True):
-        config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-        path.write_text(json.dumps(config | (BF16[stage] if precision == "bf16" else {})))
+    configs = [config_of(tmp_path / f"zero{stage}.json", f"{precision} ZeRO-{stage}") for stage in (1, 3)]
     words = [*WORDS, "--model", "test_vit", "--img-size", 32, "--turns", 2, "--output", tmp_path / "rates.png"]
     words += ["--against", "ddp", "fsdp2"]
-    (code, out, _), (code_too, nothing, _) = ranks.run(2, run_bench, "--json", "--deepspeed_config", *configs, *words)
+    (code, out, _), (code_too, nothing, _) = bench(ranks, 2, "--json", "--deepspeed_config", *configs, *words)
     assert (code, code_too, nothing) == (0, 0, "")
     result = json.loads(out.splitlines()[-1])
     assert (result["global_batch"], result["layout"], result["precision"]) == (8, "pp 1 x dp 2 x tp 1", precision)
@@ -176,29 +162,30 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     assert (tmp_path / "rates.png").stat().st_size > 5000
 
 
-def test_an_invalid_comparison_is_refused(ranks, tmp_path):
-    """A peer of one process among two ranks, one that there is not, files of two precisions: in one line."""
-    fp32, bf16 = ROOT / "ds_configs" / "cpu_zero1_fp32.json", tmp_path / "bf16.json"
-    bf16.write_text(json.dumps(json.loads(fp32.read_text()) | BF16[1]))
-    [(code, _, said), _] = ranks.run(2, run_bench, "--deepspeed_config", fp32, "--against", "timm", *WORDS)
-    assert (code, "the launcher started 2; use ddp or fsdp2" in said) == (2, True)
-    [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, "--against", "megatron", *WORDS)
-    assert (code, "choose among timm, timm-compiled, ddp, fsdp2" in said) == (2, True)
-    [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, "--linear-probe", "--bce-loss", *WORDS)
-    assert (code, "the peers know nothing of --linear-probe, --bce-loss; drop it" in said) == (2, True)
-    [(code, _, said)] = ranks.run(1, run_bench, "--deepspeed_config", fp32, bf16, *WORDS)
-    assert (code, "files of one precision can be compared, not of bf16, fp32" in said) == (2, True)
+@pytest.mark.parametrize(
+    ("kind", "world", "words", "message"),
+    [
+        ("step", 2, ["--against", "timm"], "the launcher started 2; use ddp or fsdp2"),
+        ("step", 1, ["--against", "megatron"], "choose among timm, timm-compiled, ddp, fsdp2"),
+        ("step", 1, ["--linear-probe", "--bce-loss"], "the peers know nothing of --linear-probe, --bce-loss; drop it"),
+        ("step", 1, ["--deepspeed_config", "fp32", "bf16"], "one precision can be compared, not of bf16, fp32"),
+        ("ladder", 1, ["--model-kwargs", "depth=2"], "bench ladder sets --model-kwargs"),
+    ],
+)
+def test_an_invalid_comparison_is_refused(ranks, tmp_path, kind, world, words, message):
+    """A flag that a rung would silently replace; a peer that cannot train so, and one that there is not."""
+    files = {precision: config_of(tmp_path / precision, f"{precision} ZeRO-1") for precision in ("fp32", "bf16")}
+    words = [*WORDS, "--deepspeed_config", files["fp32"], *(files.get(word, word) for word in words)]
+    code, _, said = bench(ranks, world, *words, kind=kind)[0]
+    assert (code, message in said) == (2, True), said
 
 
 @pytest.mark.slow
 def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks):
     """A rung that does nothing, a ratio to another rung, a batch that is not counted."""
     config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
-    words = ["--model", "test_vit", "-b", 2, "--img-size", 32, "--turns", 1, "--steps", 1]
-    run = functools.partial(run_bench, kind="ladder")
-    [(code, out, said)] = ranks.run(1, run, "--json", "--deepspeed_config", config, *words, timeout=300)
-    assert code == 0, said
-    result = json.loads(out.splitlines()[-1])
+    words = ["--model", "test_vit", "-b", 2, "--img-size", 32, *ONCE]
+    result = measured(ranks, "--deepspeed_config", config, *words, kind="ladder")
     sides = list(result["ours"].items())
     assert [name for name, _ in sides] == [rung.name for rung in RUNGS]
     assert [side["images"] for _, side in sides] == [2] * 4 + [4] * 2
@@ -210,15 +197,6 @@ def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks):
     assert [name for name, ratios in result["ratios"].items() if "the first" in ratios] == [
         rung.name for rung in RUNGS[1:]
     ]
-
-
-def test_the_ladder_refuses_what_its_rungs_set(ranks):
-    """Flags that a rung would silently replace."""
-    config = ROOT / "ds_configs" / "cpu_zero1_fp32.json"
-    [(code, _, said)] = ranks.run(
-        1, functools.partial(run_bench, kind="ladder"), "--deepspeed_config", config, "--model-kwargs", "depth=2"
-    )
-    assert (code, "bench ladder sets --model-kwargs" in said) == (2, True)
 
 
 def test_a_ratio_is_printed_within_its_range():

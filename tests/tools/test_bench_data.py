@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 
-import numpy as np
 import pytest
-from PIL import Image
-from project import ROOT
+from picture_folders import CPU, smooth_photo
+from runs import run_quietly
 
 from ds_vit.cli import main
 from ds_vit.tools import bench_data
 
-CONFIG = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
-WORDS = ["--deepspeed_config", CONFIG, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]
+WORDS = ["--deepspeed_config", CPU, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]
 
 
 def bench(*words):
     """The command's exit code and what it prints."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["bench", "data", *map(str, words)])
-    return code, out.getvalue(), err.getvalue()
+    return run_quietly(["bench", "data", *map(str, words)], main=main)
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Twelve photographs of 400 x 300 in two classes."""
     root = tmp_path_factory.mktemp("photos")
-    rng = np.random.default_rng(0)
     for number in range(12):
         path = root / "train" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).resize((400, 300)).save(path)
+        smooth_photo(300, 400, seed=number).save(path)
     return root
 
 
