@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -13,7 +12,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ds_vit.fault_tolerance.errors import UserError, first_line, read_text
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
 
 _DATA = Path(__file__).parent / "data"
 
@@ -150,10 +149,9 @@ def _load(kind: type[Kind], folder: str, name: str, flag: str) -> Kind:
         path = _DATA / folder / f"{name.lower()}.yaml"
     else:
         known = names(folder)
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.3)
         raise UserError(
-            f"{flag} {name} is unknown; the nearest is {near[0] if near else known[0]} (known: {', '.join(known)}), or "
-            f"give a file like those of ds_vit/planner/data/{folder}/ by its path"
+            f"{flag} {name} is unknown{did_you_mean(name.lower(), known, 0.3)} (known: {', '.join(known)}), or give a "
+            f"file like those of ds_vit/planner/data/{folder}/ by its path"
         )
     try:
         table = yaml.safe_load(read_text(path, flag))

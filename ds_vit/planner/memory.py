@@ -39,10 +39,10 @@ def layers_of_rank(
     layers: Sequence[Layer],
     *,
     tp: int,
-    sequence_parallel: bool,
     class_parallel: bool,
     compute: str,
-    norms_fp32: bool,
+    sequence_parallel: bool = False,
+    norms_fp32: bool = True,
     frozen: frozenset[str] = frozenset(),
 ) -> list[Layer]:
     """The layers as the first rank of a tensor-parallel group has them: sharded, cast and frozen, in place.

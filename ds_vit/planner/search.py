@@ -224,10 +224,8 @@ class Search:
         layers = layers_of_rank(
             take_apart(model),
             tp=tp,
-            sequence_parallel=False,
             class_parallel=tp > 1 and pays(request.spec.num_classes, tp),
             compute=compute,
-            norms_fp32=True,
         )
         cls, arguments = self._optimizer
         memory = memory_of_layers(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
 import shlex
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, create_model
 from ds_vit.models.large_sizes import SIZES
 from ds_vit.planner import counting, hardware
-from ds_vit.tools import plan as plan_tool
+from ds_vit.tools import calibrate
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
 from ds_vit.training.resolve import resolve_run
@@ -27,10 +27,18 @@ from ds_vit.training.resolve import resolve_run
 BASE = ["plan", "--model", "vit_base_patch16_224", "--gpus", "16", "--gpu", "a100"]
 
 
-def planned(capsys, *words):
+def planned(capsys, *words, base=BASE):
     """What --json says."""
-    assert main([*BASE, *map(str, words), "--json"]) == 0
+    capsys.readouterr()  # DeepSpeed says what accelerator it takes
+    assert main([*base, *map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def training_of(folder):
+    """The settings of the training that --write has written a script of."""
+    line = next(line for line in (folder / "command.sh").read_text().splitlines() if line.startswith("RANK=0"))
+    words = shlex.split(line.partition("train.py ")[2].partition(' "$@"')[0])
+    return parse([*words, "--dataset", "digits", "--max-steps", "2", "--warmup-steps", "0", "--workers", "0"])
 
 
 def test_layouts_are_ranked_and_legal(capsys):
@@ -154,12 +162,7 @@ def test_what_is_written_starts(capsys, tmp_path):
     words = ("--global-batch", 64, "--pp", 2, "--img-size", 32, "--num-classes", 10, "--write", folder)
     [best, *_] = planned(capsys, "--gpus", 4, "--gpus-per-node", 4, *words)["layouts"]
     assert (folder / "hostfile").read_text() == "node1 slots=4\n"
-    script = (folder / "command.sh").read_text()
-    line = next(line for line in script.splitlines() if line.startswith("RANK=0"))
-    given = shlex.split(line.partition("train.py ")[2].partition(' "$@"')[0])
-    argv = [*given, "--dataset", "digits", "--max-steps", "2", "--warmup-steps", "0", "--workers", "0"]
-    config, explicit = parse(argv)
-    plan = resolve_run(config, explicit, Process("env", 0, 4, 0, 4), on_cpu=False)
+    plan = resolve_run(*training_of(folder), Process("env", 0, 4, 0, 4), on_cpu=False)
     assert plan.data.batch.global_batch == 64
     assert list(plan.model.bounds) == best["bounds"]
     fullest = Cost(engine_config(plan)).fullest(plan.data.batch)
@@ -170,81 +173,58 @@ RECIPES = [p for p in sorted((ROOT / "launch" / "recipes").glob("*.yaml")) if "t
 JSONS = sorted((ROOT / "ds_configs").glob("*auto*.json"))
 
 
-def arguments_of(*words):
-    """Of `ds-vit plan`."""
-    parser = argparse.ArgumentParser()
-    plan_tool.add_arguments(parser)
-    return parser.parse_args([str(word) for word in words])
-
-
 @pytest.mark.parametrize("path", [*RECIPES, *JSONS], ids=lambda path: path.name)
-def test_what_is_shipped_can_be_planned(path):
+def test_what_is_shipped_can_be_planned(capsys, path):
     # Catches: an "auto" that reaches the optimizer or the memory's arithmetic.
     words = ["--gpus", 2, "--tp", 1, "--pp", 1, "--zero", 1, "--global-batch", 2]
     if path.suffix == ".json":
-        words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "depth=1", "--deepspeed_config", path]
-    arguments = arguments_of(*words, *(["--recipe", path] if path.suffix == ".yaml" else []))
-    plan_tool.with_recipe(arguments)
-    assert plan_tool.Search(plan_tool.request_of(arguments)).run().fitting
+        words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "depth=1"]
+    flag = {".json": "--deepspeed_config", ".yaml": "--recipe"}[path.suffix]
+    assert planned(capsys, *words, flag, path, base=["plan"])["layouts"]
 
 
-def test_a_recipe_is_read_as_training_reads_it(tmp_path, monkeypatch):
+def test_a_recipe_is_read_as_training_reads_it(capsys, tmp_path, monkeypatch):
     # Catches: dashes in keys, a shipped file named from another folder, degrees of the recipe that win over the plan's.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
         "model: vit_tiny_patch16_224\nimg-size: 32\ndeepspeed-config: ds_configs/zero1_bf16_auto.json\n"
         "pp: 2\ntp: 3\ngrad-checkpointing: true\n"
     )
-    arguments = arguments_of("--gpus", 2, "--recipe", "mine.yaml", "--pp", 1, "--tp", 1, "--global-batch", 2)
-    plan_tool.with_recipe(arguments)
-    assert arguments.img_size == 32
-    found = plan_tool.Search(plan_tool.request_of(arguments)).run()
-    best = next(one for one in found.fitting if not one.recomputing)
-    plan_tool.write(found, best, tmp_path / "plan", arguments)
-    config, _ = parse([*plan_tool.training_words(best, tmp_path / "plan", arguments), "--dataset", "digits"])
-    assert (config.pp, config.tp, config.grad_checkpointing) == (1, 1, "")
-
-
-def test_calibrated_figures_can_be_planned_with(capsys, tmp_path):
-    # Catches: a file that --gpu does not take, a rate of the wrong thing.
-    from ds_vit.tools.calibrate import calibrate
-
-    path = tmp_path / "mine.yaml"
-    found = calibrate(path, torch.device("cpu"), widths=(32, 64), turns=1)
-    assert 0 < found["memory_bytes_per_second"] < 1e12
-    assert found["elementwise_efficiency"] > 0
-    assert 1 < found["images_per_worker"] < 1e5
-    assert max(found["matmul_efficiency"].values()) == 1.0
-    table = yaml.safe_load(path.read_text())
-    assert table["gpus_per_node"]["value"] == 1
-    measured = {key for key, one in table.items() if key != "name" and one["source"].startswith("measured")}
-    assert not measured & {"watts", "inside", "reserved_bytes", "hidden_share"}
-    words = ["plan", "--model", "vit_tiny_patch16_224", "--gpus", "1", "--gpu", str(path), "--global-batch", "16"]
-    capsys.readouterr()  # DeepSpeed says what accelerator it takes
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layouts"]
+    words = ("--gpus", 2, "--recipe", "mine.yaml", "--pp", 1, "--tp", 1, "--global-batch", 2, "--write", "plan")
+    assert planned(capsys, *words, base=["plan"])["layouts"][0]["recomputing"] == ""
+    config, _ = training_of(tmp_path / "plan")
+    assert (config.pp, config.tp, config.grad_checkpointing, config.img_size) == (1, 1, "", 32)
 
 
 def calibrate_here(path):
-    from unittest import mock
-
-    from ds_vit.tools import calibrate
-
     with mock.patch.object(calibrate, "images_per_worker", return_value=100.0):  # minutes on a busy machine
-        return calibrate.calibrate(path, torch.device("cpu"), widths=(64,), turns=1)
+        return calibrate.calibrate(path, torch.device("cpu"), widths=(32, 64), turns=1)
 
 
-def test_ranks_calibrate_together_and_measure_what_joins_them(ranks, tmp_path, monkeypatch):
-    # Catches: figures of one rank taken for all, a link file that is not found from another folder.
+def test_ranks_calibrate_together_and_their_figures_can_be_planned_with(capsys, ranks, tmp_path, monkeypatch):
+    # Catches: a file that --gpu does not take, a rate of the wrong thing, figures of one rank taken for all, a file of
+    # the link that is not found from another folder.
     path = tmp_path / "two.yaml"
-    one, other = ranks.run(2, calibrate_here, path)
-    assert one == other
+    found, other = ranks.run(2, calibrate_here, path)
+    assert found == other
+    assert 0 < found["memory_bytes_per_second"] < 1e12
+    assert found["elementwise_efficiency"] > 0
+    assert max(found["matmul_efficiency"].values()) == 1.0
+    table = yaml.safe_load(path.read_text())
+    measured = {key for key, one in table.items() if key != "name" and one["source"].startswith("measured")}
+    assert not measured & {"watts", "inside", "reserved_bytes", "hidden_share"}
     monkeypatch.chdir("/")
-    found = hardware.accelerator(str(path))
-    assert found.gpus_per_node == 2
-    joined = hardware.link(found.inside)
+    assert hardware.accelerator(str(path)).gpus_per_node == 2
+    joined = hardware.link(hardware.accelerator(str(path)).inside)
     assert 1e6 < joined.bytes_per_second < 1e12
     assert 0 < joined.latency_seconds < 1
+    words = ("--model", "vit_tiny_patch16_224", "--gpus", "2", "--gpu", path, "--global-batch", "16")
+    assert planned(capsys, *words)["layouts"]
+
+
+def test_a_loader_process_is_measured():
+    # Catches: a rate for something else than an image.
+    assert 1 < calibrate.images_per_worker(torch.device("cpu")) < 1e5
 
 
 @pytest.mark.parametrize(
@@ -270,9 +250,7 @@ def test_invalid_calibrations_fail_before_measuring(capsys, tmp_path, monkeypatc
 
 def test_the_line_through_the_times_of_messages():
     # Catches: a fit that the largest message decides alone.
-    from ds_vit.tools.calibrate import _line
-
-    slope, wait = _line([(size, 1e-4 + size * 2e-9) for size in (2**12, 2**18, 2**24)])
+    slope, wait = calibrate._line([(size, 1e-4 + size * 2e-9) for size in (2**12, 2**18, 2**24)])
     assert (slope, wait) == pytest.approx((2e-9, 1e-4))
 
 
