@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ds_vit.config.deepspeed_json import leaves
@@ -41,7 +41,7 @@ def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
     """The results: (name and unit, value in each run); if a run had several launches, a line for each of them."""
-    summaries = [_summary(record) for record in records]
+    summaries = [record.outcome for record in records]
     metrics = [key for key in dict.fromkeys(key for each in summaries for key in each) if key[:5] in ("best_", "last_")]
     metrics = [key for key in metrics if not all(record.is_trivial(key) for record in records)]
 
@@ -61,13 +61,6 @@ def outcomes(records: Sequence[Record]) -> list[tuple[str, ...]]:
         line("wall time, s", "wall_seconds", 4),
     ]
     return [*lines, *_launches(records)]
-
-
-def _summary(record: Record) -> Mapping[str, Any]:
-    """summary.json; of a run that has not ended, its last row."""
-    last = (record.rows.get("train") or [{}])[-1]
-    so_far = {"steps": last.get("step"), "wall_seconds": last.get("wall_seconds"), "exit": "not ended"}
-    return {**so_far, **record.summary}
 
 
 def _launches(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:

@@ -60,7 +60,7 @@ def _one(record: Record) -> dict[str, Any]:
     ]
     return {
         "heading": record.name,
-        "end": str(record.summary.get("exit", "not ended")),
+        "end": record.outcome["exit"],
         "about": " · ".join(filter(None, (model, data and f"on {data}", str(record.folder.path)))),
         "tiles": _key_figures(record),
         "sections": [(title, cards) for title, cards in sections if cards],
@@ -138,8 +138,7 @@ def _predicted(record: Record) -> Panel | None:
 
 def _key_figures(record: Record) -> list[tuple[str, str]]:
     """(label, value) of the tiles at the top."""
-    summary, rows = record.summary, record.rows.get("train", ())
-    last = rows[-1] if rows else {}
+    summary, losses = record.outcome, record.points("train", "loss")
     found = []
     for key, value in summary.items():
         if key.startswith("best_") and value is not None and not record.is_trivial(key):
@@ -150,10 +149,10 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
         found += [(f"last {name}", f"{points[-1][1]:.5g}") for name, points in evaluated.items() if points]
     wall = f"wall time of {len(record.starts)} launches" if len(record.starts) > 1 else "wall time"
     for label, value, show in (
-        ("last training loss", last.get("loss"), "{:.4f}".format),
-        ("steps", summary.get("steps") or last.get("step", 0), "{:,}".format),
+        ("last training loss", losses[-1][1] if losses else None, "{:.4f}".format),
+        ("steps", summary["steps"] or 0, "{:,}".format),
         ("images per second", summary.get("images_per_second") or None, "{:,.0f}".format),
-        (wall, summary.get("wall_seconds") or last.get("wall_seconds"), _duration),
+        (wall, summary["wall_seconds"], _duration),
         ("parameters", summary.get("num_parameters"), lambda number: f"{number / 1e6:.4g} M"),
         ("precision", summary.get("precision"), str),
     ):

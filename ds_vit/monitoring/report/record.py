@@ -129,6 +129,13 @@ class Record:
         return name == "top5" and 0 < len(self.classes) <= 5
 
     @property
+    def outcome(self) -> Row:
+        """summary.json; of a run that has not ended, what its last row says of it."""
+        last = (self.rows.get("train") or [{}])[-1]
+        so_far = {"exit": "not ended", "steps": last.get("step"), "wall_seconds": last.get("wall_seconds")}
+        return {**so_far, **self.summary}
+
+    @property
     def last_start(self) -> Row:
         """The row of its last launch; empty if there is none."""
         return self.starts[-1] if self.starts else {}
@@ -171,8 +178,7 @@ class Record:
     def launches(self) -> list[Launch]:
         """In order; empty if the folder has no starts.jsonl."""
         before = [start.get("step") or 0 for start in self.starts]
-        rows = self.rows.get("train", ())
-        done = self.summary.get("steps") or (rows[-1]["step"] if rows else 0)
+        done = self.outcome["steps"] or 0
         times = [self._seconds_at(step) for step in before]
         total = self.summary.get("wall_seconds") or self._seconds_at(done)
         found = []
