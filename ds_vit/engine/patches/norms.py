@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ds_vit.engine.patches.process import replaced
+
 
 def clip_without_sync(optimizer: Any) -> None:
     """Have ZeRO-1, ZeRO-2 and BF16_Optimizer clip without reading the norm.
@@ -60,14 +62,11 @@ def defer_norm_check(optimizer: Any, deferred: Callable[[], bool]) -> None:
 
 def replace_within_step(optimizer: Any, module: Any, name: str, function: Callable[..., Any]) -> None:
     """Replace a function of a module while `optimizer.step` runs."""
-    original_step, original = optimizer.step, getattr(module, name)
+    original_step = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        setattr(module, name, function)
-        try:
+        with replaced(module, name, function):
             return original_step(*args, **kwargs)
-        finally:
-            setattr(module, name, original)
 
     optimizer.step = step
 
