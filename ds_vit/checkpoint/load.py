@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ds_vit.checkpoint.folder import Checkpoint, Damaged
 from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.tensor import TensorSlice
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
@@ -144,15 +145,12 @@ def verify_together(checkpoint: Checkpoint, group: dist.ProcessGroup | None = No
     Returns:
         The damage, the same on every rank; "" for an intact checkpoint.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     error = ""
     try:
-        checkpoint.verify(sorted(checkpoint.files)[rank::world])
+        checkpoint.verify(sorted(checkpoint.files)[dist.get_rank() :: dist.get_world_size()])
     except Damaged as problem:
         error = str(problem)
-    errors: list[Any] = [None] * world
-    dist.all_gather_object(errors, error, group=group)
-    return "; ".join(e for e in errors if e)
+    return "; ".join(filter(None, gather_objects(error, group)))
 
 
 def from_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ds_vit.checkpoint.tensors import TensorSpec
+from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 OPTIMIZER = "optimizer-"
@@ -42,9 +42,7 @@ class RankShare:
         self._declared = {name: keys for shard, keys in declared.items() if keys is not None for name in shard.names}
         """timm name → its optimizer states; empty if all parameters have the same."""
         if self._declared:
-            everybodys: list[dict[str, tuple[str, ...]]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everybodys, self._declared)
-            self._declared = {name: keys for own in everybodys for name, keys in own.items()}
+            self._declared = {name: keys for own in gather_objects(self._declared) for name, keys in own.items()}
 
     def _saves(self, shard: Shard, replicated: bool) -> bool:
         """Whether this rank saves its copy of a segment."""

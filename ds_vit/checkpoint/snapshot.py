@@ -33,6 +33,7 @@ from ds_vit.checkpoint.tensors import (
     save_weights,
 )
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
+from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.segment import Segment
 from ds_vit.run_folder import BEST, WEIGHTS
 
@@ -300,18 +301,14 @@ class Saver:
         error = self._on_first_rank(lambda: make_empty(temporary))
         if error:
             return [], error
-        own, own_error = self._gather(kinds).run(host, temporary, self._group, self._metadata)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, (own, own_error), group=self._group)
+        results = gather_objects(self._gather(kinds).run(host, temporary, self._group, self._metadata), self._group)
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
         return [entry for entries, _ in results for entry in entries], "; ".join(errors)
 
     def _gather(self, kinds: tuple[str, ...]) -> Gather:
         """The transfers for these kinds; the ranks exchange once which segments they hold."""
         if self._held is None:
-            held: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(held, self.share.saved, group=self._group)
-            self._held = held
+            self._held = gather_objects(self.share.saved, self._group)
         if kinds not in self._gathers:
             specs = self._specs(kinds)
             limits = {kind: STATE_BYTES if kind.startswith(OPTIMIZER) else WEIGHT_BYTES for kind in kinds}

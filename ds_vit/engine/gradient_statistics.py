@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 LOWEST, HIGHEST = -60, 20
@@ -172,9 +173,7 @@ class GradientHealth:
         own = getattr(self._zero_map.base, "trust_ratios", dict)()
         if self._zero_map.group is None:
             return own
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own)
-        return {name: ratio for part in parts for name, ratio in part.items()}
+        return {name: ratio for part in gather_objects(own) for name, ratio in part.items()}
 
 
 def _figures(sums: torch.Tensor, largest: float) -> dict[str, float]:

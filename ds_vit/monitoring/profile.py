@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.rows import gather_objects
 
 WAITING = "waiting for data"
 _COLLECTIVE = re.compile(r"(gloo|nccl|xccl|hccl):|nccl\w*kernel", re.IGNORECASE)
@@ -117,8 +117,7 @@ class StepProfiler:
             own = self._write_trace(self._profile) if self._profile is not None else None
         except Exception as error:  # training continues without it, and the other ranks wait here
             own = f"{self._folder}: {first_line(error)}"
-        found: list[StageProfile | str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+        found: list[StageProfile | str | None] = gather_objects(own)
         stages = [stage for stage in found if isinstance(stage, StageProfile)]
         failures = [failure for failure in found if isinstance(failure, str)]
         if say is None or not (stages or failures):  # resumed between these steps

@@ -1,4 +1,4 @@
-"""Rows of a batch gathered over data-parallel ranks, with the gradient that torch's `all_gather` lacks.
+"""Rows of a batch gathered over data-parallel ranks, with the gradient that torch's `all_gather` lacks; and objects.
 
 Shapes: B samples of this rank, dp ranks.
 """
@@ -35,3 +35,10 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     The gradient of a rank's rows is the sum of all ranks' gradients for them; it is not divided.
     """
     return _GatherRows.apply(rows, group)
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """A picklable object of each rank, in rank order (a collective)."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.parallel.groups import Groups
+from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.segment import Segment
 from ds_vit.parallel.tensor import TensorSlice
 
@@ -258,9 +259,7 @@ def _all_names(own: tuple[str, ...], groups: Groups) -> tuple[str, ...]:
     """The names of all pipeline stages, in their order."""
     if groups.layout.pp == 1:
         return own
-    stages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stages, (groups.pipeline_stage, own))
-    by_stage = dict(stages)
+    by_stage = dict(gather_objects((groups.pipeline_stage, own)))
     names = [name for stage in sorted(by_stage) for name in by_stage[stage]]
     assert len(set(names)) == len(names), "a parameter that lives on two pipeline stages"
     return tuple(names)
