@@ -28,50 +28,38 @@ def train(argv, loses_a_gradient=None, sends=True):
         sends: False to keep torch's reducer from summing over the ranks.
     """
     import torch.distributed as dist
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ds_vit.engine import plain
-    from ds_vit.engine.patches import overlap
+    from ds_vit.engine.patches.overlap import Overlap
 
     found = []
+    reduce, take_step, begin = DeepSpeedEngine.allreduce_gradients, DeepSpeedEngine._take_model_step, Overlap.begin
 
-    class Watched(plain.PlainEngine):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            look, first = self.engine.allreduce_gradients, next(self.module.parameters())
+    def lose(engine, *args, **kwargs):
+        if dist.get_rank() == loses_a_gradient:
+            next(engine.module.parameters()).grad = None
+        reduce(engine, *args, **kwargs)
 
-            def lose(*args, **kwargs):
-                if dist.get_rank() == loses_a_gradient:
-                    first.grad = None
-                look(*args, **kwargs)
+    def look(engine, *args, **kwargs):
+        ddp = engine.module
+        if isinstance(ddp, DistributedDataParallel):
+            views = sum(p.grad._base is not None or p.grad.storage_offset() > 0 for p in ddp.parameters())
+            # torch orders its buckets anew after its first pass
+            sizes = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+            found.append((len(sizes.split(",")), views))
+        else:
+            found.append(None)
+        take_step(engine, *args, **kwargs)
 
-            self.engine.allreduce_gradients = lose
+    def begin_without_sums(overlap):
+        begin(overlap)
+        if isinstance(overlap._engine.module, DistributedDataParallel):
+            overlap._engine.module.require_backward_grad_sync = sends
 
-        def train_step(self, *args, **kwargs):
-            take_step = self.engine._take_model_step
-
-            def before_it(*args, **kwargs):
-                ddp = self.engine.module
-                if isinstance(ddp, DistributedDataParallel):
-                    views = sum(p.grad._base is not None or p.grad.storage_offset() > 0 for p in ddp.parameters())
-                    # torch orders its buckets anew after its first pass
-                    sizes = ddp._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
-                    found.append((len(sizes.split(",")), views))
-                else:
-                    found.append(None)
-                take_step(*args, **kwargs)
-
-            with mock.patch.object(self.engine, "_take_model_step", before_it):
-                return super().train_step(*args, **kwargs)
-
-    begin = overlap.Overlap.begin
-
-    def told(self):
-        begin(self)
-        if isinstance(self._engine.module, DistributedDataParallel):
-            self._engine.module.require_backward_grad_sync = sends
-
-    told = mock.patch.object(overlap.Overlap, "begin", told)
-    with mock.patch("ds_vit.training.build_engine.PlainEngine", Watched), told:
+    with (
+        mock.patch.multiple(DeepSpeedEngine, allreduce_gradients=lose, _take_model_step=look),
+        mock.patch.object(Overlap, "begin", begin_without_sums),
+    ):
         assert train_main(argv) == 0
     return found
 
