@@ -152,11 +152,12 @@ class _Training:
         parts += [self._quality] if self._quality else []
         parts += [f"{self.skipped_images} images skipped"] if self.skipped_images else []
         if self._steps:
-            parts.append(f"{_format_seconds((self._total - step) * seconds / len(self._steps))} left")
+            parts.append(f"{format_seconds((self._total - step) * seconds / len(self._steps))} left")
         return "  ".join(parts)
 
 
-def _format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """`1m20s`, `24h31m`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

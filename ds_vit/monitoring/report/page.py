@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 
+from ds_vit.monitoring.progress import format_seconds
 from ds_vit.monitoring.report.charts import BOTTOM, LEFT, MAX_DOTS, NUM_COLOURS, RIGHT, THIN, TOP, Panel, image_uri
 from ds_vit.monitoring.report.comparison import deviation_chart, differences, outcomes
 from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, table
@@ -89,10 +90,10 @@ def _launches(record: Record) -> Panel | None:
     found = record.launches
     if len(found) < 2:
         return None
-    lines = [
-        (str(at), one.steps, one.layout, str(one.ranks or "-"), one.device, _duration(one.seconds))
-        for at, one in enumerate(found, 1)
-    ]
+    lines = []
+    for at, one in enumerate(found, 1):
+        wall = "-" if one.seconds is None else format_seconds(one.seconds)
+        lines.append((str(at), one.steps, one.layout, str(one.ranks or "-"), one.device, wall))
     title = f"Resumed run: {len(found)} launches; the picture below shows the last"
     return table(title, ("launch", "steps", "layout", "ranks", "device", "wall time"), lines, wide=True)
 
@@ -152,21 +153,13 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
         ("last training loss", losses[-1][1] if losses else None, "{:.4f}".format),
         ("steps", summary["steps"] or 0, "{:,}".format),
         ("images per second", summary.get("images_per_second") or None, "{:,.0f}".format),
-        (wall, summary["wall_seconds"], _duration),
+        (wall, summary["wall_seconds"], format_seconds),
         ("parameters", summary.get("num_parameters"), lambda number: f"{number / 1e6:.4g} M"),
         ("precision", summary.get("precision"), str),
     ):
         if value is not None:
             found.append((label, show(value)))
     return found
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _pictures(record: Record) -> list[Panel]:
