@@ -127,7 +127,7 @@ class PlainEngine(Engine):
 
     def _result(self, loss: torch.Tensor) -> StepResult:
         result = super()._result(loss)
-        if self._task.updates_after_step and result.applied:
+        if self._task.updates_after_step and result.verdict().applied:
             self._task.after_update(self.context)
         return result
 

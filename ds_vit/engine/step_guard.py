@@ -120,22 +120,12 @@ class StepResult:
     Attributes:
         loss: fp32 scalar tensor, before the update; its mean over all ranks is that over the global batch.
         grad_norm: the global gradient norm before clipping; None if DeepSpeed is configured not to compute it.
-        read: gives whether the step was applied, which may wait for the device.
+        verdict: gives whether the step was applied, which may wait for the device.
     """
 
     loss: torch.Tensor
     grad_norm: float | torch.Tensor | None
-    read: Callable[[], Verdict]
-
-    @property
-    def applied(self) -> bool:
-        """As `Verdict.applied`."""
-        return self.read().applied
-
-    @property
-    def rejection(self) -> Rejection | None:
-        """As `Verdict.rejection`."""
-        return self.read().rejection
+    verdict: Callable[[], Verdict]
 
 
 @dataclass(eq=False)

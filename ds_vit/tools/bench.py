@@ -314,7 +314,7 @@ def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.Exit
     def step() -> None:
         with own_linear() if engine.stage < 3 else contextlib.nullcontext():
             micro_batches = itertools.islice(batches, engine.accumulation)
-            before.append(engine.train_step(micro_batches, lambda: before and before.pop().applied))
+            before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
 
     return step
 

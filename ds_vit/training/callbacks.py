@@ -155,13 +155,13 @@ class BadSteps(Callback):
             RollBack: the run shall continue from its last checkpoint.
             Diverged: the run shall end.
         """
-        if step.result.applied:
+        if step.result.verdict().applied:
             self.in_a_row = 0
             return
         loss = float(self.engine.mean(step.result.loss))
         self.skipped += 1
         self.in_a_row += 1
-        rejection, number = step.result.rejection, step.number
+        rejection, number = step.result.verdict().rejection, step.number
         overflow = self.fp16 and (rejection is None or rejection.reason == "nonfinite")
         reason = "overflow" if overflow or rejection is None else rejection.reason
         if self.reporter:
@@ -217,7 +217,7 @@ class AverageWeights(Callback):
 
     def after_result(self, step: Step) -> None:
         """As `Callback.after_result`."""
-        if step.result.applied:
+        if step.result.verdict().applied:
             self.ema.update()
 
 
@@ -269,7 +269,7 @@ class GradientStatistics(Callback):
         if not self.needs_result(step.number):
             return
         row = self.health.finish()
-        if self.reporter and step.result.applied:
+        if self.reporter and step.result.verdict().applied:
             further = {"loss_scale": step.loss_scale, "skipped_steps": self.bad_steps.skipped}
             self.reporter.gradients({"step": step.number, **row, **further})
 

@@ -1,5 +1,6 @@
 """ZeRO's collectives on a CPU: the bits of torch's own, without the memory that those take."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,16 +13,6 @@ from runs import ONE_BLOCK
 from ds_vit.engine.patches.gloo import use_in_place_collectives
 
 
-class Backend:
-    """What DeepSpeed's backend has of the two."""
-
-    def get_all_gather_function(self):
-        return dist.all_gather_into_tensor
-
-    def get_reduce_scatter_function(self):
-        return dist.reduce_scatter_tensor
-
-
 def values(rank, dtype, count):
     generator = torch.Generator().manual_seed(rank)
     return (torch.randn(count, generator=generator) * 100).to(dtype)
@@ -29,7 +20,12 @@ def values(rank, dtype, count):
 
 def exchange_both_ways(dtype):
     """On a rank: ours beside torch's, in the world and in a group whose ranks have other numbers in it."""
-    ours, rank = Backend(), dist.get_rank()
+    rank = dist.get_rank()
+    # What DeepSpeed's backend has of the two.
+    ours = SimpleNamespace(
+        get_all_gather_function=lambda: dist.all_gather_into_tensor,
+        get_reduce_scatter_function=lambda: dist.reduce_scatter_tensor,
+    )
     use_in_place_collectives(ours)
     for ranks in ([0, 1, 2], [2, 1]):
         group = dist.new_group(ranks, sort_ranks=False) if len(ranks) < 3 else None
