@@ -74,16 +74,12 @@ class RankShare:
         out: list[torch.Tensor | None] = []
         for block, shard in enumerate(self.blocks):
             is_trained = block < len(self.trained)
-            is_state = kind.startswith(OPTIMIZER)
-            if block not in self._saved_blocks or (
-                is_state and not (is_trained and self._has_state(shard.names[0], kind))
-            ):
+            if block not in self._saved_blocks:
                 out.append(None)
-            elif kind == "model" or not is_trained:
-                out.append(shard.tensor)
-            elif kind == "ema":
-                assert self.ema is not None
-                out.append(self.ema[block])
+            elif kind.startswith(OPTIMIZER):
+                has_state = is_trained and self._has_state(shard.names[0], kind)
+                out.append(self.zero_map.state(shard, kind.removeprefix(OPTIMIZER)) if has_state else None)
             else:
-                out.append(self.zero_map.state(shard, kind.removeprefix(OPTIMIZER)))
+                # A parameter that is not trained is its own average.
+                out.append(self.ema[block] if kind == "ema" and self.ema and is_trained else shard.tensor)
         return out

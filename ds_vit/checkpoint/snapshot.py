@@ -73,20 +73,18 @@ class HostCopy:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
-        out: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
-        devices = set()
-        for kind in kinds:
-            for block, source in enumerate(self._share.tensors(kind)):
-                if source is None:
-                    out[kind].append(torch.empty(0))
-                    continue
-                out[kind].append(self._buffer(kind, block, source))
-                out[kind][-1].copy_(source.detach().view(-1), non_blocking=True)
-                devices.add(source.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        out = {
+            kind: [self._copy(kind, block, source) for block, source in enumerate(self._share.tensors(kind))]
+            for kind in kinds
+        }
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return out
+
+    def _copy(self, kind: str, block: int, source: torch.Tensor | None) -> torch.Tensor:
+        if source is None:
+            return torch.empty(0)
+        return self._buffer(kind, block, source).copy_(source.detach().view(-1), non_blocking=True)
 
     def _buffer(self, kind: str, block: int, source: torch.Tensor) -> torch.Tensor:
         # A parameter that is not trained is its own average: one copy serves both.
