@@ -1,20 +1,15 @@
 """Whole runs in pipeline stages and tensor shards: who decodes, evaluation, bounds, drift, and what is refused."""
 
-import json
-
 import oracle
 import pytest
 import tp_models
 from curves import assert_same_curve, evals, train_in
-from project import ROOT
-from runs import count_decodes, drift
+from project import ROOT, write_config
+from runs import count_decodes, drift, resolved
 
-from ds_vit.config.parser import parse
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.launching.process import Process
 from ds_vit.parallel.layout import Layout
 from ds_vit.train import main
-from ds_vit.training.resolve import resolve_run
 
 CONFIGS = ROOT / "ds_configs"
 RTOL = 1e-5
@@ -114,30 +109,17 @@ def test_the_cut_of_the_fastest_step(ranks, tmp_path):
     argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", *frozen]
     staged = [*argv, "-b", 2, "--grad-accum-steps", 4, "--pp", 2]
     with pytest.raises(ValueError, match=r"stage 0 .*has nothing to train"):
-        prepared(staged, 2)
-    plan = prepared([*staged, "--pp-partition", "auto"], 2)
+        resolved(staged, 2)
+    plan = resolved([*staged, "--pp-partition", "auto"], 2)
     assert plan.model.bounds == (0, 3, 5)
     assert any("--pp-partition auto: 0,3,5, a step" in note for note in plan.model.notes)
     reference = train_in(ranks, 1, [*argv, "-b", 8])
     assert_same_curve(reference, train_in(ranks, 2, [*staged, "--pp-partition", "auto"]), rtol=RTOL)
 
 
-def prepared(argv, world):
-    """The plan of the first rank of so many."""
-    config, explicit = parse([str(word) for word in argv])
-    return resolve_run(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
-
-
-def written(folder, **blocks):
-    """A JSON of ZeRO-1 in fp32 with other blocks."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads((CONFIGS / "cpu_zero1_fp32.json").read_text()) | blocks))
-    return path
-
-
 def test_autocast_in_a_pipeline_stays_with_one_rank(ranks, tmp_path):
     """The deviation of a 16-bit pipeline from one 16-bit rank is rounding: below 0.2 %."""
-    path = written(tmp_path, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    path = write_config(tmp_path / "config.json", torch_autocast={"enabled": True, "dtype": "bfloat16"})
     argv = [*BASE, "--dataset", "digits", "--max-steps", 6, "--val-split", "", "--deepspeed_config", path]
     argv += ["-b", 8, "--grad-accum-steps", 2]
     assert_same_curve(train_in(ranks, 1, argv), train_in(ranks, 2, [*argv, "--pp", 2]), rtol=2e-3, keys=("loss",))
@@ -148,7 +130,7 @@ def test_autocast_in_a_pipeline_stays_with_one_rank(ranks, tmp_path):
 def test_a_rank_that_counts_nothing_in_the_norm(ranks, tmp_path, words):
     """BF16_Optimizer on a rank of a group that trains only what another one counts: the head."""
     blocks = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-    path = written(tmp_path, **blocks, data_types={"grad_accum_dtype": "fp32"})
+    path = write_config(tmp_path / "config.json", **blocks, data_types={"grad_accum_dtype": "fp32"})
     argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--val-split", "", "--deepspeed_config", path, "-b", 8]
     one_rank = train_in(ranks, 1, [*argv, *(["--linear-probe"] if "probe" in words else [])])
     rows = train_in(ranks, 4 if "--pp" in words else 2, [*argv, *words.split()])
@@ -183,7 +165,7 @@ def test_kinds_in_tensor_shards(ranks, kind, stage):
 def test_monitor_in_a_pipeline(ranks, tmp_path):
     """Evaluating with a monitor on crashes DeepSpeed's rank 0, which has no output to log."""
     monitor = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}
-    path = written(tmp_path, csv_monitor=monitor)
+    path = write_config(tmp_path / "config.json", csv_monitor=monitor)
     argv = [*BASE, "--dataset", "digits", "--max-steps", 2, "--pp", 2, "-b", 8, "--deepspeed_config", path]
     rows = train_in(ranks, 2, argv)
     assert [row["images"] for row in evals(rows)] == [355]
@@ -232,7 +214,8 @@ def test_illegal_combinations(capsys, monkeypatch, tmp_path, words):
 def test_timers_that_crash_a_pipeline_are_refused(capsys, monkeypatch, tmp_path, key):
     """DeepSpeed 0.19.8 dies with "bwd_microstep timer has already been started"."""
     as_first_rank_of(2, monkeypatch)
-    path = written(tmp_path, **{key: True if key == "wall_clock_breakdown" else {"enabled": True}})
+    setting = True if key == "wall_clock_breakdown" else {"enabled": True}
+    path = write_config(tmp_path / "config.json", **{key: setting})
     argv = [*BASE, "--dataset", "digits", "-b", 4, "--pp", 2, "--deepspeed_config", path]
     assert main([str(a) for a in argv]) == 2
     assert f'"{key}" crashes DeepSpeed 0.19.8 with --pp 2' in capsys.readouterr().err
@@ -240,7 +223,7 @@ def test_timers_that_crash_a_pipeline_are_refused(capsys, monkeypatch, tmp_path,
 
 def test_the_bubble_is_reported():
     """Accumulation smaller than pp runs, with one line that gives the bubble."""
-    plan = prepared([*BASE, "--dataset", "digits", "-b", 4, "--pp", 3], 3)
+    plan = resolved([*BASE, "--dataset", "digits", "-b", 4, "--pp", 3], 3)
     assert any("1 micro-batches through 3 stages, bubble 67% of a step" in note for note in plan.notes)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import timm
 import torch
 import torchvision
-from project import ROOT
+from project import write_config
 from safetensors.torch import load_file, save_file
 from timm.optim import Lamb, Lars, muon, param_groups_layer_decay, param_groups_weight_decay
 from timm.optim.muon import zeropower_via_newtonschulz
@@ -114,13 +113,13 @@ def train_on(
 ) -> Curve:
     """Train on given batches of 10 classes, one a step: images float32 [B, 3, H, W], labels int64 [B].
 
-    fp32, cross-entropy without smoothing, weight decay by timm's own grouping, `clip_grad_norm_`. `frozen` are the
-    modules and parameters directly under the model that are not trained; `changes` are the optimizer's.
+    fp32, cross-entropy without smoothing, weight decay by timm's own grouping, `clip_grad_norm_`. Parameters whose
+    names begin as `frozen` says are not trained; `changes` are the optimizer's.
     """
     model = timm.create_model(name, num_classes=10, img_size=IMG_SIZE, **model_kwargs)
     model.load_state_dict(load_file(str(weights)))
     for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter_name.split(".")[0] not in frozen)
+        parameter.requires_grad_(not parameter_name.startswith(tuple(frozen)))
     optimizer = make(kind, model, **changes)
     ema = ModelEmaV3(model, decay=EMA_DECAY)
     rows: list[dict[str, Any]] = []
@@ -176,12 +175,10 @@ def command(
         num_images: that `folder` has: the global batch.
     """
     pp, dp, tp, stage = layout
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data["optimizer"] = {"type": BLOCKS[kind]["type"], "params": {**BLOCKS[kind]["params"], **(params or {})}}
-    data |= {"gradient_clipping": CLIP, **(blocks or {})}
+    optimizer = {"type": BLOCKS[kind]["type"], "params": {**BLOCKS[kind]["params"], **(params or {})}}
     output.parent.mkdir(parents=True, exist_ok=True)
-    config = output.parent / f"{output.name}.json"
-    config.write_text(json.dumps(data))
+    blocks = {"optimizer": optimizer, "gradient_clipping": CLIP, **(blocks or {})}
+    config = write_config(output.with_name(f"{output.name}.json"), stage, **blocks)
     argv = ["--model", MODEL, *kwargs_words(model_kwargs), "--img-size", IMG_SIZE, *recipe, "--log-interval", 1]
     argv += [] if "--dataset" in words else ["--data-dir", folder]
     argv += ["--workers", 0, "--initial-checkpoint", folder / "weights.safetensors"]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_config(path: Path, stage: int = 1, **blocks: Any) -> Path:
+    """Write the project's DeepSpeed file of a ZeRO stage on a CPU with other blocks; returns its path."""
+    config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+    path.write_text(json.dumps(config | blocks))
+    return path
 
 
 def project_files() -> list[Path]:

@@ -20,6 +20,15 @@ KINDS = {
 }
 
 
+def resolved(argv, world=1):
+    """What a run on so many ranks resolves to, on rank 0, in this process."""
+    from ds_vit.config import parse
+    from ds_vit.launching.process import Process
+    from ds_vit.training.resolve import resolve_run
+
+    return resolve_run(*parse([str(word) for word in argv]), Process("env", 0, world, 0, world), on_cpu=True)
+
+
 def run_quietly(argv, prepare_rank=None, main=None):
     """On a rank: main (by default of training), and what it said on stdout and stderr."""
     if main is None:

@@ -1,10 +1,8 @@
 """A tiny run under each of ZeRO's wrappers: its command line, and its engine on a rank."""
 
-import json
-
 import oracle
 import torch
-from project import ROOT
+from project import write_config
 
 BF16 = {"bf16": {"enabled": True}}
 WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -12,9 +10,7 @@ WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 def words(folder, stage, changes, path):
     """The command line of a tiny run."""
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data |= {**changes, "gradient_clipping": oracle.CLIP}
-    path.write_text(json.dumps(data))
+    write_config(path, stage, **changes, gradient_clipping=oracle.CLIP)
     argv = ["--model", oracle.MODEL, *oracle.kwargs_words(oracle.DEEP_KWARGS), "--img-size", oracle.IMG_SIZE]
     argv += ["--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
     return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]

@@ -11,6 +11,7 @@ import torch
 from curves import read_rows, train_in
 from PIL import Image
 from project import ROOT
+from runs import resolved
 from safetensors.torch import save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
@@ -20,12 +21,10 @@ from vits import timm_state_dict
 from ds_vit import config as flags
 from ds_vit.data import evaluation_rows, num_evaluation_batches, open_source
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import Process
 from ds_vit.models import SequentialViT, initialise, take_apart
 from ds_vit.tasks import FeatureBank, evaluators
 from ds_vit.tasks.evaluators import LinearProbe, NearestNeighbours, chosen_evaluators
 from ds_vit.tools.evaluate import main as evaluate_main
-from ds_vit.training.resolve import resolve_run
 
 CLASSES, ROWS = 5, 7
 
@@ -170,8 +169,7 @@ def words_of(task, data, stage=1):
 
 def by_timm(task, data):
     """(top-1 by neighbours, top-1 by the linear probe) of timm's model and scikit-learn."""
-    process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    plan = resolve_run(*flags.parse([*words_of(task, data), "--eval-only"]), process, on_cpu=True)
+    plan = resolved([*words_of(task, data), "--eval-only"])
     layers = take_apart(plan.model.whole)
     initialise(plan.model.whole, layers, seed=plan.config.seed, device="cpu")
     weights = timm_state_dict(SequentialViT(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
 from unittest import mock
@@ -11,15 +12,16 @@ import pytest
 import timm
 import torch
 from curves import train_in, train_rows
+from picture_folders import write_images
 from PIL import Image
-from project import ROOT
+from project import write_config
+from runs import resolved
 from safetensors.torch import load_file
 from vits import timm_state_dict
 
 from ds_vit import config as flags
 from ds_vit.data import finish_images
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import Process
 from ds_vit.models import SequentialViT, initialise, masked_patches, no_weight_decay_names, take_apart, timm_names
 from ds_vit.models.masked_autoencoder import patchify, unpatchify
 from ds_vit.tasks import find_task
@@ -28,7 +30,6 @@ from ds_vit.tools.evaluate import evaluate_weights
 from ds_vit.tools.evaluate import main as evaluate_main
 from ds_vit.training.build import input_config
 from ds_vit.training.inputs import InputPipeline
-from ds_vit.training.resolve import resolve_run
 from ds_vit.weights import export
 
 STEPS, BATCH, CLIP = 10, 16, 0.1
@@ -48,17 +49,9 @@ WORDS = {"SGD": ["--norm-pix-loss"], "AdamW": []}
 
 def command(folder, words, stage=1, optimizer="SGD"):
     """The command line of a run on the digits, but for its ranks."""
-    data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    data |= {"gradient_clipping": CLIP, "optimizer": OPTIMIZERS[optimizer]}
-    path = folder / f"zero{stage}-{optimizer}.json"
-    path.write_text(json.dumps(data))
+    blocks = {"gradient_clipping": CLIP, "optimizer": OPTIMIZERS[optimizer]}
+    path = write_config(folder / f"zero{stage}-{optimizer}.json", stage, **blocks)
     return [str(word) for word in ["--deepspeed_config", path, "--dataset", "digits", *words]]
-
-
-def planned(argv):
-    """The plan of a run on one rank, in this process."""
-    process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return resolve_run(*flags.parse(argv), process, on_cpu=True)
 
 
 def inputs(plan):
@@ -103,14 +96,11 @@ def plain(plan, optimizer):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The plain curve for each optimizer."""
-    curves = {}
 
+    @functools.cache
     def curve(optimizer):
-        if optimizer not in curves:
-            words = [*MAE, *RUN, *WORDS[optimizer], "-b", BATCH, "--max-steps", STEPS]
-            folder = tmp_path_factory.mktemp("plain")
-            curves[optimizer] = plain(planned(command(folder, words, optimizer=optimizer)), optimizer)
-        return curves[optimizer]
+        words = [*MAE, *RUN, *WORDS[optimizer], "-b", BATCH, "--max-steps", STEPS]
+        return plain(resolved(command(tmp_path_factory.mktemp("plain"), words, optimizer=optimizer)), optimizer)
 
     return curve
 
@@ -135,25 +125,26 @@ def assert_curve(rows, expected):
     assert [row["grad_norm"] for row in rows] == pytest.approx([norm for _, norm in expected], rel=1e-4)
 
 
+def train(ranks, folder, layout, *words):
+    """Our run in a layout: its rows."""
+    world, stage, micro, accumulation, optimizer, flags_of_layout = LAYOUTS[layout]
+    batch = ["-b", micro, "--grad-accum-steps", accumulation, "--max-steps", STEPS]
+    words = [*MAE, *RUN, *WORDS[optimizer], *flags_of_layout, *batch, *words]
+    return train_in(ranks, world, command(folder, words, stage, optimizer))
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_a_plain_loop(ranks, expected, tmp_path, layout):
     """Other pixels at the end of the pipeline than at its start; a mask, a mean or a factor that follows the ranks."""
-    world, stage, micro, accumulation, optimizer, words = LAYOUTS[layout]
-    words = [*MAE, *RUN, *WORDS[optimizer], *words, "--max-steps", STEPS]
-    argv = command(tmp_path, [*words, "-b", micro, "--grad-accum-steps", accumulation], stage, optimizer)
-    assert_curve(train_in(ranks, world, argv), expected(optimizer))
+    assert_curve(train(ranks, tmp_path, layout), expected(LAYOUTS[layout][4]))
 
 
 def test_resumed_in_another_layout(ranks, expected, tmp_path):
     """A checkpoint without the decoder, or without its optimizer state."""
-    stages = ("dp2 ZeRO-3, each block recomputed", 5, []), ("pp2", STEPS, ["--resume", "auto"])
-    for layout, steps, resume in stages:
-        world, stage, micro, accumulation, optimizer, words = LAYOUTS[layout]
-        words = [*MAE, *RUN, *WORDS[optimizer], *words, "-b", micro, "--grad-accum-steps", accumulation, *resume]
-        words += ["--max-steps", steps, "--checkpoint-interval", 5, "--output", tmp_path / "run"]
-        rows = train_in(ranks, world, command(tmp_path, words, stage, optimizer))
-    assert_curve(rows, expected("SGD"))
+    words = ["--checkpoint-interval", 5, "--output", tmp_path / "run"]
+    train(ranks, tmp_path, "dp2 ZeRO-3, each block recomputed", *words, "--max-steps", 5)
+    assert_curve(train(ranks, tmp_path, "pp2", *words, "--resume", "auto"), expected("SGD"))
 
 
 EVAL = [*MAE, "--eval-only", "--norm-pix-loss"]
@@ -162,7 +153,7 @@ EVAL = [*MAE, "--eval-only", "--norm-pix-loss"]
 @pytest.mark.parametrize(("world", "rows", "words"), [(1, 355, []), (3, 7, []), (2, 6, ["--pp", 2])])
 def test_every_image_of_the_validation_split_counts_once(ranks, tmp_path, world, rows, words):
     """A mask that follows the batch, a padding row that counts, pixels that the last stage does not have."""
-    plan = planned(command(tmp_path, [*EVAL, "-vb", 355]))
+    plan = resolved(command(tmp_path, [*EVAL, "-vb", 355]))
     whole, loss_of = plain_model(plan)
     [batch] = inputs(plan).evaluation().batches
     with torch.no_grad():
@@ -196,23 +187,12 @@ def assert_picture(picture, whole, batch):
             assert (tile - expected[row]).abs().max() <= (1 if column > 1 else 0.51)
 
 
-def images(folder):
-    """Class folders of 12 and 8 small images, of which one each cannot be decoded."""
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 6), ("validation", 4)):
-        for name in ("a", "b"):
-            place = folder / split / name
-            place.mkdir(parents=True)
-            for number in range(count):
-                pixels = generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.png")
-        (folder / split / "a" / "1.png").write_bytes(b"no image")
-    return folder
-
-
 def test_a_bad_image_is_counted_once_where_two_stages_decode_it(ranks, tmp_path):
     """A count for each stage that reads the image; another stand-in at the end of the pipeline than at its start."""
-    data = images(tmp_path / "data")
+    data = tmp_path / "data"
+    for split, count in (("train", 6), ("validation", 4)):
+        write_images(data / split, *(f"{name}/{number}.png" for name in "ab" for number in range(count)))
+        (data / split / "a" / "1.png").write_bytes(b"no image")
     words = [*MAE, *RUN, "--max-bad-images", 1, "-b", 4, "--max-steps", 3, "-vb", 3]
     seen = []
     for world, layout in ((1, []), (2, ["--pp", 2, "--pp-partition", "0,5,8"])):
@@ -240,7 +220,7 @@ def test_files(ranks, tmp_path):
     assert "num_classes" not in settings
     assert settings["mask_ratio"] == 0.75
     encoder = timm.create_model(NAME, num_classes=0, img_size=16, **KWARGS)
-    names = {name for name, _ in planned(command(tmp_path, MAE)).model.whole.named_parameters()}
+    names = {name for name, _ in resolved(command(tmp_path, MAE)).model.whole.named_parameters()}
     for prefix in ("", "ema-"):
         weights = load_file(tmp_path / "run" / f"{prefix.strip('-') or 'model'}.safetensors")
         encoder.load_state_dict(weights, strict=True)
@@ -257,16 +237,16 @@ def test_files(ranks, tmp_path):
         assert all(torch.equal(load_file(checkpoint)[name], tensor) for name, tensor in exported.items())
     with pytest.raises(UserError, match="has no classifier, and ViTForImageClassification is one; --to timm and"):
         export(tmp_path / "run", "hf")
-    whole_file = planned(command(tmp_path, [*MODEL, *RUN, "--initial-checkpoint", checkpoint, "-b", 8]))
+    whole_file = resolved(command(tmp_path, [*MODEL, *RUN, "--initial-checkpoint", checkpoint, "-b", 8]))
     assert any(f"has a decoder of {len(decoder)} tensors, which is left out" in note for note in whole_file.notes)
 
     start = ["--initial-checkpoint", tmp_path / "run" / "model.safetensors"]
     fine_tune = command(tmp_path, [*MODEL, *RUN, *start, "-b", 8, "--max-steps", 2])
-    assert any("newly initialised: head.bias, head.weight" in note for note in planned(fine_tune).notes)
+    assert any("newly initialised: head.bias, head.weight" in note for note in resolved(fine_tune).notes)
     rows = train_in(ranks, 1, fine_tune)
     assert [row["step"] for row in train_rows(rows)] == [1, 2]
     assert "top1" in rows[-1]
-    plan = planned(command(tmp_path, [*MAE, *RUN, *start, "-b", 8]))
+    plan = resolved(command(tmp_path, [*MAE, *RUN, *start, "-b", 8]))
     assert any("newly initialised: decoder_" in note for note in plan.notes)
     layers = take_apart(plan.model.whole)
     initialise(plan.model.whole, layers, seed=0, device="cpu", checkpoint=plan.model.initial_checkpoint)
@@ -280,7 +260,7 @@ def test_another_mask_is_another_run(ranks, tmp_path):
     words = [*MAE, *RUN, "-b", 16, "--checkpoint-interval", 1, "--output", tmp_path / "run"]
     train_in(ranks, 1, command(tmp_path, [*words, "--max-steps", 1]))
     go_on = [*words, "--max-steps", 2, "--resume", "auto"]
-    assert planned(command(tmp_path, go_on)).resume is not None
+    assert resolved(command(tmp_path, go_on)).resume is not None
     for flag, value, there, here in (
         ("--mask-ratio", [0.5], "0.75", "0.5"),
         ("--decoder-depth", [3], "2", "3"),
@@ -289,7 +269,7 @@ def test_another_mask_is_another_run(ranks, tmp_path):
         ("--norm-pix-loss", [], "False", "True"),
     ):
         with pytest.raises(UserError, match=f"{there} there and {here} here; give the same {flag},"):
-            planned(command(tmp_path, [*go_on, flag, *value]))
+            resolved(command(tmp_path, [*go_on, flag, *value]))
 
 
 @pytest.mark.parametrize(
@@ -312,13 +292,13 @@ def test_layer_decay_has_no_place_for_a_decoder(tmp_path):
     """A decoder that learns at the rate of some layer of the encoder."""
     argv = command(tmp_path, [*MAE, *RUN, "-b", 8], optimizer="AdamW")
     with pytest.raises(UserError, match=r"--layer-decay 0\.65 is for fine-tuning a pretrained encoder"):
-        planned([*argv, "--layer-decay", "0.65"])
-    assert planned([*argv, "--layer-decay", "1"]).optimizer is not None
+        resolved([*argv, "--layer-decay", "0.65"])
+    assert resolved([*argv, "--layer-decay", "1"]).optimizer is not None
 
 
 def test_images_are_finished_once(tmp_path):
     """The same pixels normalised for the model, and again for the loss."""
-    plan = planned(command(tmp_path, [*MAE, *RUN, "-b", 8]))
+    plan = resolved(command(tmp_path, [*MAE, *RUN, "-b", 8]))
     with mock.patch("ds_vit.tasks.task.finish_images", wraps=finish_images) as finish:
         batch = next(inputs(plan).training())
     assert finish.call_count == 1
@@ -327,6 +307,6 @@ def test_images_are_finished_once(tmp_path):
 
 def test_a_run_without_classes(tmp_path):
     """A recipe that turns mixing and smoothing off is rejected; a classifier over the data's classes, or sharded."""
-    plan = planned([*command(tmp_path, [*MAE, *RUN, "-b", 8]), "--mixup", "0", "--smoothing", "0"])
+    plan = resolved([*command(tmp_path, [*MAE, *RUN, "-b", 8]), "--mixup", "0", "--smoothing", "0"])
     assert (plan.config.num_classes, plan.model.class_parallel, plan.config.mix.active) == (0, False, False)
     assert plan.data.train_source.num_classes == 10

@@ -2,11 +2,10 @@
 
 import contextlib
 import functools
-import json
 
 import pytest
 from curves import assert_same_curve, read_rows, train_rows
-from project import ROOT
+from project import write_config
 from runs import DIGITS
 
 RTOL = 1e-5
@@ -55,11 +54,8 @@ def train_on_rank(argv, breaks=None):
 def train(ranks, folder, task, world, micro_batch, accumulation, stage, *words, breaks=None):
     """The rows of kind "train"."""
     argv = [*WORDS, "--task", task, "-b", micro_batch, "--grad-accum-steps", accumulation, *words]
-    config = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-    config["optimizer"] = {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto", "momentum": 0.9}}
-    path = folder.with_suffix(".json")
-    path.write_text(json.dumps(config))
-    argv += ["--deepspeed_config", path, "--output", folder]
+    sgd = {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto", "momentum": 0.9}}
+    argv += ["--deepspeed_config", write_config(folder.with_suffix(".json"), stage, optimizer=sgd), "--output", folder]
     assert ranks.run(world, train_on_rank, argv, breaks) == [0] * world
     return train_rows(read_rows(folder))
 
