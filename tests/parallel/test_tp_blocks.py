@@ -14,7 +14,7 @@ from tp_models import (
     compare_block,
     cut_copies,
     own_tokens,
-    run,
+    run_block,
     spec_of,
     tensor_parallel,
     whole_layers,
@@ -53,9 +53,8 @@ def compare_in_half_precision() -> None:
                 (embed, block, tokens.to(dtype).requires_grad_()),
                 (cut_embed, cut_block, own_tokens(tokens.to(dtype), tp)),
             ):
-                rope = getattr(front, "rope", None)
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    out = run(layer, (x, torch.arange(SAMPLES), *([] if rope is None else [rope()])))
+                    out = run_block(front, layer, x)
                 out.float().square().sum().backward()
                 outs.append(out)
                 assert x.grad.dtype == dtype

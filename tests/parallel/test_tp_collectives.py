@@ -77,15 +77,6 @@ def test_slices_make_the_whole(sections, size, dim):
     assert sum(int((piece != 0).sum()) for piece in slices) == full.numel()
 
 
-def test_fused_qkv_is_cut_by_heads():
-    """A fused qkv weight cut in the middle, so that one rank gets queries and another values."""
-    heads, head_dim, width, size = 6, 4, 8, 3
-    weight = torch.randn(3 * heads * head_dim, width)
-    description = TensorSlice(tuple(weight.shape), 0, (heads * head_dim,) * 3, rank=1, size=size)
-    by_heads = weight.view(3, heads, head_dim, width)[:, 2:4].reshape(-1, width)
-    assert torch.equal(description.take(weight), by_heads)
-
-
 def test_a_slice_is_memory_of_its_own():
     """A slice that keeps the whole tensor alive, or writes into it."""
     full = torch.zeros(4, 4)

@@ -22,7 +22,7 @@ from tp_models import (
     whole_layers,
 )
 
-from ds_vit.models import BlockLayer, CheckpointFunction, SequentialViT, recompute_all, timm_names
+from ds_vit.models import BlockLayer, CheckpointFunction, SequentialViT, recompute_all
 from ds_vit.parallel.tensor import TensorParallel, assemble, cut, cut_layer, region
 
 # Whole on every rank, of all that is two-dimensional in a block or a pooling head.
@@ -185,15 +185,3 @@ def test_bytes_moved(ranks, kind, regions, sequence_parallel):
     last = again // regions // (2 if sequence_parallel else 1)
     (found, *_) = ranks.run(size, bytes_sent, kind, sequence_parallel, recompute_all)
     assert found in (expected + again, expected + again - last)
-
-
-def names_of_cut_model() -> list[str]:
-    layers = whole_layers(spec_of(*KINDS["two parallel branches"]))
-    whole, split = SequentialViT(layers), SequentialViT(cut_copies(layers, tensor_parallel(True)))
-    assert timm_names(whole) == timm_names(split)
-    return list(timm_names(split).values())
-
-
-def test_names_stay_timms(ranks):
-    """A rewired sub-layer whose weights a checkpoint would call something else."""
-    assert ranks.run(2, names_of_cut_model)[0]

@@ -1,19 +1,17 @@
-"""Every kind of head, and the whole model: cut, classifier whole or class-parallel, they are what they are uncut."""
+"""The whole model, with every kind of head: cut, classifier whole or class-parallel, it is what it is uncut."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-import torch.nn.functional as F
 from tp_models import (
     HEADS,
     KINDS,
     NUM_CLASSES,
-    all_tokens,
     close,
     cut_copies,
-    own_tokens,
-    run,
     spec_of,
     tensor_parallel,
     whole_gradients,
@@ -26,58 +24,18 @@ from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 SAMPLES = 2
 LABELS = torch.tensor([1, 9])
+BLOCKS = ("packed SwiGLU", "parallel scaling, bias", "learned rotary frequencies")
+MODELS = {**HEADS, **{kind: KINDS[kind] for kind in BLOCKS}}
 LOSS = {"soft_targets": False, "smoothing": 0.1, "bce": False}
 
 
-def compare_head(kind: str, class_parallel: bool, sequence_parallel: bool) -> None:
-    tp = tensor_parallel(sequence_parallel)
-    *_, head = whole_layers(spec_of(*HEADS[kind]))
-    (cut_head,) = cut_copies([head], tp, class_parallel)
-    count = head.num_tokens.training
-    tokens = torch.randn(SAMPLES, count, head.embed_dim, dtype=torch.float64)
-    keys = torch.arange(SAMPLES)
-
-    x = tokens.clone().requires_grad_()
-    logits = run(head, (x, keys))
-    build_loss(**LOSS)(logits, LABELS).backward()
-
-    cut_x = own_tokens(tokens, tp, fill=3.0)
-    cut_logits = run(cut_head, (cut_x, keys))
-    if class_parallel:
-        class_parallel_loss(tp=tp, num_classes=NUM_CLASSES, **LOSS)(cut_logits, LABELS).backward()
-        cut_logits = gather_logits(cut_logits, NUM_CLASSES, tp)
-    else:
-        build_loss(**LOSS)(cut_logits, LABELS).backward()
-
-    close(cut_logits.detach(), logits.detach(), "logits")
-    # The loss is computed in float32, and so is the gradient that it hands back.
-    close(all_tokens(cut_x.grad, count, tp), x.grad, "input gradient", 1e-6)
-    gradients = whole_gradients(cut_head)
-    for name, parameter in head.named_parameters():
-        close(gradients[name], parameter.grad, name, 1e-6)
-
-
-def compare_heads() -> None:
-    for kind in HEADS:
-        for class_parallel in (False, True):
-            for sequence_parallel in (False, True):
-                compare_head(kind, class_parallel, sequence_parallel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_cut_head_is_the_head(ranks, size):
-    """A pooled latent whose gradient is a rank's alone, classes out of order, a gradient counted once a rank."""
-    ranks.run(size, compare_heads)
-
-
-def compare_model(kind: str, interval: int, sequence_parallel: bool) -> None:
+def compare_model(kind: str, interval: int, sequence_parallel: bool, class_parallel: bool) -> None:
     """Images to loss, drop-path, dropout and patch dropout on: the gradients of every parameter and of the images."""
     random = {"drop_rate": 0.2, "pos_drop_rate": 0.2, "proj_drop_rate": 0.2, "patch_drop_rate": 0.3}
-    name, kwargs = KINDS[kind]
+    name, kwargs = MODELS[kind]
     layers = whole_layers(spec_of(name, kwargs | random, drop_path=0.4))
     tp = tensor_parallel(sequence_parallel)
-    cut = SequentialViT(cut_copies(layers, tp, class_parallel=True), checkpoint_interval=interval)
+    cut = SequentialViT(cut_copies(layers, tp, class_parallel), checkpoint_interval=interval)
     whole = SequentialViT(layers)
     for model in (cut, whole):
         model.train()
@@ -86,13 +44,17 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool) -> None:
     keys = torch.tensor([5, 6])
     x, cut_x = (images.clone().requires_grad_() for _ in range(2))
 
-    logits = whole(x, keys)
-    F.cross_entropy(logits.float(), LABELS).backward()
-    cut_logits = cut(cut_x, keys)
-    loss = class_parallel_loss(tp=tp, num_classes=NUM_CLASSES, **LOSS | {"smoothing": 0.0})
-    loss(cut_logits, LABELS).backward()
+    def all_classes(logits: torch.Tensor) -> torch.Tensor:
+        return gather_logits(logits, NUM_CLASSES, tp) if class_parallel else logits.detach()
 
-    close(gather_logits(cut_logits, NUM_CLASSES, tp), logits.detach(), "logits")
+    loss = build_loss(**LOSS)
+    cut_loss = class_parallel_loss(tp=tp, num_classes=NUM_CLASSES, **LOSS) if class_parallel else loss
+    logits, cut_logits = whole(x, keys), cut(cut_x, keys)
+    loss(logits, LABELS).backward()
+    cut_loss(cut_logits, LABELS).backward()
+
+    close(all_classes(cut_logits), logits.detach(), "logits")
+    # The loss is computed in float32, and so is the gradient that it hands back.
     close(cut_x.grad, x.grad, "gradient of the images", 1e-6)
     gradients = whole_gradients(cut)
     for name, parameter in whole.named_parameters():
@@ -101,17 +63,18 @@ def compare_model(kind: str, interval: int, sequence_parallel: bool) -> None:
     with torch.no_grad():
         for model in (cut, whole):
             model.eval()
-        close(gather_logits(cut(images), NUM_CLASSES, tp), whole(images), "logits in evaluation")
+        close(all_classes(cut(images)), whole(images), "logits in evaluation")
 
 
 def compare_models() -> None:
-    for kind in ("Attention and Mlp", "packed SwiGLU", "parallel scaling, bias", "learned rotary frequencies"):
-        for sequence_parallel in (False, True):
-            for interval in (0, 1):
-                compare_model(kind, interval, sequence_parallel)
+    for kind in MODELS:
+        for sequence_parallel, class_parallel in itertools.product((False, True), repeat=2):
+            compare_model(kind, int(class_parallel), sequence_parallel, class_parallel)
 
 
 @pytest.mark.slow
-def test_a_cut_model_with_everything_random(ranks):
-    """Ranks that drop different elements, a mask of a part in place of a part of the mask, kept patches miscounted."""
-    ranks.run(3, compare_models)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_cut_model_is_the_model(ranks, size):
+    """A pooled latent whose gradient is a rank's alone, classes out of order, a gradient counted once a rank; ranks
+    that drop different elements, a mask of a part in place of a part of the mask, kept patches miscounted."""
+    ranks.run(size, compare_models)

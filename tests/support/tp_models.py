@@ -150,6 +150,14 @@ def run(layer: Layer, inputs: tuple[torch.Tensor, ...], recompute: CheckpointFun
     return recompute(forward, *inputs) if recompute else forward(*inputs)
 
 
+def run_block(
+    embed: Layer, block: Layer, tokens: torch.Tensor, recompute: CheckpointFunction | None = None
+) -> torch.Tensor:
+    """The tokens that a block makes of others, with the frequencies that its embedding has learned."""
+    rope = getattr(embed, "rope", None)
+    return run(block, (tokens, torch.arange(SAMPLES), *([] if rope is None else [rope()])), recompute)
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, what: str, rtol: float = 1e-11) -> None:
     """Equal within `rtol` of the largest element; timm computes differential attention's lambda in float32."""
     largest = float(expected.abs().max())
@@ -168,18 +176,14 @@ def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunct
     count = block.num_tokens.training
     generator = torch.Generator().manual_seed(1)
     tokens, d_out = torch.randn(2, SAMPLES, count, embed.embed_dim, dtype=torch.float64, generator=generator)
-    keys = torch.arange(SAMPLES)
-    rope = getattr(embed, "rope", None)
-    learned = [] if rope is None else [rope()]
-    cut_learned = [] if rope is None else [cut_embed.rope()]
 
     x = tokens.clone().requires_grad_()
-    out = run(block, (x, keys, *learned))
+    out = run_block(embed, block, x)
     out.backward(d_out)
 
     # What pads the sequence may be anything finite; it must not reach the result.
     cut_x = own_tokens(tokens, tp, fill=3.0)
-    cut_out = run(cut_block, (cut_x, keys, *cut_learned), recompute)
+    cut_out = run_block(cut_embed, cut_block, cut_x, recompute)
     cut_out.backward(own_tokens(d_out, tp))
 
     close(all_tokens(cut_out, count, tp), out.detach(), "output")
@@ -187,5 +191,5 @@ def compare_block(kind: str, sequence_parallel: bool, recompute: CheckpointFunct
     gradients = whole_gradients(cut_block)
     for name, parameter in block.named_parameters():
         close(gradients[name], parameter.grad, name)
-    if learned:
-        close(whole_gradients(cut_embed.rope)["freqs"], rope.freqs.grad, "freqs")
+    if getattr(embed, "rope", None) is not None:
+        close(whole_gradients(cut_embed.rope)["freqs"], embed.rope.freqs.grad, "freqs")
