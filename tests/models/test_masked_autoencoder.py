@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import timm
@@ -37,40 +39,26 @@ from ds_vit.parallel.tensor import check_cut, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 from ds_vit.planner.pipeline import balance
 
-# transformers' names, by ours, within a block and outside.
-_IN_BLOCK = {
-    "norm1": "layernorm_before",
-    "norm2": "layernorm_after",
-    "attn.proj": "attention.o_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_OUTSIDE = {
-    "cls_token": "vit.embeddings.cls_token",
-    "pos_embed": "vit.embeddings.position_embeddings",
-    "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-    "norm": "vit.layernorm",
-    "mask_token": "decoder.mask_token",
-    "decoder_embed": "decoder.decoder_embed",
-    "decoder_norm": "decoder.decoder_norm",
-    "decoder_pred": "decoder.decoder_pred",
+# What to replace in the name of one of our parameters for transformers'.
+_THEIR_NAMES = {
+    r"^blocks\.": "vit.layers.",
+    r"^decoder_blocks\.": "decoder.decoder_layers.",
+    r"\.norm1\.": ".layernorm_before.",
+    r"\.norm2\.": ".layernorm_after.",
+    r"attn\.proj": "attention.o_proj",
+    r"^cls_token": "vit.embeddings.cls_token",
+    r"^pos_embed": "vit.embeddings.position_embeddings",
+    r"^patch_embed\.proj": "vit.embeddings.patch_embeddings.projection",
+    r"^norm\.": "vit.layernorm.",
+    r"^(?=mask_token|decoder_)": "decoder.",
 }
 
 
 def their_names(name: str) -> list[str]:
     """The names in transformers of what one of our parameters holds, packed along its first dimension."""
-    stack, _, rest = name.partition(".")
-    if stack in ("blocks", "decoder_blocks"):
-        index, rest = rest.split(".", 1)
-        prefix = f"vit.layers.{index}." if stack == "blocks" else f"decoder.decoder_layers.{index}."
-        module, kind = rest.rsplit(".", 1)
-        if module == "attn.qkv":
-            return [f"{prefix}attention.{part}_proj.{kind}" for part in "qkv"]
-        return [f"{prefix}{_IN_BLOCK[module]}.{kind}"]
-    if name in _OUTSIDE:
-        return [_OUTSIDE[name]]
-    module, kind = name.rsplit(".", 1)
-    return [f"{_OUTSIDE[module]}.{kind}"]
+    for ours, theirs in _THEIR_NAMES.items():
+        name = re.sub(ours, theirs, name)
+    return [name.replace("attn.qkv", f"attention.{part}_proj") for part in ("qkv" if "attn.qkv" in name else "q")]
 
 
 def their_model(model, layers):
@@ -154,12 +142,6 @@ def _another_mask(layers, keys):
     return keys + 1
 
 
-def _shifted_positions(layers, keys):
-    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions.table
-    table.copy_(table.roll(1, dims=1))
-    return keys
-
-
 def _one_patch_fewer(layers, keys):
     for layer in layers:
         for masking in layer.keyed_drops():
@@ -167,13 +149,21 @@ def _one_patch_fewer(layers, keys):
     return keys
 
 
-def _rows_for_columns(layers, keys):
+def _rolled_positions(dim, layers, keys):
     table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions.table
-    table.copy_(table.roll(table.shape[-1] // 2, dims=-1))
+    table.copy_(table.roll(1 if dim == 1 else table.shape[-1] // 2, dims=dim))
     return keys
 
 
-@pytest.mark.parametrize("plant", [_another_mask, _shifted_positions, _one_patch_fewer, _rows_for_columns])
+PLANTS = {
+    "another mask": _another_mask,
+    "one patch fewer": _one_patch_fewer,
+    "shifted positions": partial(_rolled_positions, 1),
+    "rows for columns": partial(_rolled_positions, -1),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 def test_the_comparison_can_fail(plant):
     """A comparison that an error in the mask, the decoder's positions or the number of tokens would pass."""
     errors = relative_errors(False, plant)
@@ -246,27 +236,6 @@ def test_evaluation_masks_too():
         assert torch.equal(whole.train()(pixels, keys), whole.eval()(pixels, keys))
         with pytest.raises(ValueError, match="'mask' is random: give the model the samples' keys"):
             whole(pixels)
-
-
-def test_rotary_tables_are_those_of_the_kept_patches():
-    """A rotary encoder whose kept patches are rotated as if they were the first ones."""
-    model = autoencoder("Eva with rotary tables")
-    embed, block, *_ = layers_of(model)
-    pixels = torch.ones(SAMPLES, 3, *model.patch_embed.img_size)
-    tokens, keys = embed((pixels, torch.arange(SAMPLES)))
-    table = []
-    block.block.register_forward_pre_hook(lambda module, args, kwargs: table.append(kwargs["rope"]), with_kwargs=True)
-    block((tokens, keys))
-    kept = ~masked_patches(keys, model.patch_embed.num_patches, SETTINGS.mask_ratio)
-    whole = block.rope.get_embed()
-    for row, chosen in zip(table[0].squeeze(1), kept, strict=True):
-        assert row.shape == (4, whole.shape[-1])
-        assert {tuple(place) for place in row.tolist()} == {tuple(place) for place in whole[chosen].tolist()}
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    names = timm_names(model)
-    return {names[local]: p.grad for local, p in model.named_parameters() if p.grad is not None}
 
 
 def test_recomputation_changes_nothing():

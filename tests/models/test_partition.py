@@ -2,64 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from vits import KINDS, small_spec, timm_state_dict
 
-from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, take_apart
-
-MICRO_BATCH = 2
+from ds_vit.models import ModelSpec, SequentialViT, create_model, initialise, num_parameters, take_apart
 
 
-def config(stage: int, dtype: str = "fp32") -> dict:
-    """Nothing stays gathered: no parameter is small enough to persist, none is kept for reuse, none is prefetched."""
-    return {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 100_000,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-        },
-        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
-    }
-
-
-def build(spec: ModelSpec, stage: int, dtype: torch.dtype = torch.float32, interval: int = 0):
-    """The model as a run builds it, and how many whole parameters this rank held at most."""
-    import deepspeed
-
+def fresh(spec: ModelSpec, dtype: torch.dtype, on_layer=None) -> SequentialViT:
+    """The model as a run builds it."""
     model = create_model(spec)
     layers = take_apart(model)
-    whole = []
-
-    def partition(layer):
-        whole.append(sum(p.numel() for other in layers for p in other.parameters() if not p.is_meta))
-        deepspeed.zero.Init(module=layer, config_dict_or_path=config(3, "bf16" if dtype == torch.bfloat16 else "fp32"))
-
-    initialise(model, layers, seed=3, device="cpu", dtype=dtype, on_layer=partition if stage == 3 else None)
-    return SequentialViT(layers, checkpoint_interval=interval), whole
+    initialise(model, layers, seed=3, device="cpu", dtype=dtype, on_layer=on_layer and partial(on_layer, layers))
+    return SequentialViT(layers)
 
 
-def gathered_state(spec: ModelSpec, stage: int, dtype: torch.dtype):
-    """timm's state dict of the fresh model, and the most parameters held whole at once."""
+def partitioned_state(spec: ModelSpec, dtype: torch.dtype):
+    """On a rank: timm's state dict of the fresh model, the parameters held whole at once, and those in the end."""
     import deepspeed
 
-    model, whole = build(spec, stage, dtype)
-    state = {}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == torch.bfloat16}}
+    # No parameter is small enough to stay whole.
+    config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    whole = []
+
+    def partition(layers, layer):
+        whole.append(sum(p.numel() for other in layers for p in other.parameters() if not p.is_meta))
+        deepspeed.zero.Init(module=layer, config_dict_or_path=config)
+
+    model = fresh(spec, dtype, partition)
+    held, state = sum(p.numel() for p in model.parameters()), {}
     for name, tensor in timm_state_dict(model, keep_vars=True).items():
-        if hasattr(tensor, "ds_id"):
-            with deepspeed.zero.GatheredParameters([tensor]):
-                state[name] = tensor.detach().clone()
-        else:
+        with deepspeed.zero.GatheredParameters([tensor]):
             state[name] = tensor.detach().clone()
-    held = sum(p.numel() for p in model.parameters())
-    return state, max(whole, default=0), held
+    return state, max(whole), held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -67,12 +45,12 @@ def gathered_state(spec: ModelSpec, stage: int, dtype: torch.dtype):
 def test_partitioned_values_are_the_whole_models(ranks, world_size, dtype):
     """A layer that is partitioned before it is filled, filled differently, or still whole when the next one is."""
     spec = small_spec(KINDS["learned rotary frequencies"], depth=4)
-    expected, _, num_parameters = ranks.run(1, gathered_state, spec, 0, dtype)[0]
-    for state, most_whole, held in ranks.run(world_size, gathered_state, spec, 3, dtype):
+    model = fresh(spec, dtype)
+    expected = timm_state_dict(model)
+    for state, most_whole, held in ranks.run(world_size, partitioned_state, spec, dtype):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             assert state[name].dtype == dtype
             assert torch.equal(state[name], tensor), name
         assert held == 0, "nothing whole is left"
-        largest = max(sum(p.numel() for p in layer.parameters()) for layer in take_apart(create_model(spec)))
-        assert most_whole == largest < num_parameters / 2
+        assert most_whole == max(map(num_parameters, model.layers)) < num_parameters(model) / 2

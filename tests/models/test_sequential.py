@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from vits import KINDS, images, load_timm_state_dict, our_model, small_spec, timm_model, timm_state_dict
+from vits import KINDS, images, our_model, small_spec, timm_model, timm_state_dict
 
 from ds_vit.models import (
     BlockLayer,
@@ -52,18 +52,6 @@ def test_state_goes_to_timm_and_back():
     assert all(isinstance(tensor, nn.Parameter) for tensor in state.values())
 
 
-def test_a_state_that_does_not_fit_is_refused():
-    """A weight that keeps its initial value in silence."""
-    model = our_model(TINY)
-    state = dict(timm_state_dict(model))
-    state["head.bias"] = torch.zeros(3)
-    del state["norm.weight"]
-    with pytest.raises(
-        ValueError, match=r"2 of \d+ tensors do not fit: norm.weight is missing; head.bias has shape \(3,"
-    ):
-        load_timm_state_dict(model, state)
-
-
 def test_the_list_is_an_embedding_blocks_and_a_head():
     """A stage boundary somewhere else than between timm's modules."""
     layers = take_apart(create_model(small_spec("eva02_tiny_patch14_224", depth=3)))
@@ -105,21 +93,6 @@ def test_images_are_cast_to_the_weights():
     model = our_model(TINY)
     assert model(images(TINY).double()).dtype == torch.float32
     assert model.to(torch.bfloat16)(images(TINY)).dtype == torch.bfloat16
-
-
-def test_a_checkpoint_function_is_used():
-    """A JSON's wish for CPU checkpointing that nobody hears."""
-    calls = []
-
-    def function(run, *tensors):
-        calls.append(len(tensors))
-        return checkpoint(run, *tensors, use_reentrant=False)
-
-    spec = small_spec(KINDS["learned rotary frequencies"])
-    model = our_model(spec, checkpoint_interval=1, checkpoint_function=function)
-    model(images(spec), torch.arange(2)).sum().backward()
-    assert calls == [3, 3]
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_illegal_checkpointing_is_refused():

@@ -1,17 +1,20 @@
 """Schedules against timm's scheduler, and the optimizer block of the JSON."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_vit.optim.build import build_optimizer, optimizer_class, parameter_groups
 from ds_vit.optim.ema import Ema
 from ds_vit.optim.lamb import Lamb
+from ds_vit.optim.matrices import _owners
 from ds_vit.optim.muon import Muon, fallback_names
 from ds_vit.optim.schedules import Schedule
 
@@ -130,13 +133,19 @@ def test_what_muon_leaves_to_adamw():
     assert held == [("momentum_buffer",), ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq")]
 
 
+def test_muons_work_is_shared_out():
+    """A rank that works on most matrices while others wait; equal work for a rank that must fetch it all."""
+    held = [[SimpleNamespace(name=f"w{n}", length=1 + (rank == 2)) for n in range(20)] for rank in range(4)]
+    costs = {f"w{n}": float(1 + n) for n in range(20)}
+    owners = _owners(held, costs)
+    assert owners["w19"] == 2
+    loads = [sum(costs[name] for name, owner in owners.items() if owner == rank) for rank in range(4)]
+    assert max(loads) - min(loads) <= 20
+
+
 @pytest.mark.parametrize("warmup", [False, True])
 def test_the_averages_decay_is_timms(warmup):
     """A warm-up that is one update off, or that never reaches the decay."""
-    from types import SimpleNamespace
-
-    from timm.utils import ModelEmaV3
-
     theirs = ModelEmaV3(torch.nn.Linear(1, 1), decay=0.99, use_warmup=warmup, warmup_power=2 / 3)
     ours = Ema(SimpleNamespace(shards=[]), 0.99, warmup)
     for update in (1, 2, 3, 10, 100, 999, 1000, 1001, 100_000):

@@ -82,23 +82,9 @@ def timm_state_dict(module: nn.Module, keep_vars: bool = False) -> dict[str, tor
 
 
 def load_timm_state_dict(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy values under timm's names into whatever part of the model the module holds.
-
-    Raises:
-        ValueError: a value that the module needs is missing, or its shape differs.
-    """
-    own = timm_state_dict(module)
-    wrong = [f"{name} is missing" for name in own if name not in state]
-    wrong += [
-        f"{name} has shape {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if wrong:
-        raise ValueError(f"{len(wrong)} of {len(own)} tensors do not fit: {'; '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+    """Copy values under timm's names into whatever part of the model the module holds."""
+    for layer in (child for child in module.modules() if isinstance(child, Layer)):
+        layer.load_state_dict({name: state[name] for name in layer.state_dict()})
 
 
 def our_model(
