@@ -13,7 +13,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
-from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, convert
+from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, mix_in
 from ds_vit.models.layers import BlockLayer, Layer
 
 BACKEND: Any = "inductor"
@@ -56,11 +55,6 @@ class _WithRow:
         self.row = super().bits()
         if isinstance(self, KeyedDropPath):
             self.row = super().mask(torch.float32)
-
-
-@cache
-def _with_row(kind: type[KeyedDrop]) -> type[KeyedDrop]:
-    return type(kind.__name__, (_WithRow, kind), {"__module__": kind.__module__})
 
 
 def compiler_settings() -> AbstractContextManager[None]:
@@ -106,7 +100,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
     block = layer.block
     drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and _rate(drop) > 0.0]
     for drop in drops:
-        convert(drop, _with_row(type(drop)))
+        mix_in(drop, _WithRow)
     for module in block.modules():
         for name in _DIFFERING:
             if isinstance(vars(module).get(name), float):

@@ -265,6 +265,17 @@ def convert(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None
         setattr(module, name, value)
 
 
+_MIXED: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Put a class before a module's own, in place; see `convert`."""
+    both = mixin, type(module)
+    if both not in _MIXED:
+        _MIXED[both] = type(f"{mixin.__name__}{type(module).__name__}", both, {"__module__": mixin.__module__})
+    convert(module, _MIXED[both], **attributes)
+
+
 def _keyed_twin(module: nn.Module, name: str) -> KeyedDrop | None:
     """The keyed counterpart of timm's module, or None if `module` draws nothing."""
     if isinstance(module, DropPath):

@@ -18,12 +18,12 @@ from functools import partial
 
 import torch
 from timm.layers import LayerNorm, PatchEmbed
-from timm.models import Eva, VisionTransformer
+from timm.models import Eva
 from timm.models.vision_transformer import Block
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import KeyedPatchDropout, convert, sample_keys
+from ds_vit.models.keyed_drop import KeyedPatchDropout, mix_in, sample_keys
 from ds_vit.models.layers import (
     DecoderBlockLayer,
     Layer,
@@ -186,20 +186,6 @@ class MaskedAutoencoder(nn.Module):
         return super().no_weight_decay() | {"mask_token"}
 
 
-class VisionTransformerAutoencoder(MaskedAutoencoder, VisionTransformer):
-    """A masked autoencoder whose encoder is timm's `VisionTransformer`."""
-
-
-class EvaAutoencoder(MaskedAutoencoder, Eva):
-    """A masked autoencoder whose encoder is timm's `Eva`."""
-
-
-_KINDS: dict[type, type[MaskedAutoencoder]] = {
-    VisionTransformer: VisionTransformerAutoencoder,
-    Eva: EvaAutoencoder,
-}
-
-
 def is_of_decoder(name: str) -> bool:
     """Whether a parameter, by its name here and in the paper's code, is of the decoder and not of the encoder."""
     return name.startswith(("decoder_", "mask_token"))
@@ -261,7 +247,7 @@ def create_autoencoder(
     """
     model = create_model(replace(spec, num_classes=0), for_training=for_training, device=device, classifier=False)
     _check_encoder(model, spec, settings)
-    convert(model, _KINDS[type(model)])
+    mix_in(model, MaskedAutoencoder)
     model.add_decoder(settings)
     return model
 

@@ -12,17 +12,13 @@ import torch
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models.keyed_drop import KeyedDropout, convert
+from ds_vit.models.keyed_drop import KeyedDropout, convert, mix_in
 from ds_vit.models.layers import (
     BlockLayer,
     EmbedLayer,
-    EvaEmbed,
-    EvaHead,
     HeadLayer,
     Layer,
     RopeFrequencies,
-    VisionTransformerEmbed,
-    VisionTransformerHead,
     block_stacks,
 )
 from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
@@ -30,7 +26,7 @@ from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.norm import ShardedNorm
 from ds_vit.parallel.tensor.plans import NORMS, PLANS, CutPlan, Sections
-from ds_vit.parallel.tensor.region import ColumnLinear, Region, RowLinear, ShareDropout, SummandLinear
+from ds_vit.parallel.tensor.region import ColumnLinear, Entered, Region, RowLinear, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 
@@ -113,14 +109,7 @@ def check_cut(model: TimmViT, size: int) -> None:
             raise UserError(f"{name} {number} cannot be split over tp {size}; tp {legal}")
 
 
-class _ScatteringVisionTransformerEmbed(VisionTransformerEmbed):
-    tp: TensorParallel
-
-    def embed(self, images: torch.Tensor) -> torch.Tensor:
-        return split_tokens(super().embed(images), self.tp)
-
-
-class _ScatteringEvaEmbed(EvaEmbed):
+class _Splitting(EmbedLayer):
     tp: TensorParallel
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
@@ -136,14 +125,6 @@ class _Joining(Layer):
         return super().forward((join_tokens(share, count, self.tp), *rest))
 
 
-class _JoiningVisionTransformerHead(_Joining, VisionTransformerHead):
-    pass
-
-
-class _JoiningEvaHead(_Joining, EvaHead):
-    pass
-
-
 class _JoiningPaint(_Joining, PaintLayer):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return PaintLayer.forward(self, inputs) if self.gives_features else super().forward(inputs)
@@ -155,11 +136,10 @@ class _SharingBridge(_Joining, BridgeLayer):
         return tokens if self.gives_features else split_tokens(tokens, self.tp), *rest
 
 
+# Layers that are no blocks, and what is mixed in before their class.
 _OUTSIDE_BLOCKS: dict[type[Layer], type[Layer]] = {
-    VisionTransformerEmbed: _ScatteringVisionTransformerEmbed,
-    EvaEmbed: _ScatteringEvaEmbed,
-    VisionTransformerHead: _JoiningVisionTransformerHead,
-    EvaHead: _JoiningEvaHead,
+    EmbedLayer: _Splitting,
+    HeadLayer: _Joining,
     BridgeLayer: _SharingBridge,
     PaintLayer: _JoiningPaint,
 }
@@ -233,7 +213,10 @@ def _cut_module(module: nn.Module, plan: CutPlan, region: Region) -> list[nn.Par
             convert(dropout, ShareDropout, dim=-1, tp=tp)
     for name in plan.divided:
         setattr(module, name, _divide(getattr(module, name), tp.size))
-    convert(module, plan.cut_class, region=region)
+    if plan.cut_class is None:
+        mix_in(module, Entered, region=region)
+    else:
+        convert(module, plan.cut_class, region=region)
     return [
         parameter
         for _, member in _members(module, plan.partial)
@@ -248,7 +231,7 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
             if type(module) is KeyedDropout:
                 convert(module, ShareDropout, dim=1, tp=tp)
     else:
-        convert(layer, _OUTSIDE_BLOCKS[type(layer)], tp=tp)
+        mix_in(layer, next(mixin for kind, mixin in _OUTSIDE_BLOCKS.items() if isinstance(layer, kind)), tp=tp)
 
 
 def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:

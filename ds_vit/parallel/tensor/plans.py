@@ -24,32 +24,6 @@ from ds_vit.parallel.tensor.attention import (
     CutEvaAttention,
     CutParallelScalingBlock,
 )
-from ds_vit.parallel.tensor.region import Entered
-
-
-class CutAttention(Entered, Attention):
-    """timm's `Attention` on this rank's heads."""
-
-
-class CutAttentionRope(Entered, AttentionRope):
-    """timm's `AttentionRope` on this rank's heads."""
-
-
-class CutMlp(Entered, Mlp):
-    """timm's `Mlp` on this rank's hidden features."""
-
-
-class CutGluMlp(Entered, GluMlp):
-    """timm's `GluMlp` (and `SwiGLUPacked`) on this rank's hidden features."""
-
-
-class CutSwiGLU(Entered, SwiGLU):
-    """timm's `SwiGLU` on this rank's hidden features."""
-
-
-class CutGeGluMlp(Entered, GeGluMlp):
-    """timm's `GeGluMlp` (ViTamin) on this rank's hidden features."""
-
 
 Sections: TypeAlias = "int | Callable[[nn.Module], tuple[int, ...]]"
 """The matrices packed along the sharded axis: that many equal parts, or their lengths, given the whole module."""
@@ -60,8 +34,8 @@ class CutPlan:
     """How a module of one timm class is sharded. All names are of the module's members; absent ones are ignored.
 
     Attributes:
-        cut_class: the subclass that the module becomes.
         counts: what the degree must divide, by its name in messages.
+        cut_class: the subclass that the module becomes; None where its own forward is right for a share (`Entered`).
         columns: linear maps whose output features are sharded, weight and bias.
         rows: linear maps whose input features are sharded; the bias is whole, and added once after the sum.
         summands: of the rows, those whose summands leave the region together.
@@ -73,8 +47,8 @@ class CutPlan:
         divided: attributes, numbers or lists of them, that hold whole counts and must hold this rank's.
     """
 
-    cut_class: type[nn.Module]
     counts: Callable[[nn.Module], dict[str, int]]
+    cut_class: type[nn.Module] | None = None
     columns: Mapping[str, Sections] = field(default_factory=dict)
     rows: Mapping[str, Sections] = field(default_factory=dict)
     summands: tuple[str, ...] = ()
@@ -106,7 +80,6 @@ def _out_proj(block: nn.Module) -> tuple[int, ...]:
 
 
 _ATTENTION = CutPlan(
-    CutAttention,
     _heads,
     columns={"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1},
     rows={"proj": 1},
@@ -115,7 +88,6 @@ _ATTENTION = CutPlan(
     divided=("num_heads", "attn_dim"),
 )
 _MLP = CutPlan(
-    CutMlp,
     lambda module: {"hidden size": module.fc2.in_features},
     columns={"fc1": 1},
     rows={"fc2": 1},
@@ -124,8 +96,8 @@ _MLP = CutPlan(
     partial=("act",),
 )
 _PARALLEL = CutPlan(
-    CutParallelScalingBlock,
     _parallel_counts,
+    CutParallelScalingBlock,
     columns={"in_proj": _in_proj},
     rows={"out_proj": _out_proj, "attn_out_proj": 1, "mlp_out_proj": 1},
     summands=("attn_out_proj", "mlp_out_proj"),
@@ -139,7 +111,6 @@ PLANS: dict[type[nn.Module], CutPlan] = {
     Attention: _ATTENTION,
     AttentionRope: replace(
         _ATTENTION,
-        cut_class=CutAttentionRope,
         counts=lambda module: {"num_heads": module.num_heads, "num_kv_heads": module.num_kv_heads},
         divided=("num_heads", "num_kv_heads", "attn_dim", "kv_dim"),
     ),
@@ -153,11 +124,10 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         divided=("num_heads",),
     ),
     Mlp: _MLP,
-    GluMlp: replace(_MLP, cut_class=CutGluMlp, columns={"fc1": 2}),
-    SwiGLU: replace(_MLP, cut_class=CutSwiGLU, columns={"fc1_g": 1, "fc1_x": 1}),
+    GluMlp: replace(_MLP, columns={"fc1": 2}),
+    SwiGLU: replace(_MLP, columns={"fc1_g": 1, "fc1_x": 1}),
     GeGluMlp: replace(
         _MLP,
-        cut_class=CutGeGluMlp,
         counts=lambda module: {"hidden size": module.w2.in_features},
         columns={"w0": 1, "w1": 1},
         rows={"w2": 1},
@@ -171,8 +141,8 @@ PLANS: dict[type[nn.Module], CutPlan] = {
         partial=("mlp_act", "q_norm", "k_norm", "sub_norm", *_LAMBDAS),
     ),
     AttentionPoolLatent: CutPlan(
-        CutAttentionPoolLatent,
         lambda module: {"attn_pool num_heads": module.num_heads},
+        CutAttentionPoolLatent,
         columns={"q": 1, "kv": 2},
         rows={"proj": 1},
         partial=("q_norm", "k_norm"),
