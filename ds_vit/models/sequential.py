@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +21,17 @@ from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
 from ds_vit.models.layers import BlockLayer, Layer
 
 
-class BlockRun(nn.Module):
+@dataclass(eq=False)
+class BlockRun:
     """Consecutive blocks as a function of tensors, for a checkpoint function; only the tokens change in them.
 
     Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
     The computed rows are known by then, and stay with the run.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[BlockLayer],
-        drops: Sequence[KeyedDrop] = (),
-        rows: Mapping[KeyedDrop, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.rows = rows
-        self.__dict__["blocks"] = tuple(blocks)  # not registered: the model has them already
-        self.__dict__["drops"] = tuple(drops)
+    blocks: Sequence[BlockLayer]
+    drops: Sequence[KeyedDrop]
+    rows: Mapping[KeyedDrop, torch.Tensor] | None
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         if not self.drops:
@@ -77,7 +72,7 @@ def run_layers(
                     inputs = layer(inputs)
                 continue
             while blocks := list(itertools.islice(group, checkpoint_interval)):
-                inputs = (checkpoint_function(BlockRun(blocks, drops, rows), *inputs, *bits), *inputs[1:])
+                inputs = (checkpoint_function(BlockRun(blocks, drops, rows).forward, *inputs, *bits), *inputs[1:])
     return inputs
 
 
