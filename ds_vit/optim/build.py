@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from timm.optim import Lion
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -26,8 +27,15 @@ from ds_vit.optim.rules import NotProportional, OptimizerRules, RpropRules
 from ds_vit.parallel.zero_map import ZeroMap
 
 _TORCH = ("AdamW", "Adam", "SGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
-_OURS: dict[str, type[torch.optim.Optimizer]] = {"Adagrad": Adagrad, "Lamb": Lamb, "Lars": Lars, "Muon": Muon}
-OFFERED = (*_TORCH, "Lion", *_OURS)
+# Lion is timm's: torch has none.
+_OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "Lion": Lion,
+    "Adagrad": Adagrad,
+    "Lamb": Lamb,
+    "Lars": Lars,
+    "Muon": Muon,
+}
+OFFERED = (*_TORCH, *_OURS)
 """Every name that an `optimizer` block may have, in any case."""
 # DeepSpeed's arguments that only choose an implementation; ours is torch's fused or foreach one.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused", "foreach")
@@ -87,10 +95,6 @@ def _class_named(name: str, *, adam_w: bool, path: str) -> type[torch.optim.Opti
             f"{path}: optimizer {name}: {_NOT_ELEMENTWISE[lowered]}, so it would be something else in every layout; "
             "not in this release; AdamW is the nearest that works"
         )
-    if lowered == "lion":
-        from timm.optim import Lion  # torch has none; timm's is elementwise and needs no build
-
-        return Lion
     known = {n.lower(): n for n in (*OFFERED, *_OURS)}
     if lowered not in known:
         close = difflib.get_close_matches(lowered, known, n=1, cutoff=0.3)

@@ -91,40 +91,24 @@ class Lamb(PerParameterOptimizer):
 
     def _adam(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Advance the moments, and turn the gradients into minus Adam's update at a learning rate of one."""
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros(()),  # on the CPU, as in torch's Adam: the host reads it at each step
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        states = [self.state[p] for p in parameters]
-        for state in states:
-            state["step"] += 1
+        states = self._states(parameters, ("exp_avg", "exp_avg_sq"))
+        torch._foreach_add_([state["step"] for state in states], 1)
+        step, (beta1, beta2) = float(states[0]["step"]), group["betas"]
         grads = [p.grad.view(-1) for p in parameters]
-        first = [state["exp_avg"].view(-1) for state in states]
-        second = [state["exp_avg_sq"].view(-1) for state in states]
-        _adam_updates(group, grads, first, second, float(states[0]["step"]))
+        first, second = ([state[key].view(-1) for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+        corrections = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+        torch._foreach_copy_(grads, second)  # the gradients are used up: their memory holds the roots, then the update
+        torch._foreach_sqrt_(grads)
+        torch._foreach_div_(grads, corrections[1] ** 0.5)
+        torch._foreach_add_(grads, group["eps"])
+        torch._foreach_reciprocal_(grads)
+        torch._foreach_mul_(grads, first)
+        torch._foreach_mul_(grads, -1.0 / corrections[0])
         return grads
-
-
-def _adam_updates(
-    group: dict[str, Any], grads: list[torch.Tensor], first: list[torch.Tensor], second: list[torch.Tensor], step: float
-) -> None:
-    """Adam's step in place: the moments advance, and minus the update takes the gradients' memory."""
-    beta1, beta2 = group["betas"]
-    torch._foreach_mul_(first, beta1)
-    torch._foreach_add_(first, grads, alpha=1.0 - beta1 if group["grad_averaging"] else 1.0)
-    torch._foreach_mul_(second, beta2)
-    torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-    corrections = (1.0 - beta1**step, 1.0 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    torch._foreach_copy_(grads, second)  # the gradients are used up: their memory holds the roots, then the update
-    torch._foreach_sqrt_(grads)
-    torch._foreach_div_(grads, corrections[1] ** 0.5)
-    torch._foreach_add_(grads, group["eps"])
-    torch._foreach_reciprocal_(grads)
-    torch._foreach_mul_(grads, first)
-    torch._foreach_mul_(grads, -1.0 / corrections[0])
 
 
 def _trust_ratios(weights: torch.Tensor, updates: torch.Tensor, *, clip: bool) -> torch.Tensor:

@@ -193,11 +193,7 @@ class Muon(PerParameterOptimizer):
             LayerDecay(self, zero_map, lr_scales)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": torch.zeros(())}
-                self.state[p] |= {key: torch.zeros_like(p) for key in group["state_keys"]}
-        states = [self.state[p] for p in parameters]
+        states = self._states(parameters, group["state_keys"])
         if group["use_fallback"]:
             self._fall_back(group, parameters, states)
             return

@@ -71,5 +71,13 @@ class PerParameterOptimizer(torch.optim.Optimizer):
             self._together[key] = tensors, scales
         return self._together[key]
 
+    def _states(self, parameters: Sequence[torch.Tensor], keys: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        """The states of these tensors, zeros at first: a `step`, and for each key one of the tensor's shape."""
+        for p in parameters:
+            if not self.state[p]:
+                # On the CPU, as in torch's Adam: the host reads it at each step.
+                self.state[p] = {"step": torch.zeros(()), **{key: torch.zeros_like(p) for key in keys}}
+        return [self.state[p] for p in parameters]
+
     def _keep_ratios(self, parameters: Sequence[torch.Tensor], names: list[str], ratios: torch.Tensor) -> None:
         self._ratios[tuple(map(id, parameters))] = names, ratios
