@@ -98,7 +98,7 @@ def compile_block(layer: Layer, function: Compiled) -> None:
     if not isinstance(layer, BlockLayer):
         return
     block = layer.block
-    drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and _rate(drop) > 0.0]
+    drops = [drop for drop in block.modules() if isinstance(drop, KeyedDrop) and drop.rate > 0.0]
     for drop in drops:
         mix_in(drop, _WithRow)
     for module in block.modules():
@@ -119,10 +119,6 @@ def compile_block(layer: Layer, function: Compiled) -> None:
                 ) from error
 
     block.forward = forward
-
-
-def _rate(drop: KeyedDrop) -> float:
-    return drop.drop_prob if isinstance(drop, KeyedDropPath) else drop.p
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def compute_kept(layer: Layer, wanted: Callable[[float], bool]) -> None:
     block = layer.block
     for name, members in _branches(block):
         path = block.get_submodule(name)
-        if not isinstance(path, KeyedDropPath) or not wanted(path.drop_prob):
+        if not isinstance(path, KeyedDropPath) or not wanted(path.rate):
             continue
         convert(path, KeptDropPath, puts_back=bool(members))
         inside = [block.get_submodule(member) for member in members] or [block]

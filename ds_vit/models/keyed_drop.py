@@ -12,7 +12,6 @@ Shapes: B samples, S tokens, D width, M keyed modules.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -27,11 +26,12 @@ from ds_vit import randomness
 from ds_vit.fault_tolerance.errors import UserError
 
 
-class KeyedDrop(nn.Module, ABC):
+class KeyedDrop(nn.Module):
     """Base of the keyed modules.
 
     Attributes:
         name: of its draws.
+        rate: the share that it drops.
         keys: of the samples, int64 [B], while its layer runs.
         shared: what was hashed for it and others, and its row there, while a run of layers lasts.
         branch: the drop-path that ends its branch, where only what that keeps is computed (kept_rows.py).
@@ -39,16 +39,17 @@ class KeyedDrop(nn.Module, ABC):
 
     branch: KeyedDropPath | None = None
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rate: float) -> None:
         super().__init__()
         self.name = name
+        self.rate = rate
         self.keys: torch.Tensor | None = None
         self.shared: tuple[Together, int] | None = None
 
     @property
-    @abstractmethod
     def draws(self) -> bool:
         """Whether it draws anything in the current mode."""
+        return self.rate > 0.0 and self.training
 
     @property
     def rows(self) -> torch.Tensor | None:
@@ -87,27 +88,21 @@ def _mask(draws: torch.Tensor, drop_prob: Rate, divisor: Rate) -> torch.Tensor:
 class KeyedDropPath(KeyedDrop):
     """Stochastic depth (Huang et al. 2016): drops a sample's residual branch; timm's `DropPath`."""
 
-    def __init__(self, name: str, drop_prob: float, scale_by_keep: bool = True) -> None:
-        super().__init__(name)
-        self.drop_prob = drop_prob
+    def __init__(self, name: str, rate: float, scale_by_keep: bool = True) -> None:
+        super().__init__(name, rate)
         self.scale_by_keep = scale_by_keep
-
-    @property
-    def draws(self) -> bool:
-        """As `KeyedDrop.draws`."""
-        return self.drop_prob > 0.0 and self.training
 
     @property
     def divisor(self) -> float:
         """The divisor of the samples that stay."""
-        return 1.0 - self.drop_prob if self.scale_by_keep else 1.0
+        return 1.0 - self.rate if self.scale_by_keep else 1.0
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """The factor of each sample, [B], of the rows that it receives."""
         if self.shared is not None:
             together, row = self.shared
             return self._own(together.masks(dtype)[row])
-        return _mask(self.uniform(), self.drop_prob, self.divisor).to(dtype)
+        return _mask(self.uniform(), self.rate, self.divisor).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, ...] -> the same, with whole samples zeroed and (by default) the others divided by the keep rate."""
@@ -119,20 +114,11 @@ class KeyedDropPath(KeyedDrop):
 class KeyedDropout(KeyedDrop):
     """Dropout (Srivastava et al. 2014) of single elements; `nn.Dropout`."""
 
-    def __init__(self, name: str, p: float) -> None:
-        super().__init__(name)
-        self.p = p
-
-    @property
-    def draws(self) -> bool:
-        """As `KeyedDrop.draws`."""
-        return self.p > 0.0 and self.training
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, ...] -> the same, elements zeroed with probability p and the others divided by 1 - p."""
+        """x [B, ...] -> the same, elements zeroed with probability `rate` and the others divided by 1 - rate."""
         if not self.draws:
             return x
-        return x * _mask(self.uniform(tuple(x.shape[1:])), self.p, 1.0 - self.p).to(x.dtype)
+        return x * _mask(self.uniform(tuple(x.shape[1:])), self.rate, 1.0 - self.rate).to(x.dtype)
 
 
 class KeyedPatchDropout(KeyedDrop):
@@ -144,15 +130,14 @@ class KeyedPatchDropout(KeyedDrop):
     def __init__(
         self,
         name: str,
-        prob: float,
+        rate: float,
         num_prefix_tokens: int,
         ordered: bool,
         with_indices: bool,
         always: bool = False,
     ) -> None:
         """Args: as timm's, and whether patches are left out in evaluation too (masked autoencoding)."""
-        super().__init__(name)
-        self.prob = prob
+        super().__init__(name, rate)
         self.num_prefix_tokens = num_prefix_tokens
         self.ordered = ordered
         self.with_indices = with_indices
@@ -166,11 +151,11 @@ class KeyedPatchDropout(KeyedDrop):
     @property
     def draws(self) -> bool:
         """As `KeyedDrop.draws`."""
-        return self.prob > 0.0 and self._leaves_out(self.training)
+        return self.rate > 0.0 and self._leaves_out(self.training)
 
     def num_kept(self, num_patches: int, training: bool = True) -> int:
         """How many of `num_patches` stay."""
-        return max(1, int(num_patches * (1.0 - self.prob))) if self._leaves_out(training) else num_patches
+        return max(1, int(num_patches * (1.0 - self.rate))) if self._leaves_out(training) else num_patches
 
     def keep_indices(self, num_patches: int) -> torch.Tensor | None:
         """Indices of the kept patches, int64 [B, kept], of `num_patches`; None where nothing is dropped."""
@@ -203,7 +188,7 @@ def _constants(
 
 def _columns(drops: Sequence[KeyedDrop], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     paths = [drop if isinstance(drop, KeyedDropPath) else None for drop in drops]
-    rates = [(path.drop_prob, path.divisor) if path else (0.0, 1.0) for path in paths]
+    rates = [(path.rate, path.divisor) if path else (0.0, 1.0) for path in paths]
     return _constants(tuple((drop.name, *rate) for drop, rate in zip(drops, rates, strict=True)), device)
 
 

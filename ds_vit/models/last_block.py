@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from timm.layers import Attention
 from timm.models.vision_transformer import Block
-from torch import nn
 from torch.nn import functional as F
 
 from ds_vit.models.keyed_drop import KeyedDropout, convert
@@ -58,7 +57,7 @@ def compute_class_token(layer: Layer) -> None:
     block = layer.block
     if type(block) is not Block or type(block.attn) is not Attention or block.attn.gate is not None:
         return
-    if any(isinstance(module, (nn.Dropout, KeyedDropout)) and module.p > 0.0 for module in block.modules()):
+    if any(isinstance(module, KeyedDropout) for module in block.modules()):
         return
     convert(block, ClassTokenBlock)
     convert(block.attn, ClassTokenAttention)

@@ -145,7 +145,7 @@ def _another_mask(layers, keys):
 def _one_patch_fewer(layers, keys):
     for layer in layers:
         for masking in layer.keyed_drops():
-            masking.prob = 0.8
+            masking.rate = 0.8
     return keys
 
 
