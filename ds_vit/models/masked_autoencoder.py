@@ -252,22 +252,6 @@ def create_autoencoder(
     return model
 
 
-class SineCosinePositions(nn.Module):
-    """The decoder's fixed positions, a buffer outside the state dict."""
-
-    def __init__(self, grid_size: tuple[int, int], width: int, num_prefix_tokens: int, device: torch.device) -> None:
-        super().__init__()
-        self.arguments = (grid_size, width, num_prefix_tokens)
-        num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
-        self.register_buffer("table", torch.empty(1, num_tokens, width, device=device), persistent=False)
-        if not self.table.is_meta:
-            self.init_non_persistent_buffers()
-
-    def init_non_persistent_buffers(self) -> None:
-        """Compute the table, where it has memory (timm's name for this, which `initialise` calls)."""
-        self.table.copy_(sine_cosine_positions(*self.arguments))
-
-
 class BridgeLayer(Layer):
     """From the encoder to the decoder: final norm, projection to the decoder's width, mask tokens, positions.
 
@@ -286,11 +270,19 @@ class BridgeLayer(Layer):
         self.decoder_embed = model.decoder_embed
         self.mask_token = model.mask_token
         self.masking = masking
-        self.positions = SineCosinePositions(
-            model.patch_embed.grid_size, model.settings.decoder_dim, model.num_prefix_tokens, model.mask_token.device
-        )
         self.num_prefix_tokens = model.num_prefix_tokens
         self.num_patches = model.patch_embed.num_patches
+        self.grid_size = model.patch_embed.grid_size
+        positions = model.mask_token.new_empty(
+            1, self.num_prefix_tokens + self.num_patches, model.settings.decoder_dim, requires_grad=False
+        )
+        self.register_buffer("positions", positions, persistent=False)
+        if not positions.is_meta:
+            self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Compute the decoder's fixed positions (timm's name for this, which `initialise` calls)."""
+        self.positions.copy_(sine_cosine_positions(self.grid_size, self.positions.shape[-1], self.num_prefix_tokens))
 
     def fill_in(self, tokens: torch.Tensor) -> torch.Tensor:
         """Prefix tokens and kept patches [B, S, decoder D] -> prefix tokens and all patches, in their places."""
@@ -300,7 +292,7 @@ class BridgeLayer(Layer):
         assert places is not None, "the mask is lifted, and features go by the decoder"
         places = places.unsqueeze(-1).expand_as(kept)
         patches = self.mask_token.expand(len(kept), self.num_patches, -1).scatter(1, places, kept)
-        return torch.cat((prefix, patches), dim=1) + self.positions.table.to(dtype)
+        return torch.cat((prefix, patches), dim=1) + self.positions.to(dtype)
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """(tokens [B, S kept, D], keys int64 [B], ...) -> (tokens [B, S, decoder D], keys)."""

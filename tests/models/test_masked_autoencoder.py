@@ -150,7 +150,7 @@ def _one_patch_fewer(layers, keys):
 
 
 def _rolled_positions(dim, layers, keys):
-    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions.table
+    table = next(layer for layer in layers if isinstance(layer, BridgeLayer)).positions
     table.copy_(table.roll(1 if dim == 1 else table.shape[-1] // 2, dims=dim))
     return keys
 
