@@ -6,7 +6,7 @@ expanded factor a flat tensor on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -67,11 +67,7 @@ class SegmentedTensors:
             tensors: laid out like the shards'.
             factors: [P].
         """
-        if self._one_call:
-            self._foreach(torch._foreach_mul_, self.views(tensors), self._of_segments(factors))
-            return
-        for tensor, factor in zip(tensors, self._expanded(factors, padding=1.0), strict=True):
-            tensor.view(-1).mul_(factor)
+        self._each("mul_", factors, 1.0, tensors)
 
     def addcmul_(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
         """Add to every segment of `tensors` that of `others` times its parameter's factor, in place.
@@ -81,20 +77,20 @@ class SegmentedTensors:
             others: likewise.
             factors: [P].
         """
-        if self._one_call:
-            views = self.views(tensors)
-            self._foreach(torch._foreach_addcmul_, views, self.views(others), self._of_segments(factors))
-            return
-        for tensor, other, factor in zip(tensors, others, self._expanded(factors, padding=0.0), strict=True):
-            tensor.view(-1).addcmul_(other.view(-1), factor)
+        self._each("addcmul_", factors, 0.0, tensors, others)
 
     def lerp_(self, tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
         """Move every segment of `tensors` towards that of `ends` by its parameter's factor (0: stay, 1: arrive)."""
+        self._each("lerp_", factors, 0.0, tensors, ends)
+
+    def _each(self, operation: str, factors: torch.Tensor, padding: float, *lists: Sequence[torch.Tensor]) -> None:
+        """`tensor.operation(…, factor)` for every segment in the first of the lists, with those in the others."""
         if self._one_call:
-            self._foreach(torch._foreach_lerp_, self.views(tensors), self.views(ends), self._of_segments(factors))
+            if len(self._index):
+                getattr(torch, f"_foreach_{operation}")(*map(self.views, lists), self._of_segments(factors))
             return
-        for tensor, end, factor in zip(tensors, ends, self._expanded(factors, padding=0.0), strict=True):
-            tensor.view(-1).lerp_(end.view(-1), factor)
+        for tensor, *others, factor in zip(*lists, self._expanded(factors, padding), strict=True):
+            getattr(tensor.view(-1), operation)(*(other.view(-1) for other in others), factor)
 
     def _of_segments(self, factors: torch.Tensor) -> list[torch.Tensor]:
         """[P] → S scalar tensors in the type of the flat tensors."""
@@ -111,11 +107,6 @@ class SegmentedTensors:
             repeats = torch.tensor(sizes, device=self.device)
             expanded.append(torch.repeat_interleave(pieces, repeats, output_size=shard.tensor.numel()))
         return expanded
-
-    @staticmethod
-    def _foreach(function: Callable[..., object], views: list[torch.Tensor], *others: list[torch.Tensor]) -> None:
-        if views:
-            function(views, *others)
 
 
 def _split_sizes(shard: Shard) -> list[int]:
