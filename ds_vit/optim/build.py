@@ -181,22 +181,13 @@ def parameter_groups(
         fallback: timm names whose groups get `use_fallback`; None for an optimizer that makes no difference.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in trained if name not in undecayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in trained if name in undecayed], "weight_decay": 0.0},
-    ]
-    if fallback is not None:
-        names = {id(p): name for name, p in trained}
-        groups = [
-            {
-                **group,
-                "params": [p for p in group["params"] if (names[id(p)] in fallback) == chosen],
-                "use_fallback": chosen,
-            }
-            for group in groups
-            for chosen in (False, True)
-        ]
-    return [group for group in groups if group["params"]]
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for name, parameter in trained:
+        plain, chosen = name in undecayed, fallback is not None and name in fallback
+        settings = {"params": [], "weight_decay": 0.0 if plain else weight_decay}
+        settings |= {} if fallback is None else {"use_fallback": chosen}
+        groups.setdefault((plain, chosen), settings)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
 
 
 def build_optimizer(
