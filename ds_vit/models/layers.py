@@ -313,10 +313,6 @@ def _rope_of_blocks(model: TimmViT) -> nn.Module | None:
     return rope
 
 
-def _token_count(model: TimmViT, patch_drop: KeyedPatchDropout | None) -> TokenCount:
-    return TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches, patch_drop)
-
-
 def _ends_of(model: TimmViT) -> tuple[type[EmbedLayer], type[HeadLayer]]:
     return next(ends for kind, ends in _ENDS.items() if isinstance(model, kind))
 
@@ -337,7 +333,7 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
         *(BlockLayer(index, block, rope, random_patches) for index, block in enumerate(model.blocks)),
     ]
     for layer in layers:
-        layer.num_tokens = _token_count(model, random_patches)
+        layer.num_tokens = TokenCount(model.num_prefix_tokens, model.patch_embed.num_patches, random_patches)
         if isinstance(layer, BlockLayer):
             layer.reads_frequencies = isinstance(getattr(model, "rope", None), RopeFrequencies)
     return layers

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def build_groups(layout: Layout, *, saves: bool = False) -> Groups:
         rank=rank,
         dp=grid and grid.get_data_parallel_group(),
         tp=grid.get_slice_parallel_group() if grid is not None and layout.tp > 1 else None,
-        stage=_own_of(stages, rank) if layout.pp > 1 else None,
+        stage=dist.new_subgroups_by_enumeration(stages)[0] if layout.pp > 1 else None,
         replica=grid and grid.get_model_parallel_group(),
         files=dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if saves else None,
         ballots=dist.new_group(backend="gloo") if saves and several else None,
@@ -105,12 +105,6 @@ def _grid(layout: Layout) -> Any:
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
         return PipelineParallelGrid(topology=ProcessTopology(axes=list(AXES), dims=list(layout.dims)))
-
-
-def _own_of(lists: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """Create a group for each list of ranks; returns the one that this rank is in."""
-    groups = [dist.new_group(list(ranks)) for ranks in lists]
-    return next(group for ranks, group in zip(lists, groups, strict=True) if rank in ranks)
 
 
 def secondary_partition_group(config: Mapping[str, Any]) -> Any | None:

@@ -43,10 +43,11 @@ def task_of(values: Mapping[str, Any]) -> type[Task]:
     return TASKS[values.get("task", default_of("task"))]
 
 
-def idle_flags(task: type[Task]) -> frozenset[str]:
-    """The flags that have no effect for a task: those that it rejects, and those of other tasks only."""
-    of_others = frozenset().union(*(other.flags for other in TASKS.values())) - task.flags
-    return of_others | frozenset(task.refused_flags)
+def idle_flags(task: type[Task]) -> dict[str, str]:
+    """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
+    others = TASKS.values()
+    idle = {flag: f"; it is of --task {other.name}" for other in others for flag in sorted(other.flags - task.flags)}
+    return idle | {flag: f": {reason}; drop it" for flag, reason in task.refused_flags.items()}
 
 
 def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
@@ -62,11 +63,7 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     if config.task not in TASKS:
         raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
     task = TASKS[config.task]
-    for other in TASKS.values():
-        for flag in sorted(other.flags - task.flags):
-            if is_asked_for(flag, config, explicit):
-                raise UserError(f"{spelling(flag)} has no effect with --task {task.name}; it is of --task {other.name}")
-    for flag, reason in task.refused_flags.items():
+    for flag, reason in idle_flags(task).items():
         if is_asked_for(flag, config, explicit):
-            raise UserError(f"{spelling(flag)} has no effect with --task {task.name}: {reason}; drop it")
+            raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")
     return task

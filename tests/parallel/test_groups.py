@@ -71,7 +71,10 @@ def test_one_owner():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.Name, ast.Attribute))
         and (node.id if isinstance(node, ast.Name) else node.attr)
-        in ("new_group", "new_subgroups", "init_device_mesh", "PipelineParallelGrid", "get_slice_parallel_group")
+        in (
+            *("new_group", "new_subgroups", "new_subgroups_by_enumeration"),
+            *("init_device_mesh", "PipelineParallelGrid", "get_slice_parallel_group"),
+        )
     }
     assert makers == {"ds_vit/parallel/groups.py"}
 

@@ -26,7 +26,7 @@ from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.norm import ShardedNorm
 from ds_vit.parallel.tensor.plans import NORMS, PLANS, CutPlan, Sections
-from ds_vit.parallel.tensor.region import ColumnLinear, Entered, Region, RowLinear, ShareDropout, SummandLinear
+from ds_vit.parallel.tensor.region import Entered, Region, RowLinear, ShareDropout, SummandLinear
 from ds_vit.parallel.tensor.slices import TensorSlice
 
 
@@ -260,7 +260,7 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
             _shard(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             _cut_columns(layer.head, (layer.head.out_features,), tp)
-            convert(layer.head, ColumnLinear, region=region)
+            mix_in(layer.head, Entered, region=region)
         if tp.sequence_parallel:
             _share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):

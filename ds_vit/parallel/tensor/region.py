@@ -57,10 +57,6 @@ class Entered(nn.Module):
         return super().forward(self.region.enter(x, self.training), *args, **kwargs)
 
 
-class ColumnLinear(Entered, nn.Linear):
-    """A linear map by itself (the classifier) with sharded output features: [B, D] -> [B, this rank's]."""
-
-
 class RowLinear(nn.Linear):
     """A linear map with sharded input features; the whole bias is added once, to the sum."""
 
