@@ -18,77 +18,60 @@ from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, own_clas
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """Which loss it is and what is done to its targets: decided once, and followed by every form of the loss.
+    """Which loss it is and what is done to its targets: followed by every form of the loss.
 
     Attributes:
-        binary: binary cross-entropy over classes; else softmax cross-entropy.
-        sum_classes: sum the binary cross-entropy over classes; else average.
-        soft_targets: targets are float32 [B, C] and used as they are, except for the threshold.
-        number_smoothing: label smoothing of class numbers int64 [B].
-        multi_hot_smoothing: how far multi-hot float32 [B, C] targets are moved towards 1/2.
-        threshold: binarise the targets above this, after smoothing; None: leave them.
-    """
-
-    binary: bool
-    sum_classes: bool
-    soft_targets: bool
-    number_smoothing: float
-    multi_hot_smoothing: float
-    threshold: float | None
-
-
-def loss_rule(
-    *,
-    soft_targets: bool,
-    smoothing: float,
-    bce: bool,
-    bce_sum: bool = False,
-    bce_target_thresh: float | None = None,
-    multi_label: bool = False,
-) -> LossRule:
-    """What follows from the settings of the loss.
-
-    Args:
-        soft_targets: targets are float32 [B, C] with smoothing already inside (mixing); else int64 [B] or multi-hot.
+        soft_targets: targets are float32 [B, C] with smoothing already inside (mixing), and used as they are, except
+            for the threshold; else int64 [B] or multi-hot.
         smoothing: label smoothing of hard targets.
         bce: binary cross-entropy over classes in place of softmax cross-entropy.
         bce_sum: sum the binary cross-entropy over classes instead of averaging.
-        bce_target_thresh: binarise soft targets above this.
+        bce_target_thresh: binarise the targets of binary cross-entropy above this, after smoothing; None: leave them.
         multi_label: targets are multi-hot [B, C]; smoothing then moves each one towards 1/2 (timm's `smooth_dense`).
 
     Raises:
         UserError: multi-label targets without binary cross-entropy.
     """
-    if multi_label and not bce:
-        raise UserError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
-    left = 0.0 if soft_targets else smoothing  # the mixing has smoothed soft targets: never a second time
-    return LossRule(
-        binary=bce,
-        sum_classes=bce and bce_sum,
-        soft_targets=soft_targets,
-        number_smoothing=0.0 if multi_label else left,
-        multi_hot_smoothing=left if multi_label else 0.0,
-        threshold=bce_target_thresh if bce else None,
-    )
+
+    soft_targets: bool
+    smoothing: float
+    bce: bool
+    bce_sum: bool = False
+    bce_target_thresh: float | None = None
+    multi_label: bool = False
+
+    def __post_init__(self) -> None:
+        if self.multi_label and not self.bce:
+            raise UserError("this data set has several labels an image: softmax cannot fit them; add --bce-loss")
+
+    @property
+    def number_smoothing(self) -> float:
+        """Label smoothing of class numbers int64 [B]; the mixing has smoothed soft targets: never a second time."""
+        return 0.0 if self.soft_targets or self.multi_label else self.smoothing
+
+    @property
+    def multi_hot_smoothing(self) -> float:
+        """How far multi-hot float32 [B, C] targets are moved towards 1/2."""
+        return self.smoothing if self.multi_label and not self.soft_targets else 0.0
 
 
 def build_loss(**settings: Any) -> Loss:
     """The mean loss of a micro-batch: `loss(logits [B, C], targets) → scalar fp32`.
 
     Args:
-        settings: as for `loss_rule`.
+        settings: of `LossRule`.
 
     Raises:
-        UserError: as `loss_rule`.
+        UserError: as `LossRule`.
     """
-    rule = loss_rule(**settings)
-    if rule.binary:
+    rule = LossRule(**settings)
+    if rule.bce:
         module = BinaryCrossEntropy(
             smoothing=rule.multi_hot_smoothing or rule.number_smoothing,
-            target_threshold=rule.threshold,
-            sum_classes=rule.sum_classes,
+            target_threshold=rule.bce_target_thresh,
+            sum_classes=rule.bce_sum,
             smooth_dense=bool(rule.multi_hot_smoothing),
         )
     elif rule.soft_targets:
@@ -108,16 +91,16 @@ def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any
     Args:
         tp: this rank's place in the group.
         num_classes: C, without padding.
-        settings: as for `loss_rule`.
+        settings: of `LossRule`.
 
     Returns:
         `loss(logits [B, c], targets) -> scalar fp32`, the same on every rank. The targets are those of all classes
         (int64 [B] or float32 [B, C]), the same on every rank. Softmax moves 4 numbers a sample and rank, BCE one.
 
     Raises:
-        UserError: as `loss_rule`.
+        UserError: as `LossRule`.
     """
-    rule = loss_rule(**settings)
+    rule = LossRule(**settings)
     first, count = own_classes(num_classes, tp)
     off_value = rule.number_smoothing / num_classes
 
@@ -130,14 +113,15 @@ def class_parallel_loss(*, tp: TensorParallel, num_classes: int, **settings: Any
         else:
             classes = torch.arange(first, first + count, device=targets.device)
             own = torch.where(targets[:, None] == classes, 1.0 - rule.number_smoothing + off_value, off_value)
-        return own if rule.threshold is None else own.gt(rule.threshold).float()
+        threshold = rule.bce_target_thresh if rule.bce else None
+        return own if threshold is None else own.gt(threshold).float()
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         own_logits = logits[:, :count].float()
-        if not rule.binary:
+        if not rule.bce:
             return SoftmaxCrossEntropy.apply(own_logits, own_targets(targets), tp)
         own_sum = F.binary_cross_entropy_with_logits(own_logits, own_targets(targets), reduction="sum")
-        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.sum_classes else num_classes))
+        return reduce_from_region(own_sum, tp) / (len(logits) * (1 if rule.bce_sum else num_classes))
 
     return loss
 
