@@ -75,11 +75,8 @@ def compile_function(mode: str = "default") -> Compiled:
     """
     # Separate code: graphs that another run in this process compiled do not count, and are not searched.
     function = types.FunctionType(_run.__code__.replace(), globals(), _run.__name__)
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **_mode(mode))
-
-
-def _mode(mode: str) -> dict[str, str]:
-    return {} if BACKEND != "inductor" or mode == "default" else {"mode": mode}
+    further = {} if BACKEND != "inductor" or mode == "default" else {"mode": mode}
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **further)
 
 
 def _run(block: nn.Module, tokens: torch.Tensor, arguments: dict[str, torch.Tensor]) -> torch.Tensor:
