@@ -186,10 +186,12 @@ def _import_deepspeed(config: flags.RunConfig) -> tuple[str, int]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from ds_vit.device import cuda_of_torch
+
     device_type = get_accelerator().device_name()
     names_cpu = isinstance(config.deepspeed_config, str) and Path(config.deepspeed_config).name.startswith("cpu")
     if device_type == "cpu" and not names_cpu:
-        refuse_unusable_gpus(torch.__version__, torch.version.cuda or "", os.environ)
+        refuse_unusable_gpus(torch.__version__, cuda_of_torch(), os.environ)
     return device_type, 0 if device_type == "cpu" else get_accelerator().device_count()
 
 

@@ -36,6 +36,7 @@ LAYERS: tuple[str, ...] = (
     "models",
     "launching",
     "fault_tolerance",
+    "device",
     "randomness",
     "run_folder",
 )
@@ -187,3 +188,18 @@ def test_no_import_circles():
     graph = import_graph()
     assert graph["ds_vit.training.trainer"], "the graph is of other files"
     TopologicalSorter(graph).prepare()  # raises a CycleError that names them
+
+
+def test_one_module_names_kinds_of_accelerators():
+    """Would catch code that only runs on CUDA where torch.accelerator serves every kind."""
+    kinds = re.compile(r"(cuda|xpu|hpu|npu)(:\d+)?")
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "device.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [getattr(node, field, None) for field in ("id", "attr", "arg")]
+            names += [node.value] if isinstance(node, ast.Constant) else []
+            wrong = [name for name in names if isinstance(name, str) and kinds.fullmatch(name.removeprefix("is_"))]
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in wrong]
+    assert not found

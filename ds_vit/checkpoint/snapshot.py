@@ -32,6 +32,7 @@ from ds_vit.checkpoint.tensors import (
     remove,
     save_weights,
 )
+from ds_vit.device import pins_memory, synchronize
 from ds_vit.fault_tolerance.errors import NotSaved, UserError
 from ds_vit.parallel.rows import gather_objects
 from ds_vit.parallel.segment import Segment
@@ -73,12 +74,13 @@ class HostCopy:
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
+        sources = {kind: self._share.tensors(kind) for kind in kinds}
         out = {
-            kind: [self._copy(kind, block, source) for block, source in enumerate(self._share.tensors(kind))]
-            for kind in kinds
+            kind: [self._copy(kind, block, source) for block, source in enumerate(blocks)]
+            for kind, blocks in sources.items()
         }
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in {source.device for blocks in sources.values() for source in blocks if source is not None}:
+            synchronize(device)
         return out
 
     def _copy(self, kind: str, block: int, source: torch.Tensor | None) -> torch.Tensor:
@@ -90,7 +92,7 @@ class HostCopy:
         # A parameter that is not trained is its own average: one copy serves both.
         key = ("model" if block >= len(self._share.trained) else kind, block)
         if key not in self._buffers:
-            pinned = source.device.type == "cuda"
+            pinned = pins_memory(source.device)
             self._buffers[key] = torch.empty(source.numel(), dtype=torch.float32, pin_memory=pinned)
         return self._buffers[key]
 

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from ds_vit.data.decode import decode, require_fast
+from ds_vit.device import decodes_jpeg
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
 
@@ -62,7 +63,7 @@ def decode_on(device: torch.device, files: Sequence[File]) -> Iterator[torch.Ten
         ImageDecodeError: a file that Pillow cannot decode either.
         UserError: torchcodec cannot decode on this device at all.
     """
-    where = device if device.type == "cuda" else torch.device("cpu")
+    where = device if decodes_jpeg(device) else torch.device("cpu")
     sizes = itertools.accumulate(3 * height * width for _, _, (height, width) in files)
     for _, together in itertools.groupby(zip(files, sizes, strict=True), lambda pair: pair[1] // _AT_ONCE):
         group = [file for file, _ in together]
@@ -90,11 +91,11 @@ def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor
     from torchcodec.decoders import decode_jpeg
 
     try:
-        if where.type != "cuda":
+        if not decodes_jpeg(where):
             return decode_jpeg(files, mode="RGB", device=where)
         # torchcodec waits for the stream that it decodes on; on the training's stream that would be for the whole step.
-        training, own = torch.cuda.current_stream(where), _decoder_stream(where)
-        with torch.cuda.stream(own):
+        training, own = torch.accelerator.current_stream(where), _decoder_stream(where)
+        with own:
             found = decode_jpeg(files, mode="RGB", device=where)
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
@@ -107,8 +108,8 @@ def _decode(files: list[torch.Tensor], where: torch.device) -> list[torch.Tensor
 
 
 @cache
-def _decoder_stream(where: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(where)
+def _decoder_stream(where: torch.device) -> torch.Stream:
+    return torch.Stream(where)
 
 
 @cache

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_vit.config.deepspeed_rules import sums_are_plain
+from ds_vit.device import has_fused_step
 from ds_vit.engine.patches.flat_gradients import write_gradients_in_place
 from ds_vit.engine.patches.norms import clip_without_sync, defer_norm_check, detect_overflow_by_norm
 from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
@@ -352,7 +353,7 @@ class Engine(ABC):
         """
         engine, optimizer = self.engine, self.engine.optimizer
         return (
-            self.device.type in ("cpu", "cuda")
+            has_fused_step(self.device)
             and self.groups.layout.pp == 1
             and self.stage < 3
             and getattr(self.zero_map.base, "_step_supports_amp_scaling", False)

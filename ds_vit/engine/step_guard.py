@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ds_vit.device import is_accelerator, record_event
 from ds_vit.engine.gradient_statistics import layer_norms, layer_norms_of
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -94,12 +95,9 @@ class HostScalar:
     """A device scalar on its way to the host; the device has not been waited for."""
 
     def __init__(self, scalar: torch.Tensor) -> None:
-        on_gpu = scalar.device.type == "cuda"
-        self._here = torch.empty((), pin_memory=on_gpu)
+        self._here = torch.empty((), pin_memory=pins_memory(scalar.device))
         self._here.copy_(scalar.detach(), non_blocking=True)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        if self._copied is not None:
-            self._copied.record()
+        self._copied = record_event(scalar.device)
 
     @property
     def arrived(self) -> bool:

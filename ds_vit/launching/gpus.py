@@ -19,17 +19,17 @@ def listed_gpus() -> tuple[str, ...]:
     return tuple(re.findall(r"^GPU \d+: (.*?) \(UUID", _nvidia_smi("-L"), re.MULTILINE))
 
 
-def minimum_driver(cuda: str) -> int | None:
+def minimum_driver(built_for: str) -> int | None:
     """The oldest driver (its major version) that a torch built for this CUDA version runs on; None if not known."""
-    return _MINIMUM_DRIVER.get(cuda.partition(".")[0])
+    return _MINIMUM_DRIVER.get(built_for.partition(".")[0])
 
 
-def refuse_unusable_gpus(torch_version: str, cuda: str, environ: Mapping[str, str]) -> None:
+def refuse_unusable_gpus(torch_version: str, built_for: str, environ: Mapping[str, str]) -> None:
     """Where torch finds no GPU: end before a training on the CPU that nobody asked for.
 
     Args:
         torch_version: of the installed torch.
-        cuda: the version that it was built for; empty for a build without CUDA.
+        built_for: the CUDA version of its build; empty for a build without CUDA.
         environ: DS_ACCELERATOR or CUDA_VISIBLE_DEVICES in it say that the CPU may be intended.
 
     Raises:
@@ -38,8 +38,8 @@ def refuse_unusable_gpus(torch_version: str, cuda: str, environ: Mapping[str, st
     if "DS_ACCELERATOR" in environ or "CUDA_VISIBLE_DEVICES" in environ or not (gpus := listed_gpus()):
         return
     why = "it is built without CUDA"
-    if cuda:
-        why, needed = f"it is built for CUDA {cuda}", minimum_driver(cuda)
+    if built_for:
+        why, needed = f"it is built for CUDA {built_for}", minimum_driver(built_for)
         driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
         if needed and driver and int(driver.partition(".")[0]) < needed:
             why += f", which needs driver {needed} or newer, and the driver is {driver}"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ds_vit.device import is_accelerator, pci_address
+
 
 def cores_near(pci: str | None, usable: Set[int], sys: Path = Path("/sys")) -> frozenset[int]:
     """The usable cores on the node that a device hangs on; none where there is nothing to choose.
@@ -48,20 +50,12 @@ def cores_to_share(
 def addresses_of_ranks(device: torch.device, local_world_size: int | None) -> list[str | None]:
     """The devices of this host's ranks; if each rank sees only its own, they count as being on one node."""
     ranks = local_world_size or 1
-    if device.type != "cuda" or torch.cuda.device_count() < ranks:
+    if not is_accelerator(device) or torch.accelerator.device_count() < ranks:
         return [pci_address(device)] * ranks
-    return [pci_address(torch.device("cuda", number)) for number in range(ranks)]
+    return [pci_address(torch.device(device.type, number)) for number in range(ranks)]
 
 
 def _numbers(text: str) -> frozenset[int]:
     """Of a list such as 0-15,32-47."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
     return frozenset(number for first, last in ranges for number in range(int(first), int(last or first) + 1))
-
-
-def pci_address(device: torch.device) -> str | None:
-    """Where a CUDA device is on the PCI bus, as Linux names it; None for other devices."""
-    if device.type != "cuda":
-        return None
-    of = torch.cuda.get_device_properties(device)
-    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"

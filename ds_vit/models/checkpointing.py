@@ -28,14 +28,16 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from ds_vit.device import is_accelerator
+
 CheckpointFunction = Callable[..., torch.Tensor]
 
 recompute_all: CheckpointFunction = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_from_host_memory(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    """As `recompute_all`, with the kept tensors in host memory, pinned if they come from a CUDA device."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=any(tensor.is_cuda for tensor in tensors)):
+    """As `recompute_all`, with the kept tensors in host memory, pinned if they come from an accelerator."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=any(pins_memory(tensor.device) for tensor in tensors)):
         return recompute_all(function, *tensors)
 
 

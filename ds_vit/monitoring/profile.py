@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from ds_vit.device import profiled_activities, synchronize
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_objects
@@ -69,7 +70,7 @@ class StepProfiler:
         self._steps, self._folder, self._groups, self._device = steps, folder, groups, device
         self._records = groups.dp_rank == 0 and groups.tp_rank == 0
         self._profile: profile | None = None
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._activities = profiled_activities(device)
         self._started = self._seconds = 0.0
 
     def before(self, step: int) -> None:
@@ -81,7 +82,7 @@ class StepProfiler:
                 self._profile.stop()  # after a rollback
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints between the lines of the run
             self._profile, self._seconds = profile(activities=self._activities), 0.0
-            self._wait()
+            synchronize(self._device)
             self._profile.start()
         elif self._profile is not None:
             self._profile.toggle_collection_dynamic(True, self._activities)
@@ -96,15 +97,11 @@ class StepProfiler:
         if step not in self._steps:
             return False
         if self._profile is not None:
-            self._wait()
+            synchronize(self._device)
             self._seconds += time.perf_counter() - self._started
             if step != self._steps[-1]:
                 self._profile.toggle_collection_dynamic(False, self._activities)
         return step == self._steps[-1]
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def finish(self, say: Callable[[str], object] | None = None) -> None:
         """Write the traces and the summary (a collective).

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ds_vit.device import hardware_name
 from ds_vit.engine.step_guard import HostScalar
 from ds_vit.planner.hardware import accelerator_of_device
 
@@ -27,9 +28,7 @@ _UNPLANNED_TFLOPS = {
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
     """Peak TFLOP/s of the accelerator for this precision, or None if unknown (CPUs, other GPUs)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = hardware_name(device)
     if planned := accelerator_of_device(name):
         return planned.fp32_tflops if precision == "fp32" else planned.bf16_tflops
     known = [key for key in _UNPLANNED_TFLOPS if key in name]

@@ -16,6 +16,7 @@ import torch
 from timm.optim import Lion
 from torch import nn
 
+from ds_vit.device import has_fused_step
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
@@ -197,7 +198,7 @@ def build_optimizer(
     others = {"weight_decay", *rules_of(cls).own_arguments}
     arguments = {key: value for key, value in arguments.items() if key not in others}
     accepted = inspect.signature(cls.__init__).parameters
-    if "fused" in accepted and device.type in ("cpu", "cuda"):
+    if "fused" in accepted and has_fused_step(device):
         arguments["fused"] = True
     elif "foreach" in accepted:
         arguments["foreach"] = True

@@ -30,6 +30,7 @@ from torch import nn
 
 from ds_vit.config.batch import BatchSizes, ways_to_share
 from ds_vit.config.units import in_words, parse_bytes
+from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.launching.process import Process
@@ -182,8 +183,7 @@ def memory_of_rank(memory: str, process: Process, *, on_cpu: bool) -> Memory:
         return Memory(parse_bytes(memory, "--memory"), f"--memory {memory}")
     if not on_cpu:
         # DeepSpeed's own question goes to NVML by the number in CUDA_VISIBLE_DEVICES, which may be a name.
-        cuda = get_accelerator().device_name() == "cuda"
-        free = torch.cuda.mem_get_info(process.local_rank)[0] if cuda else get_accelerator().available_memory()
+        free = free_bytes(torch.device(get_accelerator().device_name(process.local_rank)))
         return Memory(free, "free on the device")
     ranks = process.local_world_size or process.world_size
     among = f", among {ranks} ranks" if ranks > 1 else ""

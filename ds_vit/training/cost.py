@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.units import in_words
+from ds_vit.device import hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models import Layer, compute_class_token
 from ds_vit.optim.build import states_per_element
@@ -154,8 +155,7 @@ class Prediction:
         try:
             cost = Cost(self.config)
             self.memory_bytes = cost.fullest(self.config.batch).together
-            name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-            found = accelerator_of_device(name)
+            found = accelerator_of_device(hardware_name(self.device))
             if found is not None and self._predicts_time:
                 self.step_seconds = cost.step_time(found).seconds
         except Exception as error:  # any error of a model's layers on the meta device
@@ -189,9 +189,9 @@ class Prediction:
 
     def _measure(self) -> int:
         """The most bytes that this rank held since the last measurement."""
-        if self.device.type == "cuda":
-            measured = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if is_accelerator(self.device):
+            measured = peak_bytes(self.device)
+            reset_peak_bytes(self.device)
         else:
             measured = max(0, _resident_peak() - self._before)
         self._most = max(self._most, measured)
@@ -199,7 +199,7 @@ class Prediction:
 
     def end_rows(self, figures: dict[str, Any]) -> list[tuple[str, str]]:
         """Predicted and measured, with the deviation where it is large."""
-        rows, on_cpu = [], self.device.type != "cuda"
+        rows, on_cpu = [], not is_accelerator(self.device)
         predicted, measured = (figures["memory"][f"{kind}_bytes"] or 0 for kind in ("predicted", "measured"))
         # On a CPU the whole process is measured: next to a small model, torch and the loader are nearly all of it.
         if predicted and measured and not (on_cpu and max(predicted, measured) <= 2**30):

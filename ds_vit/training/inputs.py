@@ -34,8 +34,9 @@ from ds_vit.data import (
     finish_valid,
     train_loader,
 )
+from ds_vit.device import is_accelerator, pci_address
 from ds_vit.engine.base import Engine
-from ds_vit.launching.numa import addresses_of_ranks, cores_to_share, pci_address
+from ds_vit.launching.numa import addresses_of_ranks, cores_to_share
 from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.layout import Layout
@@ -285,7 +286,7 @@ class InputPipeline:
             "load_targets": any(field.reads == "targets" for field in fields),
             "on_bad_image": self.config.on_bad_image,
             "num_workers": self.config.workers,
-            "pin_memory": device.type == "cuda",
+            "pin_memory": pins_memory(device),
             "cores": cores,  # where the loader's processes are to run; none: anywhere
         }
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_vit.launching.numa import addresses_of_ranks, cores_near, cores_to_share, pci_address
+from ds_vit.device import pci_address
+from ds_vit.launching.numa import addresses_of_ranks, cores_near, cores_to_share
 
 GPU = "0000:3b:00.0"
 

@@ -124,6 +124,7 @@ def small_devices():
     agree = auto_batch.agree_on_batch
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(auto_batch, "TrialStep", Pretended))
+    stack.enter_context(mock.patch.object(auto_batch, "free_bytes", return_value=2**30))
     stack.enter_context(
         mock.patch.object(auto_batch, "agree_on_batch", lambda *args, on_cpu: agree(*args, on_cpu=False))
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from ds_vit.device import hardware_name
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.host_identity import versions
 from ds_vit.monitoring.report.charts import MAX_POINTS, Mark
@@ -336,7 +337,7 @@ def note_start(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "layout": {**asdict(layout), "zero_stage": zero_stage},
         "precision": precision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": hardware_name(device) or device.type,
         "hosts": list(hosts),
         "schedule": schedule and asdict(schedule),
         "versions": versions(),

@@ -177,8 +177,8 @@ def _environment(view: View) -> Iterator[Fault]:
     if missing:
         yield "versions", "error", f"{', '.join(missing)} is not installed", "pip install ds-vit"
     if have and facts.torch_accelerators == 0:
-        driver, cuda = (facts.versions.get(name) or "?" for name in (DRIVER, CUDA))
-        what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {cuda}) can use none"
+        driver, built_for = (facts.versions.get(name) or "?" for name in (DRIVER, CUDA))
+        what = f"the driver {driver} lists {have} accelerators, and torch (CUDA {built_for}) can use none"
         remedy = "a newer driver, or a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be empty"
         yield "accelerators", "error", what, remedy
     if view.slots > (have or cores):

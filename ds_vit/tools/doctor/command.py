@@ -169,7 +169,7 @@ def _ask_ranks(arguments: Namespace, run: Run, process: Process) -> Diagnosis:
 
     quiet_deepspeed(False)
     device = device_of(process.local_rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     limit = datetime.timedelta(seconds=arguments.timeout)
     made = init_distributed({**rendezvous(process), "dist_backend": backend, "timeout": limit})
     names = from_all((socket.gethostname(), process.local_rank))

@@ -154,17 +154,17 @@ def _other_versions() -> dict[str, str]:
     """Of what is no Python package, "" where it is not there; torch's CUDA is read without importing torch."""
     spec = util.find_spec("torch")
     torch = _text(Path(spec.origin).parent / "version.py") if spec and spec.origin else ""
-    cuda = re.search(r"^cuda.*=\s*'([\d.]+)'", torch, re.MULTILINE)
+    built_for = re.search(r"^cuda.*=\s*'([\d.]+)'", torch, re.MULTILINE)
     driver = re.search(r"Kernel Module\D*([\d.]+)", _text("/proc/driver/nvidia/version"))
     nccl = next((v for n in (13, 12, 11) if (v := version(f"nvidia-nccl-cu{n}")) != "missing"), "")
-    return {CUDA: cuda[1] if cuda else "", "NCCL": nccl, DRIVER: driver[1] if driver else ""}
+    return {CUDA: built_for[1] if built_for else "", "NCCL": nccl, DRIVER: driver[1] if driver else ""}
 
 
 def _torch_accelerators() -> int | None:
     with contextlib.suppress(ImportError, RuntimeError):
         import torch
 
-        return torch.cuda.device_count()
+        return torch.accelerator.device_count()
     return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ds_vit.tools.doctor.facts import WORD
 from ds_vit.tools.doctor.remote import KILLED, Answer, Ended, Way, run_program
 
-_LARGE = {"cpu": 2**23, "cuda": 2**28}  # bytes
+_LARGE_ON_CPU, _LARGE = 2**23, 2**28  # bytes
 _MAX_RANKS_ON_CPU = 2  # a host: more measure its cores
 
 MAX_PAIRS = 64
@@ -87,14 +87,14 @@ def main() -> int:
     import torch.distributed as dist
 
     words = json.loads(sys.argv[1])
-    cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    device = torch.device("cuda", words["local_rank"]) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device, kind = torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)
+    if kind and os.environ.get("DS_ACCELERATOR") != "cpu":
+        device = torch.device(kind.type, words["local_rank"])
+        torch.accelerator.set_device_index(device.index)
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=words["seconds"])
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=words["address"],
         rank=words["rank"],
         world_size=words["world"],
@@ -118,8 +118,11 @@ def measure(rank: int, device: Any, leaders: list[int]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from ds_vit.device import is_accelerator
+
     world = dist.get_world_size()
-    small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (8, _LARGE[device.type]))
+    size = _LARGE if is_accelerator(device) else _LARGE_ON_CPU
+    small, large = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (8, size))
 
     def one_way(message: torch.Tensor, a: int, b: int, times: int) -> float:
         def there_and_back() -> None:
@@ -167,16 +170,14 @@ def bus_factor(world_size: int) -> float:
 
 def fastest(function: Callable[[], Any], device: Any, times: int) -> float:
     """The shortest of several runs after a warm-up, in seconds."""
-    import torch
+    from ds_vit.device import synchronize
 
     best = float("inf")
     for turn in range(times + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         if turn:
             best = min(best, time.perf_counter() - start)
     return best

@@ -1,0 +1,106 @@
+"""The device that a process computes on: the only module that names CUDA.
+
+`torch.accelerator` covers every kind of accelerator that torch knows. The functions here add the answer for a CPU, and
+small tables for what differs between accelerators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import ProfilerActivity
+
+# Kinds of device for which torch's optimizers have a fused step, with flags for a step to be skipped.
+_FUSED_STEP = ("cpu", "cuda")
+
+_WITHOUT_PINNED_MEMORY = ("cpu", "meta", "mps")
+
+_PROFILED = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has its own memory and runs asynchronously."""
+    return device.type != "cpu"
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Whether copies between the device and page-locked memory of the host are asynchronous."""
+    return device.type not in _WITHOUT_PINNED_MEMORY
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything that was queued; nothing on a CPU."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def hardware_name(device: torch.device) -> str:
+    """The product's name, such as NVIDIA H100 80GB HBM3; the kind of device where torch knows none, "" for a CPU."""
+    if not is_accelerator(device):
+        return ""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return named(device) if named else device.type
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of an accelerator that no process holds."""
+    return torch.accelerator.get_memory_info(device)[0]
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of an accelerator."""
+    return torch.accelerator.get_memory_info(device)[1]
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that tensors of this process hold on an accelerator; 0 for a CPU."""
+    return torch.accelerator.memory_allocated(device) if is_accelerator(device) else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that tensors of this process held on an accelerator since the last call of `reset_peak_bytes`."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Start a new measurement of `peak_bytes`."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """An event behind what the current stream of an accelerator has queued; None for a CPU, which has no queue."""
+    if not is_accelerator(device):
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where a device is on the PCI bus, as Linux names it; None where torch does not know."""
+    if not is_accelerator(device):
+        return None
+    of = torch.get_device_module(device).get_device_properties(device)
+    if not hasattr(of, "pci_bus_id"):
+        return None
+    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+
+
+def has_fused_step(device: torch.device) -> bool:
+    """Whether torch's optimizers have a fused step there."""
+    return device.type in _FUSED_STEP
+
+
+def decodes_jpeg(device: torch.device) -> bool:
+    """Whether torchcodec decodes JPEG files there (nvJPEG)."""
+    return device.type == "cuda"
+
+
+def profiled_activities(device: torch.device) -> list[ProfilerActivity]:
+    """What torch.profiler records for a device: the host, and its kernels where the profiler knows them."""
+    own = _PROFILED.get(device.type)
+    return [ProfilerActivity.CPU, *([own] if own else [])]
+
+
+def cuda_of_torch() -> str:
+    """The CUDA version that torch was built for; "" for a build without."""
+    return torch.version.cuda or ""
