@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vit import config as flags
+from ds_vit.device import allocated_bytes, hardware_name, is_accelerator, peak_bytes, reset_peak_bytes
 from ds_vit.engine.start import device_of, quiet_deepspeed
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process, discover
@@ -234,14 +235,14 @@ def _measured(
         runners: dict[str, Step] = {}
         memory: dict[str, int] = {}
         for name, own in configs.items():
-            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            before = allocated_bytes(device)
             step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
             runners[name] = step
             seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            if is_accelerator(device):
+                reset_peak_bytes(device)
                 step()
-                memory[name] = torch.cuda.max_memory_allocated(device) - before
+                memory[name] = peak_bytes(device) - before
         with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
             counts = {name: count_step(step) for name, step in runners.items()}
         times = _in_turns(runners, turns, steps, device)
@@ -339,7 +340,7 @@ def _ratio(ours: Side, peer: Side) -> Ratio:
 
 def device_name(device: torch.device) -> str:
     """The GPU's or the processor's."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return hardware_name(device) or platform.processor() or "cpu"
 
 
 def versions() -> dict[str, str]:

@@ -25,6 +25,7 @@ import yaml
 from PIL import Image
 from torch.nn import functional as F
 
+from ds_vit.device import hardware_name, is_accelerator, total_bytes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, create_model, take_apart
@@ -59,12 +60,10 @@ class _Sizes(NamedTuple):
     block: tuple[str, int]
 
 
-_SIZES = {
-    "cpu": _Sizes(torch.float32, (64, 192, 384, 768), 384, 1024, 64, (4, 6), 2**26, ("vit_small_patch16_224", 2)),
-    "cuda": _Sizes(
-        torch.bfloat16, (512, 1024, 2048, 4096, 8192), 512, 16384, 512, (64, 16), 2**32, ("vit_large_patch16_224", 64)
-    ),
-}
+_ON_CPU = _Sizes(torch.float32, (64, 192, 384, 768), 384, 1024, 64, (4, 6), 2**26, ("vit_small_patch16_224", 2))
+_ON_ACCELERATOR = _Sizes(
+    torch.bfloat16, (512, 1024, 2048, 4096, 8192), 512, 16384, 512, (64, 16), 2**32, ("vit_large_patch16_224", 64)
+)
 _OPERATIONS = 200  # for one wait of the host
 _MESSAGES = (2**12, 2**18, 2**21, 2**24)  # bytes
 _PICTURES = 32
@@ -83,7 +82,7 @@ def calibrate(path: Path, device: torch.device, *, widths: tuple[int, ...] = (),
         The figures, of the mean rank.
 
     Raises:
-        UserError: the device is neither a CPU nor a CUDA GPU; a file cannot be written.
+        UserError: a file cannot be written.
     """
     of_worker = images_per_worker(device)
     calibration = Calibration(device, widths=widths)
@@ -97,17 +96,10 @@ class Calibration:
     Args:
         device: that this rank computes on.
         widths: of the products of matrices; those of the device's kind where empty.
-
-    Raises:
-        UserError: the device is neither a CPU nor a CUDA GPU.
     """
 
     def __init__(self, device: torch.device, *, widths: tuple[int, ...] = ()) -> None:
-        if device.type not in _SIZES:
-            raise UserError(
-                f"--calibrate measures {' and '.join(_SIZES)}, and this device is {device.type}; write its file by hand"
-            )
-        self.device, self.sizes = device, _SIZES[device.type]
+        self.device, self.sizes = device, _ON_ACCELERATOR if is_accelerator(device) else _ON_CPU
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.widths, own = widths or self.sizes.widths, self.sizes.own
         self._other = torch.float32 if own == torch.bfloat16 else torch.bfloat16
@@ -161,8 +153,8 @@ class Calibration:
         peak = max(rates.values())
         # The other type is taken to reach the same shares of its peak.
         peaks = {sizes.own: peak, self._other: reached["other"] / (rates.get(sizes.other, peak) / peak)}
-        if self.device.type == "cuda":
-            memory, per_node = torch.cuda.get_device_properties(self.device).total_memory, torch.cuda.device_count()
+        if is_accelerator(self.device):
+            memory, per_node = total_bytes(self.device), torch.accelerator.device_count()
         else:
             memory, per_node = psutil.virtual_memory().total // self.ranks, self.ranks
         copy = 2 * sizes.copied / seconds["copy"]
@@ -217,7 +209,7 @@ class Calibration:
     @property
     def known(self) -> Accelerator | None:
         """The planner's own figures of it."""
-        return accelerator_of_device(device_name(self.device)) if self.device.type == "cuda" else accelerator("cpu")
+        return accelerator_of_device(hardware_name(self.device)) if is_accelerator(self.device) else accelerator("cpu")
 
     def write(self, path: Path, seconds: Mapping[str, float], images_per_worker: float) -> dict[str, Any]:
         """Write the file, with several ranks both files, and return the figures.
