@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from ds_vit.device import is_accelerator
+from ds_vit.device import pins_memory
 
 CheckpointFunction = Callable[..., torch.Tensor]
 

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import (
 )
 from torch import nn
 
-from ds_vit.device import is_accelerator
+from ds_vit.device import pins_memory
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, Together, convert, hash_together
 from ds_vit.models.layers import BlockLayer, Layer, block_stacks

@@ -34,7 +34,7 @@ from ds_vit.data import (
     finish_valid,
     train_loader,
 )
-from ds_vit.device import is_accelerator, pci_address
+from ds_vit.device import pci_address, pins_memory
 from ds_vit.engine.base import Engine
 from ds_vit.launching.numa import addresses_of_ranks, cores_to_share
 from ds_vit.launching.process import Process
