@@ -197,7 +197,7 @@ def test_what_the_disk_must_hold_is_told_once(manager, said, monkeypatch, free):
     [line] = said
     assert "4.0 GB each" in line
     assert "at most 4 at a time" in line
-    assert f"with the weights of the end 18 GB, and {free // 10**9 if free < 10**12 else 1} " in line
+    assert f"with the weights of the end 18.0 GB, and {free // 10**9 if free < 10**12 else 1}.0 " in line
     assert ("WARNING" in line and "make room" in line) == (free < 18 * 10**9)
 
 
