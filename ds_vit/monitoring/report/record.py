@@ -162,7 +162,7 @@ class Record:
         """Resumes, rollbacks, skipped steps and an interruption."""
         marks = []
         for start in self.starts:
-            if start.get("step"):
+            if start["step"]:
                 layout = _layout_of(start)
                 text = f"step {start['step']}: resumed in another process{f' ({layout[0]})' if layout else ''}"
                 marks.append(Mark(start["step"], text, "resume"))
@@ -178,22 +178,18 @@ class Record:
     @property
     def launches(self) -> list[Launch]:
         """In order; empty if the folder has no starts.jsonl."""
-        before = [start.get("step") or 0 for start in self.starts]
-        done = self.outcome["steps"] or 0
-        times = [self._seconds_at(step) for step in before]
-        total = self.summary.get("wall_seconds") or self._seconds_at(done)
+        before = [start["step"] for start in self.starts]
         found = []
         for at, start in enumerate(self.starts):
             # A launch that resumed from an earlier step repeated the steps after it.
-            end = min([done, *before[at + 1 :]])
-            until = total if at == len(self.starts) - 1 else times[before.index(end)] if end in before else None
-            began = times[at]
-            seconds = until - began if until is not None and began is not None and end > before[at] else None
+            end = max(before[at], min([self.outcome["steps"] or 0, *before[at + 1 :]]))
+            total = self.summary.get("wall_seconds") if at == len(self.starts) - 1 else None
+            seconds = (total or self._seconds_at(end)) - self._seconds_at(before[at])
             layout = _layout_of(start)
             words = [str(layout[0]), f"ZeRO-{layout[1]}", start.get("precision") or ""] if layout else []
             ranks = layout[0].world_size if layout else 0
             described = ", ".join(filter(None, words))
-            found.append(Launch(before[at], max(end, before[at]), described, ranks, start.get("device") or "", seconds))
+            found.append(Launch(before[at], end, described, ranks, start.get("device") or "", seconds or None))
         return found
 
     @property
@@ -215,7 +211,7 @@ class Record:
     def first_steps(self) -> list[int]:
         """The step of the first training row of each launch, in which its loader starts."""
         steps = [row["step"] for row in self.rows.get("train", ())]
-        before = [start.get("step") or 0 for start in self.starts] or [0]
+        before = [start["step"] for start in self.starts] or [0]
         firsts = (next((step for step in steps if step > done), None) for done in before)
         return sorted({step for step in firsts if step is not None})
 
@@ -231,12 +227,10 @@ class Record:
             launcher = ["deepspeed", "--hostfile", "hostfile"]
         return "DS_ACCELERATOR=cpu " * self.on_cpu + shlex.join([*launcher, "launch/train.py", *words])
 
-    def _seconds_at(self, step: int) -> float | None:
-        """Wall time of the run after so many steps, from the last row up to there."""
-        if step == 0:
-            return 0.0
+    def _seconds_at(self, step: int) -> float:
+        """Wall time of the run after so many steps, from the last row up to there; 0 if no row has it."""
         rows = [row for kind in ("train", "checkpoint") for row in self.rows.get(kind, ()) if row["step"] <= step]
-        return max((row["wall_seconds"] for row in rows if "wall_seconds" in row), default=None)
+        return max((row["wall_seconds"] for row in rows if "wall_seconds" in row), default=0.0)
 
 
 def read_records(paths: Sequence[Path]) -> list[Record]:
