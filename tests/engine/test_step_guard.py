@@ -1,19 +1,24 @@
 """Steps that would do harm are turned down on every rank and in every layout alike, and named."""
 
+import contextlib
+import itertools
 import json
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import oracle
 import pytest
 import torch
 from curves import assert_same_curve, read_rows
 from ranks import RankPool
+from runs import pretend_fp16, run_quietly
 from safetensors.torch import load_file
 from zero_layouts import BF16, WRAPPER, words
 
 from ds_vit.engine.step_guard import Recent
 
-BAD_STEP, STEPS = 13, 16
+BAD_STEP, STEPS, ACCUMULATION = 13, 16, 2
 
 
 def test_recent_mean():
@@ -30,48 +35,38 @@ def test_recent_mean():
     assert not recent.stands_out(29.0)
 
 
-def train_with_accident(argv, what, step):
-    """On a rank: train, with something wrong at one step; gives the exit code and what was said on stderr."""
-    import contextlib
-    import io
-    from unittest import mock
-
+@contextlib.contextmanager
+def accident(what, step):
+    """On a rank: something goes wrong at one step."""
     from accidents import spoil_batches
-    from runs import pretend_fp16
 
     from ds_vit.tasks.classification import Classification
-    from ds_vit.train import main
     from ds_vit.training import callbacks
     from ds_vit.training.step_log import StepLog
 
-    if what.startswith("nan"):
-        spoil_batches([step - 1])
-    if what == "loss":
-        make = Classification.loss
-        accumulation = int(argv[argv.index("--grad-accum-steps") + 1])
+    make, calls = Classification.loss, itertools.count()
 
-        def loud(self, tp):
-            loss, calls = make(self, tp), [0]
+    def loud(self, tp):
+        loss = make(self, tp)
 
-            def fn(logits, batch):
-                value = loss(logits, batch)
-                if not value.requires_grad:
-                    return value
-                calls[0] += 1
-                return value * 50 if (calls[0] - 1) // accumulation == step - 1 else value
+        def fn(logits, batch):
+            value = loss(logits, batch)
+            return value * 50 if value.requires_grad and next(calls) // ACCUMULATION == step - 1 else value
 
-            return fn
+        return fn
 
-        Classification.loss = loud
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        if what.startswith("nan"):
+            spoil_batches([step - 1])
+        if what == "loss":
+            stack.enter_context(mock.patch.object(Classification, "loss", loud))
         if what == "nan in fp16":  # which a CPU has to be talked into
             stack.enter_context(pretend_fp16())
-            callbacks.MAX_SKIPS = 1  # of an overflow, many in a row have to come before anything is done
+            # Of an overflow, many in a row have to come before anything is done.
+            stack.enter_context(mock.patch.object(callbacks, "MAX_SKIPS", 1))
         if what == "nan read late":  # TensorBoard's points, which read each of so few steps
             stack.enter_context(mock.patch.object(StepLog, "needs_result", StepLog._is_row))
-        code = main([str(word) for word in argv])
-    return code, errors.getvalue()
+        yield
 
 
 def run(
@@ -84,10 +79,10 @@ def run(
     dp = world // (int(flags[flags.index("--pp") + 1]) if "--pp" in flags else 1)
     dp //= int(flags[flags.index("--tp") + 1]) if "--tp" in flags else 1
     argv[argv.index("-b") + 1] = 8 // dp
-    argv += ["--grad-accum-steps", 2, "--log-interval", 1, "--lr", 1e-3, "--output", output, *flags]
+    argv += ["--grad-accum-steps", ACCUMULATION, "--log-interval", 1, "--lr", 1e-3, "--output", output, *flags]
     argv += ["--sched", "constant", "--warmup-steps", 0]
-    results = ranks.run(world, train_with_accident, argv, what, bad_step)
-    return [code for code, _ in results], results[0][1], read_rows(output), output
+    results = ranks.run(world, run_quietly, [str(word) for word in argv], partial(accident, what, bad_step))
+    return [code for code, _, _ in results], results[0][2], read_rows(output), output
 
 
 LAYOUTS = {
