@@ -9,6 +9,8 @@ def test_zero_stage_does_not_matter(ranks):
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,15 @@ def train_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of kind "train" in the order of their steps; of a repeated step (after a resume) the later row."""
     by_step = {row["step"]: row for row in rows if row["kind"] == "train"}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def read_samples(output: Path) -> dict[int, list[int]]:
+    """Of a run with --log-samples: step → the samples of its global batch in the order of its rows, as used last."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for path in RunFolder(output).samples.iterdir():
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps.setdefault(line["step"], {})[line["first_row"]] = line["samples"]
+    return {step: list(itertools.chain(*(parts[first] for first in sorted(parts)))) for step, parts in steps.items()}
 
 
 def evals(rows):

@@ -1,4 +1,4 @@
-"""Whole runs on ranks, watched: what was said, decoded or found to drift; and the models they train."""
+"""Runs: resolved, refused, or whole on ranks and watched (output, decodes, drift); and the models they train."""
 
 import contextlib
 import io
@@ -20,13 +20,26 @@ KINDS = {
 }
 
 
-def resolved(argv, world=1):
-    """What a run on so many ranks resolves to, on rank 0, in this process."""
+def resolved(argv, world=1, rank=0, *, on_cpu=True):
+    """What a run on so many ranks of one host resolves to, on one of them, in this process."""
     from ds_vit.config import parse
     from ds_vit.launching.process import Process
     from ds_vit.training.resolve import resolve_run
 
-    return resolve_run(*parse([str(word) for word in argv]), Process("env", 0, world, 0, world), on_cpu=True)
+    config, explicit = parse([str(word) for word in argv])
+    return resolve_run(config, explicit, Process("env", rank, world, rank, world), on_cpu=on_cpu)
+
+
+def refusal(capsys, argv):
+    """The one line of a command line of training that is refused before any process group exists."""
+    import torch.distributed as dist
+
+    from ds_vit.train import main
+
+    assert main([str(word) for word in argv]) == 2
+    assert not dist.is_initialized()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
+    return line
 
 
 def run_quietly(argv, prepare_rank=None, main=None):
@@ -38,7 +51,7 @@ def run_quietly(argv, prepare_rank=None, main=None):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
         if prepare_rank is not None:
             stack.enter_context(prepare_rank())
-        code = main(argv)
+        code = main([str(word) for word in argv])
     return code, out.getvalue(), err.getvalue()
 
 

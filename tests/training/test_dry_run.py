@@ -8,17 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from project import ROOT
-from runs import DIGITS
+from runs import DIGITS, refusal, resolved
 
-from ds_vit.config import parse
-from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
 from ds_vit.monitoring.report.record import note_start
 from ds_vit.run_folder import RunFolder
 from ds_vit.train import main
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolve_run, resolved_flags
+from ds_vit.training.resolve import resolved_flags
 from ds_vit.training.summary import end_rows
 
 RUN = [
@@ -32,8 +30,7 @@ def config_of(stage):
 
 
 def plan_of(world, stage, *words):
-    config, explicit = parse([*RUN, "--max-steps", "8", "--deepspeed_config", config_of(stage), *words])
-    return resolve_run(config, explicit, Process("env", 0, world, 0, world), on_cpu=True)
+    return resolved([*RUN, "--max-steps", 8, "--deepspeed_config", config_of(stage), *words], world)
 
 
 def estimate_of(world, stage, *words):
@@ -52,8 +49,7 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
         assert word in said
     for name in ("config.yaml", "metrics.jsonl", "at each epoch's end; room for 4 at most", str(output)):
         assert name in said
-    assert main([*words, "--set", "train_batch_size=6"]) == 2
-    assert "train_batch_size 6 is not micro-batch 4" in capsys.readouterr().err
+    assert "train_batch_size 6 is not micro-batch 4" in refusal(capsys, [*words, "--set", "train_batch_size=6"])
 
 
 def test_a_short_run_says_what_its_defaults_make_of_it(capsys, tmp_path):

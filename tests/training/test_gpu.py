@@ -10,6 +10,7 @@ import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_rows
 from project import ROOT
+from runs import resolved
 from safetensors.torch import load_file
 
 from ds_vit.models import norms_in_fp32
@@ -49,32 +50,24 @@ def config_file(folder, base, **changes):
     return path
 
 
-@pytest.mark.parametrize("base", [f"cpu_zero{stage}_fp32.json" for stage in range(4)])
-def test_fp32_equals_the_cpu(cifar, tmp_path, base):
-    """A GPU's fp32 curve is the CPU's but for rounding; TF32 in matrix products would leave it."""
-    folder, plain = cifar
-    argv = [*TRAIN, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "-b", 64]
-    train_alone([*argv, "--deepspeed_config", config_file(tmp_path, base), "--output", tmp_path / "run"])
-    assert_same_curve(plain, read_rows(tmp_path / "run"), rtol=1e-4)
+# Shipped files, and how far their losses may be from the CPU's in fp32.
+SHIPPED = {
+    **{f"cpu_zero{stage}_fp32.json": 1e-4 for stage in range(4)},
+    **{f"zero{stage}_bf16.json": 3e-3 for stage in range(4)},
+    **dict.fromkeys(("zero3_offload_bf16.json", "zero1_bf16_checkpointing.json", "zero1_fp16.json"), 3e-3),
+}
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        *(f"zero{stage}_bf16.json" for stage in range(4)),
-        "zero3_offload_bf16.json",
-        "zero1_bf16_checkpointing.json",
-        "zero1_fp16.json",
-    ],
-)
-def test_16_bits_stay_near_fp32(cifar, tmp_path, base):
-    """Each shipped file within 0.3 % of the fp32 curve; fp16 may skip its first steps while its scale settles."""
+@pytest.mark.parametrize("base", SHIPPED)
+def test_shipped_files_have_the_cpus_curve(cifar, tmp_path, base):
+    """TF32 in fp32's matrix products; 16 bits that part by more than 0.3 %, except that fp16 may skip its first steps
+    while its scale settles."""
     folder, plain = cifar
     argv = [*TRAIN, "--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "-b", 64]
     changes = {"fp16": {"enabled": True, "initial_scale_power": 12}} if "fp16" in base else {}
     train_alone([*argv, "--deepspeed_config", config_file(tmp_path, base, **changes), "--output", tmp_path / "run"])
     rows = read_rows(tmp_path / "run")
-    assert_same_curve(plain, rows, rtol=3e-3, keys=("loss",))
+    assert_same_curve(plain, rows, rtol=SHIPPED[base], keys=("loss", "grad_norm") if "fp32" in base else ("loss",))
     assert all(row["mfu"] is None or 0 < row["mfu"] < 1 for row in train_rows(rows))
 
 
@@ -104,24 +97,20 @@ def test_auto_batch_keeps_the_curve(cifar, tmp_path):
 
 def test_auto_batch_finds_the_edge_by_trying():
     """A trial that takes another memory than training, an error not caught, and memory that is not given back."""
-    from ds_vit.config import parse
-    from ds_vit.launching.process import Process
     from ds_vit.training.auto_batch import TrialStep, by_trying, legal, memory_of_rank
     from ds_vit.training.build import engine_config
-    from ds_vit.training.resolve import resolve_run
 
     argv = ["--dataset", "digits", "--model", "vit_small_patch16_224", "--set", "train_batch_size=128", "--auto-batch"]
-    argv += ["--warmup-steps", "2", "--max-steps", "8", "--deepspeed_config"]
-    config, explicit = parse([*argv, str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")])
-    process = Process("none", 0, 1, 0, 1)
-    engine = engine_config(resolve_run(config, explicit, process, on_cpu=False))
+    argv += ["--warmup-steps", 2, "--max-steps", 8, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
+    plan = resolved(argv, on_cpu=False)
+    engine = engine_config(plan)
     batches = {batch.micro_batch: batch for batch in legal(engine)}
     with TrialStep(engine, torch.device("cuda", 0)) as trial:
         few, many = trial(batches[1]), trial(batches[8])
         assert many - few == pytest.approx(7 * trial.stage.waiting, rel=0.25)
         torch.cuda.set_per_process_memory_fraction(0.05 + 0.02)  # what stays free, and little more
         try:
-            found = by_trying(engine, memory_of_rank("", process, on_cpu=False), trial)
+            found = by_trying(engine, memory_of_rank("", plan.process, on_cpu=False), trial)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert found.how == "measured"

@@ -9,15 +9,13 @@ import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from project import ROOT
+from runs import resolved
 
-from ds_vit.config import parse
 from ds_vit.config.image_sizes import ImageSizes, parse_schedule, size_schedule
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.process import Process
 from ds_vit.models import ModelSpec, SequentialViT, create_model, take_apart
 from ds_vit.models.resolution import set_image_size
 from ds_vit.planner.counting import Flops
-from ds_vit.training.resolve import resolve_run
 from ds_vit.training.resume import Resume, check_same_run
 from ds_vit.training.step_log import StepLog
 
@@ -31,10 +29,6 @@ RUN = [
 KWARGS = ("--model-kwargs", "patch_size=4", "embed_dim=32", "depth=3", "num_heads=2")
 VIT = ("--model", "vit_tiny_patch16_224", *KWARGS)
 ROPE = ("--model", "vit_small_patch16_rope_mixed_224", *KWARGS)
-
-
-def words(*argv):
-    return [str(word) for word in argv]
 
 
 def config(stage):
@@ -94,16 +88,13 @@ def test_schedules_that_are_refused(text, said):
 def test_runs_that_are_refused_before_any_rank_starts(argv, said):
     """What would fail, or train otherwise than was asked for, on the ranks."""
     with pytest.raises(UserError, match=said):
-        resolve_run(*parse(words(*RUN, *config(1), *argv)), Process("none", 0, 1, 0, 1), on_cpu=True)
+        resolved([*RUN, *config(1), *argv])
 
 
 def test_a_size_stays_at_its_step_when_a_run_goes_on():
     """Shares of another number of steps: images that shrink again in the middle of a run, without a word."""
-    run = words(*RUN, *config(1), *VIT, "--sched", "constant")
-    plans = [
-        resolve_run(*parse([*run, "--max-steps", steps]), Process("none", 0, 1, 0, 1), on_cpu=True)
-        for steps in ("5", "10")
-    ]
+    run = [*RUN, *config(1), *VIT, "--sched", "constant"]
+    plans = [resolved([*run, "--max-steps", steps]) for steps in (5, 10)]
     state = {"run": plans[0].identity, "config": {}}
     resume = Resume(SimpleNamespace(path="step-5", state=state, kinds=()), falls_back=False)
     check_same_run(resume, plans[0].identity, {})
@@ -122,13 +113,10 @@ def test_flops_are_those_of_all_steps_of_a_row():
     assert log._training_flops(5) == 12
 
 
-def test_crops_on_the_device_have_the_size_of_the_step(ranks, tmp_path):
+def test_crops_on_the_device_have_the_size_of_the_step(ranks):
     """Images that are made at the last size whatever the step's."""
     run = [*RUN, *config(1), *VIT, "-b", 8, "--max-steps", 5, "--epochs", 1]
-    on_cpu, on_device = (
-        train_in(ranks, 1, words(*run, "--augment-on", where, "--output", tmp_path / where))
-        for where in ("cpu", "device")
-    )
+    on_cpu, on_device = (train_in(ranks, 1, [*run, "--augment-on", where]) for where in ("cpu", "device"))
     assert_same_curve(on_cpu, on_device, rtol=2e-3)
 
 
@@ -167,7 +155,7 @@ def one(ranks, tmp_path_factory):
     """The run on one rank, its folder: (of a table of positions, of learned rotary frequencies)."""
     folder = tmp_path_factory.mktemp("one")
     for name, model in (("vit", VIT), ("rope", ROPE)):
-        train_in(ranks, 1, words(*RUN, *model, *config(0), "-b", 16, "--output", folder / name))
+        train_in(ranks, 1, [*RUN, *model, *config(0), "-b", 16, "--output", folder / name])
     return folder
 
 
@@ -180,34 +168,33 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("model", "world", "stage", "cut"), LAYOUTS, ids=str)
-def test_every_layout_has_the_curve_of_one_rank(ranks, tmp_path, one, model, world, stage, cut):
+def test_every_layout_has_the_curve_of_one_rank(ranks, one, model, world, stage, cut):
     """Shapes of the size before between stages or tensor ranks; other images; a table of positions that is replaced."""
-    argv = words(*RUN, *model, *config(stage), *cut, "--output", tmp_path / "run")
-    assert_same_curve(read_rows(one / ("vit" if model is VIT else "rope")), train_in(ranks, world, argv), rtol=1e-5)
+    rows = train_in(ranks, world, [*RUN, *model, *config(stage), *cut])
+    assert_same_curve(read_rows(one / ("vit" if model is VIT else "rope")), rows, rtol=1e-5)
 
 
-def test_it_goes_on_in_another_layout(ranks, tmp_path, one):
+def test_it_goes_on_in_another_layout(ranks, one):
     """A size that is counted from the process's start; a checkpoint that knows another grid."""
     checkpoint = one / "vit" / "checkpoints" / "step-00000003"
     argv = [*RUN, *VIT, *config(1), "-b", 8, "--grad-accum-steps", 2, "--pp", 2, "--resume", checkpoint]
-    rows = train_in(ranks, 2, words(*argv, "--output", tmp_path / "run"))
+    rows = train_in(ranks, 2, argv)
     assert [row["step"] for row in train_rows(rows)] == [4, 5]
     whole = [row for row in read_rows(one / "vit") if row["step"] > 3]
     assert_same_curve(whole, rows, rtol=1e-5)
-    other = [word if word != SCHEDULE else "8:0,16:0.8" for word in words(*argv)]
     with pytest.raises(UserError, match="give the same --img-size-schedule"):
-        resolve_run(*parse(other), Process("env", 0, 2, 0, 2), on_cpu=True)
+        resolved([*argv, "--img-size-schedule", "8:0,16:0.8"], world=2)
 
 
 def test_drawn_sizes_in_another_layout(ranks, tmp_path):
     """Ranks that draw each for itself, or by what was done since the process began."""
     argv = [*RUN, *VIT, "--img-size-schedule", "", "--train-img-sizes", 16, 8, 12]
-    whole = train_in(ranks, 1, words(*argv, *config(1), "-b", 16, "--output", tmp_path / "one"))
+    whole = train_in(ranks, 1, [*argv, *config(1), "-b", 16, "--output", tmp_path / "one"])
     drawn = ImageSizes((8, 12, 16), seed=42)
     assert len({drawn.at(step) for step in range(3, 5)}) + len({drawn.at(step) for step in range(3)}) > 2
     checkpoint = tmp_path / "one" / "checkpoints" / "step-00000003"
     cut = ["-b", 8, "--grad-accum-steps", 2, "--tp", 2, "--resume", checkpoint]
-    rows = train_in(ranks, 2, words(*argv, *config(2), *cut, "--output", tmp_path / "two"))
+    rows = train_in(ranks, 2, [*argv, *config(2), *cut])
     assert_same_curve([row for row in whole if row["step"] > 3], rows, rtol=1e-5)
 
 
@@ -218,6 +205,6 @@ def test_figures_are_those_of_the_size(one):
     assert math.isclose(flops[0], flops[1])
     assert math.isclose(flops[2], flops[3])
     assert flops[0] < flops[2] < flops[4]
-    plan = resolve_run(*parse(words(*RUN, *VIT, *config(0), "-b", 16)), Process("none", 0, 1, 0, 1), on_cpu=True)
+    plan = resolved([*RUN, *VIT, *config(0), "-b", 16])
     assert plan.model.image.img_size == (16, 16)
     assert plan.model.task.fields(training=False)[0].shape == (3, 16, 16)

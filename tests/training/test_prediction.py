@@ -7,21 +7,17 @@ import re
 import pytest
 import torch
 from project import ROOT
-from runs import DIGITS
+from runs import DIGITS, resolved
 
-from ds_vit.config import parse
-from ds_vit.launching.process import Process
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost, Prediction
-from ds_vit.training.resolve import resolve_run
 
 
 @pytest.fixture
 def engine():
     words = [*DIGITS, "--val-split", "", "--max-steps", "2", "--warmup-steps", "0", "-b", "4"]
     words += ["--model-kwargs", "depth=2", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
-    config, explicit = parse(words)
-    return engine_config(resolve_run(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=True))
+    return engine_config(resolved(words))
 
 
 @pytest.mark.parametrize(("share", "said"), [(1.1, ""), (1.3, "+30%"), (0.7, "-30%")])

@@ -7,12 +7,11 @@ import pytest
 import torch
 from curves import assert_same_curve, train_in
 from project import ROOT
+from runs import resolved
 
-from ds_vit.config import parse
 from ds_vit.config.parser import to_yaml
-from ds_vit.launching.process import Process
 from ds_vit.planner.counting import Flops
-from ds_vit.training.resolve import resolve_run, resolved_flags
+from ds_vit.training.resolve import resolved_flags
 from ds_vit.training.start import start_rows
 
 # Drop-path, and dropout in the blocks, before the head and of the positions.
@@ -50,13 +49,10 @@ def test_in_16_bits_too(ranks, stage, words):
 def test_it_is_said_and_written_down(tmp_path, words, said, written):
     # Catches: a start that does not say which, and a config.yaml that runs otherwise.
     config = ["--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json"]
-    argv = [*DIGITS, *config, "--grad-checkpointing", *words]
-    process = Process("env", 0, 1, 0, 1)
-    plan = resolve_run(*parse([*map(str, argv)]), process, on_cpu=True)
+    plan = resolved([*DIGITS, *config, "--grad-checkpointing", *words])
     layout = dict(start_rows(plan, Flops(1, 3), torch.device("cpu"), tmp_path))["layout"]
     assert layout.endswith(said) if said else "recomputed" not in layout
     assert resolved_flags(plan)["grad_checkpointing"] == written
     (tmp_path / "config.yaml").write_text(to_yaml(resolved_flags(plan)))
-    recipe = ["--recipe", tmp_path / "config.yaml", *config]
-    again = resolve_run(*parse([*map(str, recipe)]), process, on_cpu=True)
+    again = resolved(["--recipe", tmp_path / "config.yaml", *config])
     assert again.deepspeed.checkpointing == plan.deepspeed.checkpointing

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from curves import assert_same_curve, read_rows, train_in, train_main, train_rows
+from curves import assert_same_curve, read_rows, read_samples, train_in, train_rows
 from project import ROOT
 from runs import DIGITS, run_quietly
 from safetensors.torch import load_file
@@ -43,38 +44,25 @@ RUN = [
 @pytest.fixture(scope="module")
 def train(ranks, tmp_path_factory):
     """Train with an optimizer in a layout, each once; the output folder."""
-    made: dict[tuple, Path] = {}
 
+    @functools.cache
     def get(optimizer: str, layout: str, *words: object) -> Path:
-        key = (optimizer, layout, *words)
-        if key not in made:
-            folder = tmp_path_factory.mktemp(f"{optimizer}-{layout}")
-            world, pp, tp, stage = LAYOUTS[layout]
-            data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
-            data |= {"optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]}, "gradient_clipping": 1.0}
-            data |= {"train_batch_size": 16, "gradient_accumulation_steps": pp}
-            data["train_micro_batch_size_per_gpu"] = 16 // (world // (pp * tp)) // pp
-            (folder / "config.json").write_text(json.dumps(data))
-            argv = [*RUN, "--deepspeed_config", folder / "config.json", "--pp", pp, "--tp", tp, *words]
-            argv = [str(word) for word in [*argv, "--output", folder / "run"]]
-            assert ranks.run(world, train_main, argv, timeout=300.0) == [0] * world
-            made[key] = folder / "run"
-        return made[key]
+        folder = tmp_path_factory.mktemp(f"{optimizer}-{layout}")
+        world, pp, tp, stage = LAYOUTS[layout]
+        data = json.loads((ROOT / "ds_configs" / f"cpu_zero{stage}_fp32.json").read_text())
+        data |= {"optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]}, "gradient_clipping": 1.0}
+        data |= {"train_batch_size": 16, "gradient_accumulation_steps": pp}
+        data["train_micro_batch_size_per_gpu"] = 16 // (world // (pp * tp)) // pp
+        (folder / "config.json").write_text(json.dumps(data))
+        argv = [*RUN, "--deepspeed_config", folder / "config.json", "--pp", pp, "--tp", tp, *words]
+        train_in(ranks, world, [*argv, "--output", folder / "run"])
+        return folder / "run"
 
     return get
 
 
 WHOLE = ("--max-steps", 14, "--checkpoint-interval", 0)
 STOPPED = ("--max-steps", 7, "--checkpoint-interval", 7)
-
-
-def samples(output: Path) -> dict[int, list[int]]:
-    """Step → the samples of its global batch, in the order of its rows."""
-    rows: dict[int, dict[int, list[int]]] = {}
-    for path in (output / "samples").iterdir():
-        for line in map(json.loads, path.read_text().splitlines()):
-            rows.setdefault(line["step"], {})[line["first_row"]] = line["samples"]
-    return {step: [sample for first in sorted(parts) for sample in parts[first]] for step, parts in rows.items()}
 
 
 # Each layout to one further on, with alternating optimizers; tests/parallel/test_layouts.py resumes many others in two.
@@ -93,8 +81,8 @@ def test_each_layout_to_another(train, source, target, optimizer):
     rows, later = read_rows(output), [row for row in read_rows(whole) if row["step"] > 7]
     assert [row["step"] for row in train_rows(rows)] == list(range(8, 15))
     assert_same_curve(later, rows, rtol=RTOL)
-    expected = samples(whole)
-    assert samples(output) == {step: expected[step] for step in range(8, 15)}
+    expected = read_samples(whole)
+    assert read_samples(output) == {step: expected[step] for step in range(8, 15)}
     for kind in ("eval", "eval_ema"):
         [a], [b] = ([row for row in r if row["kind"] == kind] for r in (later, rows))
         assert (b["top1"], b["top5"], b["images"]) == (a["top1"], a["top5"], a["images"])

@@ -8,22 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import timm
 import torch
-import torch.distributed as dist
 from curves import assert_same_curve, train_in
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from project import ROOT
+from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 
 from ds_vit.config import parse
-from ds_vit.launching.process import Process
 from ds_vit.models import hub
-from ds_vit.train import main
-from ds_vit.training.resolve import resolve_run
 
 NAME = "vit_tiny_patch16_224"
 TAGGED = f"{NAME}.augreg_in21k_ft_in1k"  # timm's default weights of the name
@@ -55,16 +51,7 @@ def in_cache(home: Path, revision: str) -> Path:
 
 def notes(argv: list[str]) -> str:
     """What a run on one rank would say before it starts."""
-    process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return "\n".join(resolve_run(*parse(argv), process, on_cpu=True).notes)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """The one line of a command that is refused before the ranks meet."""
-    assert main(argv) == 2
-    assert not dist.is_initialized()
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
-    return line
+    return "\n".join(resolved(argv).notes)
 
 
 def test_pretrained_from_a_cache_without_a_network(tmp_path):
@@ -190,11 +177,5 @@ def test_foreign_names_keep_their_patch_size(tmp_path, capsys):
 
 def test_pixels_outside_all_patches():
     # Catches: the edges of every image cut off in silence; "1 patch of 30 x 30" for a patch of 16.
-    argv = words("--model", NAME)
-    argv[argv.index("--img-size") + 1] = "38"
-    patch = KWARGS["patch_size"]
-    inside = 38 // patch * patch
-    rest = 38 - inside
-    wanted = f"no patch of {patch} x {patch}, {rest} at the bottom and {rest} on the right: use --img-size {inside} or"
-    assert (wanted in notes(argv)) == (inside < 38)
-    assert inside < 38
+    wanted = "no patch of 8 x 8, 6 at the bottom and 6 on the right: use --img-size 32 or"
+    assert wanted in notes(words("--model", NAME, "--img-size", 38))
