@@ -8,7 +8,7 @@ import pytest
 from compiling import train_counting
 from curves import assert_same_curve, evals, read_rows, train_in, train_main
 from project import ROOT
-from runs import run_quietly
+from runs import refusal, resolved
 from safetensors.torch import load_file
 
 RTOL = 1e-5
@@ -171,43 +171,19 @@ def test_the_watchdog_waits_for_the_compiler(ranks, tmp_path):
     assert ranks.run(1, slow_compiler, argv)
 
 
-REFUSED = {
-    "has no effect without --compile": ["--compile-mode", "max-autotune"],
-    "a CPU has no CUDA graphs": ["--compile", "--compile-mode", "reduce-overhead"],
-    "max-autotune-no-cudagraphs": ["--compile", "--compile-mode", "fastest"],
-}
-
-
-@pytest.mark.parametrize("says", REFUSED)
-def test_refused(tmp_path, says):
-    """A mode that does nothing."""
-    code, _, err = run_quietly([*words(tmp_path / "run"), *REFUSED[says]])
-    assert code == 2
-    assert says in err
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_machine_without_compiler(tmp_path):
-    """A run that would fail in its first step."""
+def test_refused(tmp_path, capsys):
+    """A mode that does nothing, a machine without a compiler, DeepSpeed's compiler beside ours or instead of it."""
     from torch._inductor import cpp_builder, exc
 
+    argv = [*words(tmp_path / "run"), "--compile"]
+    assert "a CPU has no CUDA graphs" in refusal(capsys, [*argv, "--compile-mode", "reduce-overhead"])
     with mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=exc.InvalidCxxCompiler):
-        code, _, err = run_quietly([*words(tmp_path / "run"), "--compile"])
-    assert code == 2
-    assert "--compile needs a C++ compiler (g++ or clang++)" in err
-    assert "install it or drop --compile" in err
-    assert err.count("\n") == 1
-
-
-def test_the_json_has_no_other_compiler(tmp_path):
-    """DeepSpeed's compiler beside ours, or instead of it."""
-    output = tmp_path / "run"
-    code, _, err = run_quietly(words(output, changes={"compile": {"deepcompile": True}}))
-    assert code == 2
-    assert "use --compile" in err
-    argv = words(output, changes={"compile": {"deepcompile": False}})
-    code, _, _ = run_quietly([*argv, "--dry-run"])
-    assert code == 0
+        line = refusal(capsys, argv)
+    assert "--compile needs a C++ compiler (g++ or clang++)" in line
+    assert "install it or drop --compile" in line
+    assert "use --compile" in refusal(capsys, words(tmp_path / "run", changes={"compile": {"deepcompile": True}}))
+    assert not (tmp_path / "run").exists()
+    resolved(words(tmp_path / "run", changes={"compile": {"deepcompile": False}}))
 
 
 @pytest.mark.slow

@@ -13,13 +13,10 @@ import torch
 from curves import read_rows
 from deepspeed.accelerator import get_accelerator
 from picture_folders import CPU, TINY, make_folder, picture
-from runs import run_quietly
+from runs import refusal, resolved, run_quietly
 
-from ds_vit.config import parse
-from ds_vit.launching.process import Process
 from ds_vit.planner.counting import count_flops
 from ds_vit.train import main
-from ds_vit.training.resolve import Resolved, resolve_run
 
 
 @pytest.fixture
@@ -31,15 +28,14 @@ def words(*more: object) -> list[str]:
     return [str(word) for word in (*TINY, "--deepspeed_config", CPU, *more)]
 
 
-def planned(argv: list[str]) -> Resolved:
-    process = Process("none", rank=0, local_rank=0, world_size=1, local_world_size=1)
-    return resolve_run(*parse(argv), process, on_cpu=True)
+def dry_run(capsys: pytest.CaptureFixture[str], *more: object) -> str:
+    """The output of a --dry-run, its tables' lines joined."""
+    assert main([*words(*more), "--dry-run"]) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
-def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    assert main(argv) == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: error")]
-    return line
+def files_of(source) -> set[str]:
+    return {source.describe(number) for number in range(len(source))}
 
 
 def test_skipped_images(ranks, tmp_path, folder):
@@ -79,13 +75,13 @@ def test_a_class_of_which_nothing_is_readable(tmp_path, folder, capsys):
     # Catches: a class that is replaced by others without a word, all of its images read though the first is sound.
     argv = words("--data-dir", folder, "--on-bad-image", "skip")
     (folder / "train" / "cat" / "0.png").write_bytes(b"x")
-    assert planned(argv)
+    assert resolved(argv)
     for path in (folder / "train" / "cat").iterdir():
         path.write_bytes(b"not a picture")
     line = refusal(capsys, argv)
     assert "train: of 1 of 2 classes (cat) no image can be decoded; the first is" in line
     assert f"{folder / 'train' / 'cat' / '0.png'}: 13 bytes" in line
-    assert "of 1 of 2 classes (cat)" in "".join(planned([*argv, "--allow-empty-classes"]).notes)
+    assert "of 1 of 2 classes (cat)" in "".join(resolved([*argv, "--allow-empty-classes"]).notes)
 
 
 def test_class_folders_without_images(folder, capsys):
@@ -93,13 +89,13 @@ def test_class_folders_without_images(folder, capsys):
     argv = words("--data-dir", folder)
     (folder / "train" / "cat" / "notes").mkdir()
     (folder / "train" / ".cache").mkdir()
-    assert planned(argv).data.train_source.class_names == ("cat", "dog")
+    assert resolved(argv).data.train_source.class_names == ("cat", "dog")
     for split in ("train", "val"):
         (folder / split / "cow").mkdir()
         (folder / split / "cow" / "1.heic").touch()
     line = refusal(capsys, argv)
     assert "without images: cow (files in there: 1 .heic)" in line
-    data = planned([*argv, "--allow-empty-classes"]).data
+    data = resolved([*argv, "--allow-empty-classes"]).data
     assert data.train_source.class_names == data.val_source.class_names == ("cat", "cow", "dog")
     assert [data.train_source.target(number) for number in (0, 5)] == [0, 2]
     for split in ("train", "val"):
@@ -118,8 +114,8 @@ def test_held_out_images(folder, capsys):
     for number in range(17):
         picture(folder / "train" / "dog" / f"more{number}.png", seed=number)
     argv = words("--data-dir", folder, "--val-fraction", 0.1)
-    plan = planned(argv)
-    train, val = ({s.describe(n) for n in range(len(s))} for s in (plan.data.train_source, plan.data.val_source))
+    plan = resolved(argv)
+    train, val = files_of(plan.data.train_source), files_of(plan.data.val_source)
     assert (len(train), len(val)) == (21, 3)
     assert not train & val
     assert train | val == {str(path) for path in (folder / "train").rglob("*.png")}
@@ -129,30 +125,21 @@ def test_held_out_images(folder, capsys):
         "--val-fraction 0.1: 3 of the 24 images of train are held out for evaluation, the same ones in every run, from "
         "2 classes (1 have one image only and keep it)"
     ) in plan.notes
-    again = planned([*argv, "--seed", "7"]).data.val_source
-    assert {again.describe(number) for number in range(3)} == val
-    tenth = planned(words("--data-dir", folder, "--train-split", "train[:10%]", "--val-split", "", "-b", 1)).data
-    assert not {tenth.train_source.describe(n) for n in range(len(tenth.train_source))} & val
+    assert files_of(resolved([*argv, "--seed", "7"]).data.val_source) == val
+    tenth = resolved(words("--data-dir", folder, "--train-split", "train[:10%]", "--val-split", "", "-b", 1)).data
+    assert not files_of(tenth.train_source) & val
     evaluation = [*argv, "--eval-only"]
     for flag in ("--max-steps", "--warmup-steps"):
         place = evaluation.index(flag)
         del evaluation[place : place + 2]
-    assert planned(evaluation).data.val_source.fingerprint == plan.data.val_source.fingerprint
-
-
-def test_what_cannot_stand_beside_a_held_out_part(folder, capsys):
-    argv = words("--data-dir", folder, "--val-fraction", 0.5)
-    assert "--val-split has no effect with --val-fraction" in refusal(capsys, [*argv, "--val-split", "test"])
-    assert "--val-fraction has no effect with --val-split ''" in refusal(capsys, [*argv, "--val-split", ""])
-    assert "--val-fraction must be above 0 and below 1, not 1.0" in refusal(capsys, [*argv, "--val-fraction", "1"])
+    assert resolved(evaluation).data.val_source.fingerprint == plan.data.val_source.fingerprint
 
 
 def test_what_is_trained(capsys):
     # Catches: a linear probe that is told to cost as much as training all.
-    argv = words("--dataset", "digits", "--linear-probe", "--eval-interval", 0)
-    assert main([*argv, "--dry-run"]) == 0
-    assert "250 of them trained" in " ".join(capsys.readouterr().out.split())
-    model = planned(argv).model
+    argv = ("--dataset", "digits", "--linear-probe", "--eval-interval", 0)
+    assert "250 of them trained" in dry_run(capsys, *argv)
+    model = resolved(words(*argv)).model
     forward = count_flops(model.whole).forward
     assert forward < count_flops(model.whole, model.frozen).training < 1.1 * forward
     assert count_flops(model.whole).training == 3 * forward
@@ -162,7 +149,7 @@ def test_files_that_are_left_out(folder):
     (folder / "train" / "cat" / "README").touch()
     (folder / "train" / "cat" / "0.heic").touch()
     said = "train: files of kinds that are not read are left out: 1 without suffix, 1 .heic"
-    assert said in planned(words("--data-dir", folder)).notes
+    assert said in resolved(words("--data-dir", folder)).notes
 
 
 def test_idle_gpus(folder, monkeypatch, capsys):
@@ -173,12 +160,10 @@ def test_idle_gpus(folder, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     said = "one of 4 GPUs is used; `ds-vit launch train …` with the same flags trains on all 4"
-    assert main(words("--data-dir", folder, "--dry-run")) == 0
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert said in dry_run(capsys, "--data-dir", folder)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert main(words("--data-dir", folder, "--dry-run")) == 0
-    assert "GPUs is used" not in capsys.readouterr().out
+    assert "GPUs is used" not in dry_run(capsys, "--data-dir", folder)
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -206,13 +191,13 @@ def test_gpus_that_torch_cannot_use(folder, tmp_path, monkeypatch, capsys, cuda,
     monkeypatch.setattr(torch.version, "cuda", cuda)
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    gpu = words("--deepspeed_config", "ds_configs/zero1_bf16.json", "--data-dir", folder, "--dry-run")
-    said = refusal(capsys, gpu)
+    gpu = ("--deepspeed_config", "ds_configs/zero1_bf16.json", "--data-dir", folder)
+    said = refusal(capsys, words(*gpu, "--dry-run"))
     assert "nvidia-smi lists 2 GPUs (NVIDIA A100-SXM4-40GB), but torch" in said
     assert f"can use none: {why}; docs/install_cluster.md says" in said
-    assert main(words("--data-dir", folder, "--dry-run")) == 0, "cpu_zero1_fp32.json names the CPU"
+    dry_run(capsys, "--data-dir", folder)  # cpu_zero1_fp32.json names the CPU
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert main(gpu) == 0
+    dry_run(capsys, *gpu)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +206,9 @@ def test_gpus_that_torch_cannot_use(folder, tmp_path, monkeypatch, capsys, cuda,
 def test_a_gpu_configuration_on_the_cpu(folder, tmp_path, monkeypatch, capsys, name, precision):
     # Catches: a job that lost its GPUs, of which one row of a table is the only sign.
     monkeypatch.setenv("PATH", str(tmp_path))
-    argv = words("--deepspeed_config", f"ds_configs/{name}.json", "--data-dir", folder, "--dry-run", "--lr", 1)
-    for environ in ({"DS_ACCELERATOR": "cpu"}, {}):
-        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-        for key, value in environ.items():
-            monkeypatch.setenv(key, value)
-        assert main(argv) == 0
-        out = " ".join(capsys.readouterr().out.split())
-        warned = f"warning: no usable GPU: this run trains on the CPU, in {precision}, although" in out
-        assert warned == (precision is not None and not environ)
+    argv = ("--deepspeed_config", f"ds_configs/{name}.json", "--data-dir", folder, "--lr", 1)
+    warning = f"warning: no usable GPU: this run trains on the CPU, in {precision}, although"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert warning not in dry_run(capsys, *argv)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert (warning in dry_run(capsys, *argv)) == (precision is not None)
