@@ -74,8 +74,8 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def manager(monkeypatch, tmp_path, said, request) -> CheckpointManager:
-    """Of one rank with `--checkpoint-interval 4`, or what the test gives; an epoch is 3 steps."""
+def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
+    """Of one rank with `--checkpoint-interval 4`."""
     stand_ins = {"Saver": NoDisk, "RankShare": lambda *_: None}
     stand_ins |= {"from_first_rank": lambda question: question(), "read_figures": lambda _: {}}
     for name in ("load_tensors", "first_step", "skipped_batches"):
@@ -84,7 +84,7 @@ def manager(monkeypatch, tmp_path, said, request) -> CheckpointManager:
         monkeypatch.setattr(checkpoint_manager, name, stand_in)
     monkeypatch.setattr(CheckpointManager, "_state", lambda self, step: {})
     config = CheckpointConfig(
-        interval=Interval.parse(getattr(request, "param", "4"), "--checkpoint-interval"),
+        interval=Interval(steps=4),
         keep=2,
         rollback=False,
         deadline=Deadline(None, 0.0),
@@ -170,21 +170,6 @@ def test_a_step_of_another_folders_course_is_saved_again(manager, tmp_path):
     manager._saver.best.clear()
     manager.boundary(8)
     assert manager._saver.best == {8: False}
-
-
-@pytest.mark.parametrize("manager", ["epoch"], indirect=True)
-def test_by_default_each_epochs_end_is_saved(manager, said):
-    # Catches: an epoch whose end is not saved; training that waits for the disk where epochs are shorter than a save,
-    # and a line about it after each of them.
-    for step in range(1, 7):
-        manager.boundary(step)
-    assert list(manager._saver.best) == [3], "the save of step 3 is still under way"
-    manager._saver.wait()
-    manager.boundary(7)
-    for step in range(8, 13):
-        manager.boundary(step)
-    assert list(manager._saver.best) == [3, 7]
-    assert len([line for line in said if "still being written" in line]) == 1
 
 
 @pytest.mark.parametrize("free", [10**12, 10**10])
