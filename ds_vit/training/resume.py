@@ -20,19 +20,12 @@ from ds_vit.optim.schedules import Schedule
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks import TASKS
 
-# What must be the same in the run that resumes, and what to do about a difference.
-_IDENTITY = {
-    "task": "give the same --task",
-    "model": "give the same --model",
-    "num_classes": "give the same --num-classes",
-    "img_size": "give the same --img-size",
+# What to do where something differs that must be the same in the run that resumes; a flag's is to give it.
+_REMEDIES = {
     "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
-    "train_img_sizes": "give the same --train-img-sizes",
     "shapes": "give the same --model-kwargs",
-    "seed": "give the same --seed",
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
-    "decode": "give the same --decode",
     "mixture": "give the same folders in --data-dir, with the same --data-weights",
     "samples": "give the same images under the same names in the same classes; the folder itself may be another",
     "optimizer": "name the same optimizer in the JSON",
@@ -171,15 +164,14 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     """
     saved, notes = resume.checkpoint.state, []
     may_change = config.get("allow_schedule_change") or config.get("allow_batch_change")
-    of_task = {name: f"give the same {spelling(name)}" for name in identity if name in FIELDS and name not in _IDENTITY}
-    for key, remedy in {"task": _IDENTITY["task"], **of_task, **_IDENTITY}.items():
+    for key in {**identity, **saved["run"]}:  # those of the task first
         old, new = saved["run"].get(key), identity.get(key)
         if old != new and key == "img_size_schedule" and old and new and may_change:
             notes.append(f"the size of the images changes from {old} to {new}; the curve changes with it")
         elif old != new:
             raise UserError(
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "
-                f"{remedy}, or start a new run"
+                f"{_REMEDIES.get(key) or f'give the same {spelling(key)}'}, or start a new run"
             )
     config = json.loads(json.dumps(config))  # as the checkpoint's went through JSON, which has no tuples
     before = {name: saved["config"].get(name, _default_of(name)) for name in {*saved["config"], *config}}
@@ -204,7 +196,7 @@ def _default_of(name: str) -> Any:
 
 
 def _difference(key: str, old: Any, new: Any) -> str:
-    """How two values of `_IDENTITY` differ, for people."""
+    """How two values differ that must be the same, for people."""
     if key == "samples":  # hashes, which say nothing to people
         return "the number of images is the same, and the name or the label of at least one is another"
     if key == "class_names":
