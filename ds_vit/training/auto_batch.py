@@ -135,35 +135,31 @@ def legal(config: EngineConfig) -> tuple[BatchSizes, ...]:
 
 def by_estimate(config: EngineConfig, memory: Memory) -> Found:
     """The largest micro-batch whose estimate, with a quarter more, is within `memory` in every pipeline stage."""
-    cost, batches = Cost(config), legal(config)
-    needs = [round(_ALLOWANCE * cost.fullest(batch).together) for batch in batches]
-    number = sum(need <= memory.bytes for need in needs)
-    larger, larger_needs = (batches[number].micro_batch, needs[number]) if number < len(batches) else (None, 0)
-    fits = batches[number - 1].micro_batch if number else 0
-    return Found(fits, needs[max(0, number - 1)], larger, larger_needs, memory, _ESTIMATED)
+    cost = Cost(config)
+    return by_trying(config, memory, lambda batch: round(_ALLOWANCE * cost.fullest(batch).together), _ESTIMATED)
 
 
-def by_trying(config: EngineConfig, memory: Memory, try_one: Try) -> Found:
+def by_trying(config: EngineConfig, memory: Memory, try_one: Try, how: str = "measured") -> Found:
     """The largest micro-batch with which `try_one` runs and stays within `memory`; smaller ones are tried first.
 
     Args:
         config: of the engine.
         memory: what this rank may take.
         try_one: raises torch.OutOfMemoryError where the device has too little.
+        how: `try_one` gets its numbers, for people.
     """
-    cost = Cost(config)
-    stage = cost.stages[config.stage]
     fits, needs = 0, 0
     for batch in legal(config):
         taken = _taken(try_one, batch)
-        if taken is None or taken > memory.bytes:
-            before = replace(batch, micro_batch=fits)
-            step = stage.on_device(batch).together - (stage.on_device(before).together if fits else 0)
+        if taken is None:
             # The device has not said how much more it would have taken: what was measured, and the estimate's step.
-            more = taken or needs + step
-            return Found(fits, needs or more, batch.micro_batch, more, memory, "measured" if fits else _ESTIMATED)
+            stage, before = Cost(config).stages[config.stage], replace(batch, micro_batch=fits)
+            step = stage.on_device(batch).together - (stage.on_device(before).together if fits else 0)
+            return Found(fits, needs or step, batch.micro_batch, needs + step, memory, how if fits else _ESTIMATED)
+        if taken > memory.bytes:
+            return Found(fits, needs or taken, batch.micro_batch, taken, memory, how)
         fits, needs = batch.micro_batch, taken
-    return Found(fits, needs, None, 0, memory, "measured")
+    return Found(fits, needs, None, 0, memory, how)
 
 
 def _taken(try_one: Try, batch: BatchSizes) -> int | None:

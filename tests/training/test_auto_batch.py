@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from project import ROOT
-from runs import DIGITS, run_quietly
+from runs import DIGITS, refusal, resolved, run_quietly
 
-from ds_vit.config import parse
 from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -20,7 +21,6 @@ from ds_vit.train import main
 from ds_vit.training.auto_batch import Memory, TrialStep, by_trying, choose_batch, legal
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost
-from ds_vit.training.resolve import resolve_run
 
 RUN = [
     *(*DIGITS, "--val-split", ""),
@@ -34,8 +34,7 @@ BATCH = ["--set", "train_batch_size=24", "zero_optimization.contiguous_gradients
 
 
 def engine_of(world, *words, rank=0):
-    config, explicit = parse([*RUN, *BATCH, *words])
-    return engine_config(resolve_run(config, explicit, Process("env", rank, world, rank, world), on_cpu=True))
+    return engine_config(resolved([*RUN, *BATCH, *words], world, rank))
 
 
 def memory_for(micro_batch, world, *words):
@@ -98,37 +97,31 @@ def test_a_resumed_run_searches_again(ranks, tmp_path):
     assert code == 0, error
 
 
-@functools.cache
-def small_devices():
-    """For a rank: a device that has room for 12 - 4 * rank images."""
-    import contextlib
-    from unittest import mock
-
+@contextlib.contextmanager
+def small_devices(broken_rank=None):
+    """On a rank: its device has room for 12 - 4 * rank images, or breaks down before anything is tried."""
     from ds_vit.training import auto_batch
 
-    class Pretended:
-        def __init__(self, config, device):
-            self.room = 12 - 4 * torch.distributed.get_rank()
+    @contextlib.contextmanager
+    def trial(config, device):
+        rank = torch.distributed.get_rank()
+        if rank == broken_rank:
+            raise RuntimeError("an illegal memory access")
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def __call__(self, batch):
-            if batch.micro_batch > self.room:
+        def attempt(batch):
+            if batch.micro_batch > 12 - 4 * rank:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return 1000 * batch.micro_batch
 
+        yield attempt
+
     agree = auto_batch.agree_on_batch
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(auto_batch, "TrialStep", Pretended))
-    stack.enter_context(mock.patch.object(auto_batch, "free_bytes", return_value=2**30))
-    stack.enter_context(
-        mock.patch.object(auto_batch, "agree_on_batch", lambda *args, on_cpu: agree(*args, on_cpu=False))
-    )
-    return stack
+    with (
+        mock.patch.object(auto_batch, "TrialStep", trial),
+        mock.patch.object(auto_batch, "free_bytes", return_value=2**30),
+        mock.patch.object(auto_batch, "agree_on_batch", lambda *args, on_cpu: agree(*args, on_cpu=False)),
+    ):
+        yield
 
 
 def test_ranks_that_try_agree_on_the_smallest(ranks, tmp_path):
@@ -139,27 +132,11 @@ def test_ranks_that_try_agree_on_the_smallest(ranks, tmp_path):
     assert "(free on the device); a micro-batch of 12 would need " in said
 
 
-def a_broken_device():
-    """For a rank: as `small_devices`, and rank 1's breaks down before anything is tried."""
-    from unittest import mock
-
-    from ds_vit.training import auto_batch
-
-    def build(config, device):
-        if torch.distributed.get_rank() == 1:
-            raise RuntimeError("an illegal memory access")
-        return pretended(config, device)
-
-    stack = small_devices()
-    pretended = auto_batch.TrialStep
-    stack.enter_context(mock.patch.object(auto_batch, "TrialStep", build))
-    return stack
-
-
 def test_a_device_that_breaks_down_ends_all_ranks(ranks, tmp_path):
     # Catches: ranks that wait for the answer of one that has none.
     words = [*RUN, *BATCH, "--output", str(tmp_path / "a"), "--auto-batch"]
-    done = ranks.run(2, run_quietly, words, a_broken_device, timeout=120.0)
+    broken = functools.partial(small_devices, broken_rank=1)
+    done = ranks.run(2, run_quietly, words, broken, timeout=120.0)
     for code, _, error in done:
         assert code == 2
         assert "--auto-batch could not try a micro-batch: rank 1: an illegal memory access; give one by -b" in error
@@ -236,30 +213,22 @@ def test_a_dry_run_says_what_it_would_take(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-b", "4"), "--auto-batch and --batch-size 4 are both given; keep one"),
-        (("--grad-accum-steps", "2"), "--auto-batch and --grad-accum-steps 2 are both given; keep one"),
         (
             ("--set", "train_micro_batch_size_per_gpu=4"),
             'train_micro_batch_size_per_gpu to 4, which --auto-batch is to find; write "auto" there or say --set '
             "train_micro_batch_size_per_gpu=auto",
         ),
-        (("--memory", "much"), "--memory much: write a number of bytes above 0, at most 2^60, or 500MB, 8GB, 8GiB"),
         (
             ("--memory", "1MB"),
             "not even a micro-batch of 1 fits: it needs 7.2 MB (estimated, with a quarter more for what is not "
             "counted), 3.1 MB of it for weights, gradients and the optimizer, and there are 1.0 MB a rank (--memory "
             "1MB); use a higher ZeRO stage, --grad-checkpointing",
         ),
-        (("--no-auto-batch", "--memory", "1GB"), "--memory has no effect without --auto-batch; drop it"),
     ],
 )
 def test_refused_in_one_line(capsys, tmp_path, words, message):
     # Catches: a setting that is passed over, and a run that starts and is killed by the system.
-    output = ["--output", str(tmp_path / "run")]
-    assert main([*RUN, *BATCH, "--auto-batch", *words, *output, *output]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len([line for line in error.splitlines() if "error:" in line]) == 1
+    assert message in refusal(capsys, [*RUN, *BATCH, "--auto-batch", *words, "--output", tmp_path / "run"])
     assert not (tmp_path / "run").exists()
 
 
