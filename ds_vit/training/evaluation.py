@@ -239,23 +239,17 @@ class Evaluations:
         Raises:
             Stopped: the ranks received a signal meanwhile; the step does not count as evaluated.
         """
-        before = self.state_dict()
-        try:
-            self._evaluate(step, should_stop, self.evaluations, "eval")
-            if self.ema is not None:
-                with self.ema.swapped():
-                    self._evaluate(step, should_stop, self.ema_evaluations, "eval_ema")
-        except Stopped:
-            self.load_state_dict(before)  # a run that resumes repeats both
-            raise
+        figures = self._evaluate(step, should_stop, "eval")
+        if self.ema is not None:
+            with self.ema.swapped():
+                self.ema_evaluations.append(self._evaluate(step, should_stop, "eval_ema"))
+        self.evaluations.append(figures)  # only here: a run that was stopped during the second repeats both
         self.evaluated_step = step
         figure = self.inputs.config.task.figures[0]
         values = [evaluation[figure.name] for evaluation in self.evaluations if figure.name in evaluation]
         return values[-1] == figure.best(*values)
 
-    def _evaluate(
-        self, step: int, should_stop: Callable[[], bool], evaluations: list[dict[str, float]], kind: str
-    ) -> None:
+    def _evaluate(self, step: int, should_stop: Callable[[], bool], kind: str) -> dict[str, float]:
         """Evaluate the weights that the model has now (a collective)."""
         config, task = self.inputs.config, self.inputs.config.task
         patience = self.phases.begin(step, "evaluation")
@@ -282,7 +276,6 @@ class Evaluations:
                 lambda batches: seen.passing(self.watchdog.micro_batches(batches)), stop_on_signal, show, note, **doing
             )
             figures = evaluate(self.engine, self.inputs, watch)
-        evaluations.append(figures)
         if seen.images is not None:
             maps = seen.maps(self.engine.tower(MAIN_TOWER), self.engine.groups.tp)
             show({name: token_maps.picture(seen.images, values, task.image) for name, values in maps.items()})
@@ -291,6 +284,7 @@ class Evaluations:
             if config.on_bad_image == "skip":
                 row["skipped_images"] = len(config.validation) - int(figures["images"])
             self.reporter.eval(row, task.figures, kind)
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
         """The evaluations so far, as plain data."""
