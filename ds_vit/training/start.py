@@ -153,9 +153,12 @@ def _checkpoints(resolved: Resolved) -> str:
     interval = Interval.parse(config.checkpoint_interval, "--checkpoint-interval")
     if not interval:
         return "none but of the step that the run is interrupted at: what kills it costs all steps, and no best is kept"
-    when = "at each epoch's end" if interval.epochs else f"every {interval}"
     kept = f"the newest {config.keep_checkpoints} and the best stay" if config.keep_checkpoints else "all stay"
-    return f"{when}; {kept}"
+    return f"{_how_often(interval)}; {kept}"
+
+
+def _how_often(interval: Interval) -> str:
+    return "at each epoch's end" if interval.epochs else f"every {interval}"
 
 
 def _precision(resolved: Resolved, device: torch.device) -> str:
@@ -313,20 +316,18 @@ def _schedule_rows(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
 def _memory_lines(cost: Cost) -> list[list[str]]:
     """The bytes of a rank of each stage, with a header."""
     stages = cost.memory()
-    named = {
-        **{field: field for field in ("weights", "gradients", "masters")},
+    fields = ("weights", "gradients", "masters", "optimizer", "average", "buckets", "gathered", "activations")
+    names = {
         "optimizer": "optimizer state",
-        "average": "average",
         "buckets": "ZeRO's buckets",
         "gathered": "gathered weights",
-        "activations": "activations",
         "going_back": "going back, with gradients by then",
         "updating": "updating, with gradients",
     }
     header = ["memory a rank", *(f"stage {i}" for i in range(len(stages)))] if len(stages) > 1 else ["memory", "a rank"]
     lines = [header, ["parameters", *(f"{stage.parameters:,}" for stage in stages)]]
-    for field, name in named.items():
-        sizes = [getattr(stage, field) for stage in stages]
+    for field in (*fields, "going_back", "updating"):
+        sizes, name = [getattr(stage, field) for stage in stages], names.get(field, field)
         if any(sizes):
             lines.append([f"{name} (in host memory)" if field in cost.rules.in_host else name, *map(in_words, sizes)])
     most = (stage.on_device(cost.config.batch).together for stage in cost.stages)
@@ -344,10 +345,8 @@ def _file_rows(resolved: Resolved, folder: RunFolder) -> Rows:
     each = states_per_element(optimizer.cls, optimizer.arguments)
     states = 4 * num_states(each, optimizer.fallback or frozenset(), sizes)
     average = weights if config.model_ema else 0
-    interval, keep = config.checkpoint_interval, config.keep_checkpoints
-    often = {"0": "when it is interrupted", "epoch": "at each epoch's end"}.get(
-        interval, f"every {interval}{' steps' * interval.isdigit()}"
-    )
+    interval, keep = Interval.parse(config.checkpoint_interval, "--checkpoint-interval"), config.keep_checkpoints
+    often = _how_often(interval) if interval else "when it is interrupted"
     kept = f"; room for {keep + 2} at most" if keep else "; all are kept"
     return [
         *rows,

@@ -52,13 +52,11 @@ def summarise(
     """
     model, task = config.model, config.model.task
 
-    def best_and_last(
-        figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = ""
-    ) -> dict[str, float | None]:
+    def best_and_last(figure: Figure, found: Sequence[Mapping[str, float]], suffix: str = "") -> Quality:
         # A run may have been given another evaluator when it was resumed.
         values = [evaluation[figure.name] for evaluation in found if figure.name in evaluation]
-        names = (f"best_{figure.name}{suffix}", f"last_{figure.name}{suffix}")
-        return dict(zip(names, (figure.best(*values), values[-1]) if values else (None, None), strict=True))
+        best, last = (figure.best(*values), values[-1]) if values else (None, None)
+        return {f"best_{figure.name}{suffix}": best, f"last_{figure.name}{suffix}": last}
 
     quality: Quality = {}
     for figure in task.figures:

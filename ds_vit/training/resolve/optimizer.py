@@ -180,12 +180,9 @@ def _scale_by_batch(config: RunConfig, lr: float, global_batch: int) -> tuple[fl
     """The rate after --lr-scale-by-batch, and a line that says so."""
     if config.lr_scale_by_batch == "none":
         return lr, []
-    ratio = global_batch / config.lr_base_size
-    scaled = lr * (ratio if config.lr_scale_by_batch == "linear" else ratio**0.5)
-    formula = (
-        f"{lr:g} x {'' if config.lr_scale_by_batch == 'linear' else 'sqrt '}({global_batch} / {config.lr_base_size})"
-    )
-    return scaled, [f"learning rate {formula} = {scaled:g}"]
+    root, power = ("", 1.0) if config.lr_scale_by_batch == "linear" else ("sqrt ", 0.5)
+    scaled = lr * (global_batch / config.lr_base_size) ** power
+    return scaled, [f"learning rate {lr:g} x {root}({global_batch} / {config.lr_base_size}) = {scaled:g}"]
 
 
 def _count_steps(config: RunConfig, steps_per_epoch: int) -> tuple[int, int]:
