@@ -1,5 +1,6 @@
-"""The training loop without an engine: when which hook of a callback is called."""
+"""The training loop without an engine: when which hook of a callback is called, and which steps are counted."""
 
+import json
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,7 +8,7 @@ import pytest
 
 from ds_vit.engine.step_guard import Rejection
 from ds_vit.fault_tolerance.exit_codes import Diverged
-from ds_vit.training.callbacks import Callback, RollBack
+from ds_vit.training.callbacks import MAX_SKIPS, BadSteps, Callback, RollBack, Step
 from ds_vit.training.trainer import Trainer
 
 
@@ -92,3 +93,31 @@ def test_a_rollback_leaves_out_the_samples_since_the_checkpoint():
     assert trainer.checkpoints.skipped_batches == 4
     with pytest.raises(Diverged, match="planted; there is no checkpoint yet"):
         make(Recorder(rejected=[1]), saved=None).train()
+
+
+def test_an_interruption_does_not_begin_the_count_anew():
+    """A run that is stopped every hour and would go on skipping for ever; an older checkpoint, which has no count."""
+    guard = SimpleNamespace(recent=list, remember=lambda values: None)
+    engine = SimpleNamespace(mean=float, guard=guard)
+    verdict = SimpleNamespace(applied=False, rejection=None)
+    overflow = SimpleNamespace(verdict=lambda: verdict, loss=0.5)
+
+    def make():
+        return BadSteps(engine, None, stop=True, max_rollbacks=0, fp16=True)
+
+    def skip(bad_steps, times):
+        for step in range(times):
+            bad_steps.after_result(Step(step, 0.1, 1.0, overflow))
+
+    before = make()
+    skip(before, MAX_SKIPS - 1)
+    state = json.loads(json.dumps(before.state_dict()))
+    resumed = make()
+    resumed.load_state_dict(state)
+    with pytest.raises(Diverged, match=f"{MAX_SKIPS} steps in a row"):
+        skip(resumed, 1)
+    del state["skipped_in_a_row"]
+    older = make()
+    older.load_state_dict(state)
+    skip(older, MAX_SKIPS - 1)
+    assert older.skipped == 2 * (MAX_SKIPS - 1)
