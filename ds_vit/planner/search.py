@@ -221,20 +221,11 @@ class Search:
     def _count(self, tp: int) -> tuple[list[LayerMemory], list[LayerWork]]:
         """The memory and the work of each layer of a rank at a tensor-parallel degree."""
         request, model, compute = self.request, self._shallow(3), self.request.precision.compute
-        layers = layers_of_rank(
-            take_apart(model),
-            tp=tp,
-            class_parallel=tp > 1 and pays(request.spec.num_classes, tp),
-            compute=compute,
-        )
+        class_parallel = tp > 1 and pays(request.spec.num_classes, tp)
+        layers = layers_of_rank(take_apart(model), tp=tp, class_parallel=class_parallel, compute=compute)
         cls, arguments = self._optimizer
-        memory = memory_of_layers(
-            model,
-            layers,
-            compute=compute,
-            states=states_per_element(cls, arguments),
-            fallback=rules_of(cls).fallback(model, arguments) or frozenset(),
-        )
+        states, fallback = states_per_element(cls, arguments), rules_of(cls).fallback(model, arguments) or frozenset()
+        memory = memory_of_layers(model, layers, compute=compute, states=states, fallback=fallback)
         works = work_of_layers(model, layers, getattr(torch, compute))
         return self._repeat_blocks(memory), self._repeat_blocks(works)
 
@@ -260,7 +251,7 @@ class Search:
             flops = [work.forward.flops + work.backward.flops for work in works]
             bounds = tuple(balance(flops, [layer.kept.bytes for layer in memory], layout.pp))
             for stage, recomputing in itertools.product(self._zero_stages(layout), RECOMPUTING):
-                found += self._fastest(layout, stage, recomputing, bounds)
+                found.append(self._fastest(layout, stage, recomputing, bounds))
         return Planned(
             self.request,
             num_parameters(self.model),
@@ -269,8 +260,8 @@ class Search:
             tuple(sorted((one for one in found if not one.fits), key=lambda one: one.needs)),
         )
 
-    def _fastest(self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> list[Candidate]:
-        """The fastest micro-batch that fits, or else the smallest; [] where none may be tried."""
+    def _fastest(self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> Candidate:
+        """The fastest micro-batch that fits, or else the smallest."""
         layers, works = self._costs(layout.tp)
         request, accelerator = self.request, self.request.machine.accelerator
         rules = MemoryRules(
@@ -291,7 +282,7 @@ class Search:
             tried.append(Candidate(layout, stage, recomputing, batch, bounds, memory, room, time))
             if not tried[-1].fits:
                 break
-        return sorted(tried, key=lambda one: (not one.fits, -one.images_per_second))[:1]
+        return min(tried, key=lambda one: (not one.fits, -one.images_per_second))
 
 
 def json_at_stage(json: Mapping[str, Any], stage: int) -> dict[str, Any]:
