@@ -29,22 +29,17 @@ def obstacles(model: TimmViT) -> list[str]:
     """The parts of a model that `ViTForImageClassification` has no counterpart of; empty where it has all."""
     if type(model) is not VisionTransformer:
         return [f"timm's class {type(model).__name__}"]
-    block, names = model.blocks[0], set(model.state_dict())
+    block, names = model.blocks[0], {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in model.state_dict()}
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     kinds = (("block", block, Block), ("attention", attn, Attention), ("MLP", mlp, Mlp))
     act = type(getattr(mlp, "act", None)).__name__
-    needed = needed_names(len(model.blocks))
     return [
         *(f"the {part} {type(module).__name__}" for part, module, kind in kinds if type(module) is not kind),
-        *sorted({_any_block(name) for name in names if not has_counterpart(name)}),
-        *sorted({f"no {_any_block(name)}" for name in needed - names}),
+        *sorted(name for name in names if not has_counterpart(name)),
+        *sorted(f"no {name}" for name in needed_names() - names),
         *([f"global_pool {model.global_pool!r}"] if model.global_pool != "token" else []),
         *([f"the activation {act}"] if act not in ACTIVATIONS.values() else []),
     ]
-
-
-def _any_block(name: str) -> str:
-    return re.sub(r"^blocks\.\d+\.", "blocks.*.", name)
 
 
 def _refuse(exported: Exported) -> None:

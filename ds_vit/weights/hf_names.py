@@ -60,12 +60,11 @@ def has_counterpart(name: str) -> bool:
     return _split(name)[0] in _MODULES
 
 
-def needed_names(num_blocks: int) -> set[str]:
-    """The timm tensors that every Hugging Face ViT of so many blocks has; only the bias of qkv is optional."""
-    modules = {module.replace("*", str(block)) for module in _MODULES for block in range(num_blocks)}
+def needed_names() -> set[str]:
+    """The timm tensors that every Hugging Face ViT has, `*` for a block's number; only the bias of qkv is optional."""
     whole = {"cls_token", "pos_embed"}
-    kinds = (f"{module}.{kind}" for module in modules - whole for kind in ("weight", "bias"))
-    return whole | {name for name in kinds if not name.endswith("attn.qkv.bias")}
+    named = {f"{module}.{kind}" for module in _MODULES.keys() - whole for kind in ("weight", "bias")}
+    return whole | named - {"blocks.*.attn.qkv.bias"}
 
 
 def is_hf(names: Mapping[str, object]) -> bool:
