@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -133,10 +134,8 @@ def test_hugging_face_prepares_images_as_timm_does(tmp_path, mode, crop_pct):
 def test_what_hugging_face_has_no_class_for_is_refused(tmp_path, name, kwargs, message):
     """Another function under the same names."""
     pytest.importorskip("transformers")
-    model = timm_model(small_spec(name, **kwargs))
-    assert message in "; ".join(hf.obstacles(model))
     run_folder(tmp_path / "run", small_spec(name, **kwargs))
-    with pytest.raises(ValueError, match="has no counterpart of"):
+    with pytest.raises(ValueError, match=f"has no counterpart of .*{re.escape(message)}"):
         export(tmp_path / "run", "hf")
     assert not (tmp_path / "run" / "export-hf").exists()
 
