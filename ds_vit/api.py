@@ -105,12 +105,11 @@ def train(
     sources = None
     if train_data is not None or val_data is not None:
         sources = _sources(train_data, val_data, settings)
-    values = flags.over_recipe(flags.load_recipe(str(recipe)), settings) if recipe else settings
     given = {"train": on_step, "eval": on_evaluation, "eval_ema": on_evaluation, "checkpoint": on_checkpoint}
     listeners = {kind: listener for kind, listener in given.items() if listener is not None}
     if quiet:
         listeners = {kind: _printing(listener, sys.stdout) for kind, listener in listeners.items()}
-    config, explicit = flags.from_values(values)
+    config, explicit = flags.from_values(settings, str(recipe) if recipe else None)
     with contextlib.redirect_stdout(_Warnings()) if quiet else contextlib.nullcontext():
         summary, folder = run(config, explicit, discover(), again=True, sources=sources, listeners=listeners)
     return TrainResult(summary, folder)

@@ -6,25 +6,24 @@ from ds_vit.config.parser import (
     load_recipe,
     over_recipe,
     parse,
-    parse_kwargs,
+    read_values,
     read_words,
     to_yaml,
 )
-from ds_vit.config.rules import check, idle_names
+from ds_vit.config.rules import idle_flags
 from ds_vit.config.schema import FIELDS, RunConfig, default_of, spelling
 
 __all__ = [
     "FIELDS",
     "RunConfig",
     "build_parser",
-    "check",
     "default_of",
     "from_values",
-    "idle_names",
+    "idle_flags",
     "load_recipe",
     "over_recipe",
     "parse",
-    "parse_kwargs",
+    "read_values",
     "read_words",
     "spelling",
     "to_yaml",

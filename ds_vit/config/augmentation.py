@@ -114,7 +114,7 @@ class MixConfig:
     @property
     def active(self) -> bool:
         """Whether pairs are mixed at all; targets are then soft ones in every epoch, also after `mixup_off_epoch`."""
-        return self.mixup > 0.0 or self.cutmix > 0.0 or self.cutmix_minmax is not None
+        return bool(self.mixup or self.cutmix or self.cutmix_minmax)
 
     def mixes_in(self, epoch: int) -> bool:
         """Whether pairs are mixed in an epoch (from 0)."""

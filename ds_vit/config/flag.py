@@ -135,19 +135,20 @@ def spelling_of(field: dataclasses.Field) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Check each field of a dataclass of flags against its span, rule and choices; None and the default are valid.
+    """Check each field of a dataclass of flags by `problem_of`.
 
     Raises:
         UserError: names each wrong flag, its valid values and the value.
     """
-    values = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
-    problems = [problem_of(field, value) for field, value in values if value is not None and value != field.default]
+    problems = [problem_of(field, getattr(settings, field.name)) for field in dataclasses.fields(settings)]
     if any(problems):
         raise UserError(*filter(None, problems))
 
 
 def problem_of(field: dataclasses.Field, value: Any) -> str:
-    """Why a flag rejects a value, for people; empty if it is valid."""
+    """Why a flag rejects a value of its type, for people; empty if it is valid, as None and the default are."""
+    if value is None or value == field.default:
+        return ""
     choices = field.metadata["choices"]
     if choices and value not in choices:
         near = did_you_mean(str(value), choices)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
+import dataclasses
 import re
 import sys
 import textwrap
@@ -19,8 +19,21 @@ import yaml
 
 import ds_vit
 from ds_vit.config.deepspeed_json import parse_set
-from ds_vit.config.rules import REPLACES, check, idle_names
-from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, SECTION_OF, SECTIONS, TYPES, RunConfig, default_of, spelling
+from ds_vit.config.flag import problem_of
+from ds_vit.config.rules import REPLACES, find_problems, idle_flags
+from ds_vit.config.schema import (
+    FIELDS,
+    KEY_OF_FLAG,
+    SECTION_OF,
+    SECTIONS,
+    SEVERAL,
+    SINGLE,
+    TYPES,
+    RunConfig,
+    default_of,
+    spelling,
+    what_it_takes,
+)
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
 
@@ -148,12 +161,21 @@ def build_parser(
         if is_switch:
             group.add_argument(*names, action="store_true", **options)
             continue
-        options |= {key: meta[key] for key in ("nargs", "choices", "metavar", "const") if meta[key] is not None}
+        options |= {key: meta[key] for key in ("nargs", "metavar", "const") if meta[key] is not None}
         if meta["const"] is not None:
             options["nargs"] = "?"
+        if meta["choices"]:
+            options["choices"] = _Suggestions(meta["choices"])
         # --set may be given several times.
-        group.add_argument(*names, type=TYPES[name], action="extend" if name == "set" else "store", **options)
+        group.add_argument(*names, action="extend" if name == "set" else "store", **options)
     return parser
+
+
+class _Suggestions(tuple[str, ...]):
+    """The choices of a flag in --help and completion; `read_values` rejects other words, with all other problems."""
+
+    def __contains__(self, word: object) -> bool:
+        return True
 
 
 def show_examples(commands: str) -> str:
@@ -197,7 +219,7 @@ def load_recipe(path: str) -> dict[str, Any]:
     A relative `deepspeed_config`, `data_dir` or `initial_checkpoint` is first looked up next to the recipe.
 
     Raises:
-        UserError: the file is missing, malformed, or has an unknown key or a value of another type.
+        UserError: the file is missing or malformed; or each unknown key and each invalid value.
     """
     file = Path(or_shipped(path))
     try:
@@ -212,51 +234,73 @@ def load_recipe(path: str) -> dict[str, Any]:
     for key, name in zip(data, names, strict=True):
         if names.count(name) > 1:
             raise UserError(f'{path}: "{key}" is given twice')
-    values = dict(zip(names, data.values(), strict=True))
-    _check_names(values, f"{path}: there is no flag")
-    out = {name: _from_yaml(name, value, path) for name, value in values.items()}
+    out, problems = read_values(dict(zip(names, data.values(), strict=True)), f"{path}: ")
+    if problems:
+        raise UserError(*problems)
 
     def beside(path: str) -> str:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
 
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
-        if out.get(name):
-            out[name] = [beside(path) for path in out[name]] if name == "data_dir" else beside(out[name])
+        if folders := out.get(name):
+            out[name] = beside(folders) if isinstance(folders, str) else tuple(map(beside, folders))
     return out
 
 
-def _from_yaml(name: str, value: Any, path: str) -> Any:
-    """Give a YAML value the type that the command line would have given it."""
+def read_values(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Values with the types of their flags, without those that are invalid; and all that is wrong with them.
+
+    Args:
+        values: words of a command line, or values of a recipe or a program, by recipe names.
+        where: what each problem begins with.
+    """
+    words = {name: _words(value) for name, value in values.items()}
+    valid, problems = {}, []
+    for name, value in values.items():
+        try:
+            if name not in FIELDS:
+                raise UserError(f'there is no flag "{name}"{_instead(name, words)}')
+            typed = _typed(name, value)
+            if problem := problem_of(FIELDS[name], typed):
+                raise UserError(problem)
+            valid[name] = typed
+        except UserError as error:
+            problems += [where + problem for problem in error.problems]
+    return valid, problems
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value of any source with the type of its flag; None is the default.
+
+    Raises:
+        UserError: it has another type, or not as many items as the flag takes.
+    """
     meta, default = FIELDS[name].metadata, default_of(name)
     if value is None:
         return default
     if name == "model_kwargs":
         return parse_kwargs(value)
+    if name == "deepspeed_config" and isinstance(value, Mapping):
+        return value
     if isinstance(value, bool) and meta["const"] is not None:
         return meta["const"] if value else default
-    items = value if isinstance(value, list) and meta["nargs"] is not None else [value]
-    is_switch = isinstance(default, bool)
+    kind = TYPES[name]
+    is_list = isinstance(value, (list, tuple)) and name in SEVERAL
+    items = list(value) if is_list else [value]
     try:
-        if any(isinstance(item, bool) != is_switch or isinstance(item, (list, dict)) for item in items):
+        if any(isinstance(item, bool) != (kind is bool) or isinstance(item, (list, tuple, Mapping)) for item in items):
             raise TypeError
-        if isinstance(meta["nargs"], int) and len(items) != meta["nargs"]:
-            raise ValueError
-        out = [TYPES[name](item) for item in items]
-        if any(isinstance(item, float) and item != value for item, value in zip(items, out, strict=True)):
+        out = tuple(kind(item) for item in items)
+        if kind is int and out != tuple(items) and not any(isinstance(item, str) for item in items):
             raise ValueError  # 1.5 steps
-    except (TypeError, ValueError):
-        raise UserError(f"{path}: {name}: {value!r} is not a value of {spelling(name)}") from None
-    if meta["choices"] and out[0] not in (*meta["choices"], default):
-        near = did_you_mean(str(out[0]), meta["choices"])
-        raise UserError(f"{path}: {name}: {out[0]!r} is not one of {', '.join(meta['choices'])}{near}")
-    return out[0] if meta["nargs"] is None else out
-
-
-def _check_names(values: Mapping[str, Any], complaint: str) -> None:
-    """Reject names that are not flags; see `_instead`."""
-    typed = {name: _words(value) for name, value in values.items()}
-    if unknown := [f'{complaint} "{name}"{_instead(name, typed)}' for name in values if name not in FIELDS]:
-        raise UserError(*unknown)
+        if isinstance(meta["nargs"], int) and len(out) != meta["nargs"]:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        shown = " ".join(map(str, items)) if is_list else repr(value)
+        raise UserError(f"{spelling(name)} takes {what_it_takes(name)}, not {shown}") from None
+    if name in SINGLE and len(out) < 2:
+        return out[0] if out else default
+    return out
 
 
 def _instead(name: str, typed: Given) -> str:
@@ -296,10 +340,10 @@ def parse(
         UserError: unknown flags (with the nearest), invalid values, incompatible flags and flags without effect; all
             at once.
     """
-    values, problems = _read(build_parser(program, examples=examples), argv)
+    given, recipe, problems = _split(build_parser(program, examples=examples), argv)
     remedy = "ds-vit from-timm 'COMMAND' translates a whole command of timm's" if len(problems) > 1 else ""
     try:
-        parsed = from_values(values)
+        parsed = from_values(given, recipe)
     except UserError as error:
         raise UserError(*problems, *error.problems, remedy=remedy) from None
     if problems:
@@ -318,98 +362,115 @@ def read_words(
         eval_only: whether the program only evaluates.
 
     Raises:
-        UserError: unknown flags (with the nearest), or a value of the wrong type.
+        UserError: unknown flags (with the nearest), or invalid values; all at once.
     """
-    values, problems = _read(parser, argv, eval_only=eval_only)
+    given, recipe, problems = _split(parser, argv)
+    # A program converts and checks its own arguments, which may have the name of a flag.
+    of_flags = {action.dest for action in parser._actions if action.type is None and action.dest in FIELDS}
+    own, invalid = read_values({name: value for name, value in given.items() if name in of_flags})
+    problems += invalid
+    stored = _load_with(recipe, problems)
     if problems:
         raise UserError(*problems)
-    return values
+    return over_recipe(stored, {**given, **own}, eval_only=eval_only)
 
 
-def _read(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, *, eval_only: bool = False
-) -> tuple[dict[str, Any], list[str]]:
-    """The values of `read_words`, and the problems of the words that belong to no flag."""
-    namespace, unknown = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+def _load_with(recipe: str | None, problems: Sequence[str]) -> dict[str, Any]:
+    """The recipe, empty without one; its problems are raised with others."""
+    try:
+        return load_recipe(recipe) if recipe else {}
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from None
+
+
+def _split(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[dict[str, Any], str | None, list[str]]:
+    """The words of a command line by the names of their arguments, its recipe, and the problems of all other words."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    problems: list[str] = []
+    parser.exit_on_error = False
+    while True:
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:  # the next attempt leaves this flag out, and so finds further problems
+            problems.append(str(error))
+            flag = (error.argument_name or "").split("/")
+            kept = [word for word in words if word.partition("=")[0] not in flag]
+            if kept == words:
+                raise UserError(*problems) from None
+            words = kept
+        except UserError as error:
+            raise UserError(*problems, *error.problems) from None
     given = vars(namespace)
     flags, stray = split_words(unknown)
     typed = {name: _words(value) for name, value in given.items()}
     typed |= {name: words for name, (_, words) in flags.items()}
-    problems = [f"there is no flag {flag}{_instead(name, typed)}" for name, (flag, _) in flags.items()]
+    if problems:
+        stray = []  # they may be words of a flag that was left out
+    problems += [f"there is no flag {flag}{_instead(name, typed)}" for name, (flag, _) in flags.items()]
     for word in stray:
         folder = f": give the data folder by --data-dir {word}" if Path(word).is_dir() else ""
         problems.append(f"{word!r} follows no flag{folder}")
     if given.get("output") == "":  # a recipe's null is the default folder
-        raise UserError("--output '' names no folder; name one, or drop the flag")
+        problems.append("--output '' names no folder; name one, or drop the flag")
     for name in ("local_rank", "deepspeed"):
         given.pop(name, None)
-    recipe = given.pop("recipe", None)
-    if "model_kwargs" in given:
-        given["model_kwargs"] = parse_kwargs(given["model_kwargs"])
-    return (over_recipe(load_recipe(recipe), given, eval_only=eval_only) if recipe else given), problems
+    return given, given.pop("recipe", None), problems
 
 
 def over_recipe(recipe: Mapping[str, Any], given: Mapping[str, Any], *, eval_only: bool = False) -> dict[str, Any]:
     """The given values over a recipe's, without the recipe's values that they exclude or leave without effect.
 
     So a training run's config.yaml serves for its evaluation, and `--no-aug` needs no edited recipe. Values without
-    effect in the recipe itself stay, for `check` to reject.
+    effect in the recipe itself stay, for `from_values` to reject.
 
     Args:
         recipe: from `load_recipe`.
-        given: on the command line, by recipe names; other names are passed through.
+        given: on the command line, by recipe names; other names and invalid values are passed through.
         eval_only: as in `read_words`.
     """
     values = {**recipe, **given}
+    valid, _ = read_values(given)
     dropped: set[str] = set()
     if "set" in values:
-        dropped |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(given.get("set", ()))}
+        pairs = valid.get("set", given.get("set", ()))
+        dropped |= {flag for flag, key in KEY_OF_FLAG.items() if key in parse_set(pairs)}
         excluded = {KEY_OF_FLAG.get(name) for name in given}
-        kept = [pair for pair in recipe.get("set", ()) if pair.partition("=")[0] not in excluded]
-        values["set"] = [*kept, *given.get("set", ())]
+        kept = (pair for pair in recipe.get("set", ()) if pair.partition("=")[0] not in excluded)
+        values["set"] = (*kept, *pairs)
     if given.get("pp", recipe.get("pp")) != recipe.get("pp"):
         dropped.add("pp_partition")  # bounds for another number of stages
-    own = {name: value for name, value in values.items() if name in FIELDS}
-    own["data_dir"] = _one_or_several(own.get("data_dir"))
+    own = {**recipe, **valid}
     if eval_only:
         own["eval_only"] = True
-    dropped |= idle_names(RunConfig(**own)) - idle_names(RunConfig(**recipe))
+    dropped |= {*idle_flags(RunConfig(**own))} - {*idle_flags(RunConfig(**recipe))}
     chosen = {name for name, value in given.items() if value is not False}  # --no-pretrained excludes nothing
-    pairs = [*REPLACES, *((other, name) for name, other in REPLACES)]
-    dropped |= {other for name, other in pairs if name in chosen}
+    dropped |= {other for name, other in (*REPLACES, *((b, a) for a, b in REPLACES)) if name in chosen}
     return {name: value for name, value in values.items() if name in given or name not in dropped}
 
 
-def _one_or_several(folders: Any) -> Any:
-    """--data-dir as `RunConfig` has it: one folder is a word, none the empty word."""
-    if isinstance(folders, (list, tuple)) and len(folders) < 2:
-        return folders[0] if folders else ""
-    return folders or ""
-
-
-def from_values(values: Mapping[str, Any]) -> tuple[RunConfig, frozenset[str]]:
-    """The settings from values by their recipe names; see `parse`.
+def from_values(values: Mapping[str, Any], recipe: str | None = None) -> tuple[RunConfig, frozenset[str]]:
+    """The settings from values by their recipe names, over a recipe; see `parse`.
 
     Raises:
-        UserError: an unknown name (with the nearest flag), or invalid or incompatible flags.
+        UserError: unknown names (with the nearest flag), invalid values, or incompatible flags; all at once.
     """
-    _check_names(values, "there is no setting")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in values.items():
-        const = FIELDS[name].metadata["const"]
-        if const is not None and isinstance(value, bool):
-            values[name] = const if value else default_of(name)
-    if isinstance(values.get("deepspeed_config"), str | os.PathLike):
-        values["deepspeed_config"] = or_shipped(str(values["deepspeed_config"]))
-    if isinstance(values.get("grad_checkpointing"), int):
-        values["grad_checkpointing"] = str(values["grad_checkpointing"])
-    if values.get("aa") == "none":
-        values["aa"] = ""
-    if "data_dir" in values:
-        values["data_dir"] = _one_or_several(values["data_dir"])
-    config = RunConfig(**values)
-    explicit = frozenset(values)
-    check(config, explicit)
+    given, problems = read_values(values)
+    # An invalid value still turns on the flags that need it.
+    invalid: dict[str, Any] = {
+        name: str(value) for name, value in values.items() if name in FIELDS and name not in given
+    }
+    if recipe:
+        given = over_recipe(_load_with(recipe, problems), given)
+    if isinstance(given.get("deepspeed_config"), str):
+        given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
+    if given.get("aa") == "none":
+        given["aa"] = ""
+    config = RunConfig(**given)
+    explicit = frozenset(given)
+    problems += find_problems(config, explicit, idle_flags(dataclasses.replace(config, **invalid)))
+    if problems:
+        raise UserError(*problems)
     return config, explicit
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.config.deepspeed_json import parse_set
-from ds_vit.config.flag import Scope, check_fields
+from ds_vit.config.flag import Scope
 from ds_vit.config.image_sizes import all_sizes
 from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_asked_for, names_with, spelling
 from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_steps
@@ -27,28 +27,28 @@ REPLACES = (*EXCLUSIVE, ("val_fraction", "val_split"), ("memory", "batch_size"),
 """Pairs of flags of which one on the command line replaces the other in a recipe."""
 
 
-def check(config: RunConfig, explicit: frozenset[str]) -> None:
-    """Reject invalid values, contradictions and flags without effect, all of them at once.
+def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str, str]) -> list[str]:
+    """Missing flags, invalid texts, contradictions and flags without effect, for people.
 
-    Raises:
-        UserError: names the flags, with their numbers and what to do.
+    Args:
+        config: valid values by themselves (`parser.read_values`).
+        explicit: the names of those that were given.
+        idle: from `idle_flags`.
     """
-    problems = list(_invalid_values(config))
+    problems = list(_missing_or_invalid(config))
     problems += [] if problems else _contradictions(config)
-    for name, reason in _idle_flags(config).items():
+    for name, reason in idle.items():
         if is_asked_for(name, config, explicit):
             problems.append(f"{spelling(name)} has no effect {reason}; drop it")
-    if problems:
-        raise UserError(*problems)
+    return problems
 
 
-def _invalid_values(config: RunConfig) -> Iterator[str]:
-    """Problems of single flags, and missing flags."""
+def _missing_or_invalid(config: RunConfig) -> Iterator[str]:
+    """Missing flags, and texts that are invalid."""
     if not config.deepspeed_config:
         shipped = "ds_configs/zero1_bf16.json, on a CPU with ds_configs/cpu_zero1_fp32.json"
         yield f"--deepspeed_config FILE is missing; begin with {shipped}"
     checks: list[Callable[[], Any]] = [
-        lambda: check_fields(config),
         lambda: (config.augment, config.mix),  # their constructors check combinations
         lambda: Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
         lambda: config.time_limit and parse_seconds(config.time_limit, "--time-limit"),
@@ -57,13 +57,11 @@ def _invalid_values(config: RunConfig) -> Iterator[str]:
         lambda: parse_set(config.set),
         lambda: all_sizes(config.img_size_schedule, config.train_img_sizes),
     ]
-    for number, run_check in enumerate(checks):
+    for run_check in checks:
         try:
             run_check()
         except UserError as error:
             yield from error.problems
-            if number == 0:
-                return  # the other checks would report the same values
     if config.output.isspace():
         yield f"--output {config.output!r} names no folder; name one, or drop the flag"
     if not config.dataset and not config.data_dir:
@@ -170,13 +168,8 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
 )
 
 
-def idle_names(config: RunConfig) -> set[str]:
-    """The flags without effect in this combination, by their recipe names."""
-    return {*_idle_flags(config)}
-
-
-def _idle_flags(config: RunConfig) -> dict[str, str]:
-    """Each flag without effect in this combination → why."""
+def idle_flags(config: RunConfig) -> dict[str, str]:
+    """Each flag without effect in this combination, by its recipe name → why."""
     idle: dict[str, str] = {}
     for names, applies, reason in _IDLE:
         if applies(config):

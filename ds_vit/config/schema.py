@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.flag import (
@@ -297,7 +298,7 @@ class RunConfig(
         return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
 
     def __post_init__(self) -> None:
-        """Do not check values: the command line may replace a recipe's. `rules.check` does."""
+        """Do not check values: `parser.read_values` does, and collects the problems of all of them."""
 
 
 SECTION_OF: Mapping[str, str] = {
@@ -329,17 +330,34 @@ def number_or_auto(word: Any) -> int | str:
     return word if word == "auto" else int(str(word))
 
 
-def _type_of_word(hint: Any) -> type:
-    """`Sequence[float] | None` → float."""
-    inner = get_args(hint)
-    return _type_of_word(inner[0]) if inner else hint
+def _kinds_of(hint: Any) -> tuple[Any, ...]:
+    """`Sequence[float] | None` → Sequence[float], NoneType."""
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
+_KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(RunConfig).items()}
+SEVERAL = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is Sequence for kind in kinds))
+"""The flags that take several values."""
+SINGLE = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is None for kind in kinds[:1]))
+"""The flags whose single value stands for itself, not for a sequence of one."""
 TYPES: dict[str, Callable[[Any], Any]] = {
-    **{name: _type_of_word(hint) for name, hint in get_type_hints(RunConfig).items()},
+    **{name: (get_args(kinds[0]) or kinds)[0] for name, kinds in _KINDS.items()},
     "workers": number_or_auto,
 }
 """The type of each word of a flag, from the annotation of its field."""
+
+
+def what_it_takes(name: str) -> str:
+    """What a flag takes, for people."""
+    if TYPES[name] is bool:
+        return "true or false"
+    if TYPES[name] is number_or_auto:
+        return "auto or a whole number"
+    kind = "whole number" if TYPES[name] is int else "number" if TYPES[name] is float else "word"
+    count = FIELDS[name].metadata["nargs"]
+    if name in SINGLE:
+        return f"a {kind}"
+    return f"{count} {kind}s" if isinstance(count, int) else f"{kind}s"
 
 
 def default_of(name: str) -> Any:

@@ -246,7 +246,10 @@ def parse_layout(text: str) -> Layout:
         given, unknown = flags.build_parser().parse_known_args([word for word, match in words if not match])
     except UserError as error:
         raise UserError(f"layout {text!r}: {error}") from None
-    foreign = [*unknown, *(flags.spelling(name) for name in vars(given) if name not in _LAYOUT_FLAGS)]
+    own, problems = flags.read_values(vars(given), f"layout {text!r}: ")
+    if problems:
+        raise UserError(*problems)
+    foreign = [*unknown, *(flags.spelling(name) for name in own if name not in _LAYOUT_FLAGS)]
     if foreign or not text.strip():
         hint = " (dp follows from the number of ranks)" if foreign and foreign[0].startswith("dp") else ""
         raise UserError(
@@ -254,7 +257,7 @@ def parse_layout(text: str) -> Layout:
             f"ppN, tpN, zeroN, fp32, {', '.join(map(flags.spelling, _LAYOUT_FLAGS))}"
         )
     stage, fp32 = degrees.pop("zero", None), bool(degrees.pop("fp", 0))
-    return Layout(text, {**degrees, **vars(given)}, stage, fp32)
+    return Layout(text, {**degrees, **own}, stage, fp32)
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:

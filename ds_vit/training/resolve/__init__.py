@@ -270,5 +270,5 @@ def resolved_flags(resolved: Resolved) -> dict[str, Any]:
         if config.epochs is None and config.max_steps is None:
             values["epochs"] = DEFAULT_EPOCHS
     # A resolved value of a flag that does nothing here (the crop of a split that is not evaluated) would be rejected.
-    idle = {name for name in flags.idle_names(config) if values[name] != flags.default_of(name)}
+    idle = {name for name in flags.idle_flags(config) if values[name] != flags.default_of(name)}
     return {name: value for name, value in values.items() if value is not None and name not in idle}
