@@ -16,6 +16,7 @@ from ds_vit.config.flag import (
     FROM_0_BELOW_1,
     PROBABILITY,
     Range,
+    Rule,
     check_fields,
     flag,
 )
@@ -39,6 +40,22 @@ _AA_WORDS = {
 _AA_LARGEST = 101  # mstd101 is timm's word for a uniform magnitude
 _ALPHA = Range(0, 1000)
 _SIDES = Range(0, 100, above=True)
+_FACTORS = Rule(
+    "takes 1, 3 or 4 numbers (the last is the hue, at most 0.5)",
+    lambda x: not isinstance(x, tuple) or len(x) in (1, 3) or (len(x) == 4 and x[3] <= 0.5),
+)
+
+
+def _check_auto_augment(text: str, flag: str) -> None:
+    family, *sections = text.split("-")
+    if family not in _AA_SECTIONS:
+        raise UserError(f"{flag} {text}: {family!r} is none of {', '.join(_AA_SECTIONS)} (as in rand-m9-mstd0.5-inc1)")
+    for section in sections:
+        if re.fullmatch(_AA_SECTIONS[family], section) is None:
+            raise UserError(f"{flag} {text}: {family} has no section {section!r}; it has {_AA_WORDS[family]}")
+        number = re.search(_NUMBER, section)
+        if number is not None and float(number[0]) > _AA_LARGEST:
+            raise UserError(f"{flag} {text}: the number of {section!r} must be at most {_AA_LARGEST}")
 
 
 @dataclass(frozen=True)
@@ -61,37 +78,18 @@ class AugmentConfig:
     hflip: float = flag(0.5, "horizontal flip probability", span=PROBABILITY, neutral=(0.0,))
     vflip: float = flag(0.0, "vertical flip probability", span=PROBABILITY)
     color_jitter: float | Sequence[float] = flag(
-        0.4, "colour jitter strength (off under --aa)", span=Range(0, 100), neutral=(0.0,)
+        0.4, "colour jitter strength (off under --aa)", span=Range(0, 100), rule=_FACTORS, neutral=(0.0,)
     )
     color_jitter_prob: float | None = flag(None, "probability of the colour jitter", span=PROBABILITY)
     grayscale_prob: float = flag(0.0, "probability of turning grey", span=PROBABILITY)
     gaussian_blur_prob: float = flag(0.0, "probability of blurring", span=PROBABILITY)
-    aa: str = flag("", "policy: rand-m9-mstd0.5-inc1, augmix-m5, 3a, original, v0, …", neutral=("none",))
+    aa: str = flag("", "policy: rand-m9-mstd0.5-inc1, augmix-m5, 3a, original, v0, …", read=_check_auto_augment)
     reprob: float = flag(0.0, "random erasing probability", span=PROBABILITY)
     remode: str = flag("pixel", "random erasing filling", choices=("const", "rand", "pixel"))
     recount: int = flag(1, "random erasing count", span=Range(1, 1000))
 
     def __post_init__(self) -> None:
         check_fields(self)
-        factors = self.color_jitter if isinstance(self.color_jitter, tuple) else (self.color_jitter,)
-        if len(factors) not in (1, 3, 4):
-            raise UserError(f"--color-jitter takes 1, 3 or 4 numbers (the last is the hue), not {factors}")
-        if len(factors) == 4 and factors[3] > 0.5:
-            raise UserError(f"the hue of --color-jitter is at most 0.5, not {factors[3]}")
-        if self.aa:
-            _check_auto_augment(self.aa)
-
-
-def _check_auto_augment(text: str) -> None:
-    family, *sections = text.split("-")
-    if family not in _AA_SECTIONS:
-        raise UserError(f"--aa {text}: {family!r} is none of {', '.join(_AA_SECTIONS)} (as in rand-m9-mstd0.5-inc1)")
-    for section in sections:
-        if re.fullmatch(_AA_SECTIONS[family], section) is None:
-            raise UserError(f"--aa {text}: {family} has no section {section!r}; it has {_AA_WORDS[family]}")
-        number = re.search(_NUMBER, section)
-        if number is not None and float(number[0]) > _AA_LARGEST:
-            raise UserError(f"--aa {text}: the number of {section!r} must be at most {_AA_LARGEST}")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,27 +77,6 @@ def _load_hjson(text: str, unique: Callable, path: Path) -> Any:
             line = text[: text.find(leaf)].count("\n") + 1
             raise UserError(f"{path}, line {line}: {leaf!r} would be one string; a comma is missing before or in it")
     return data
-
-
-def parse_set(pairs: Sequence[str] | str) -> dict[str, Any]:
-    """`["optimizer.type=SGD", "optimizer.params.lr=0.1"]` → `{"optimizer.type": "SGD", "optimizer.params.lr": 0.1}`.
-
-    A value is read as JSON, else as a word: `true`, `1e-3` and `[0.9,0.95]` have the types that they have in a file.
-    The last value of a key wins.
-
-    Raises:
-        UserError: a piece without `=`, or a key with an empty part.
-    """
-    out: dict[str, Any] = {}
-    for pair in [pairs] if isinstance(pairs, str) else pairs:
-        key, equals, text = str(pair).partition("=")
-        if not equals or not all(key.split(".")):
-            raise UserError(f"--set takes KEY.PATH=VALUE, such as zero_optimization.stage=2, not {pair!r}")
-        try:
-            out[key] = json.loads(text)
-        except ValueError:
-            out[key] = text
-    return out
 
 
 def overlay(data: Mapping[str, Any], values: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def flag(
     section: str = "",
     span: Range | None = None,
     rule: Rule | None = None,
+    read: Callable[[str, str], Any] | None = None,
     short: Sequence[str] = (),
     neutral: Sequence[Any] = (),
     nargs: int | str | None = None,
@@ -111,6 +112,7 @@ def flag(
         section: its group in --help, if not the one of its class.
         span: the numbers it takes, each of several; every flag of numbers has one.
         rule: a further condition.
+        read: reads its text; it receives the flag's spelling too, for the `UserError` of an invalid text.
         short: further spellings.
         neutral: values that ask for nothing.
         nargs: as argparse's.
@@ -120,7 +122,7 @@ def flag(
         task: the task that it belongs to; empty for all.
         key: the dotted key of the DeepSpeed JSON that holds the same value.
     """
-    meta: dict[str, Any] = {"help": text, "scope": scope, "section": section, "span": span, "rule": rule}
+    meta: dict[str, Any] = {"help": text, "scope": scope, "section": section, "span": span, "rule": rule, "read": read}
     meta |= {"short": tuple(short), "neutral": tuple(neutral), "nargs": nargs, "choices": choices}
     meta |= {"metavar": metavar, "const": const, "task": task, "key": key}
     if isinstance(default, (dict, list)):
@@ -157,4 +159,9 @@ def problem_of(field: dataclasses.Field, value: Any) -> str:
         if rule and not rule.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
             return f"{spelling_of(field)} {rule.words}, not {shown}"
+    try:
+        if field.metadata["read"]:
+            field.metadata["read"](value, spelling_of(field))
+    except UserError as error:
+        return str(error)
     return ""

@@ -11,8 +11,6 @@ from ds_vit import randomness
 from ds_vit.config.flag import PIXELS
 from ds_vit.fault_tolerance.errors import UserError
 
-FLAG = "--img-size-schedule"
-
 
 @dataclass(frozen=True)
 class ImageSizes:
@@ -59,7 +57,7 @@ def all_sizes(schedule: str, drawn: Sequence[int]) -> list[int]:
     return [size for size, _ in parse_schedule(schedule)] if schedule else sorted({*drawn})
 
 
-def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
+def parse_schedule(text: str, flag: str = "--img-size-schedule") -> tuple[tuple[int, float], ...]:
     """`128:0,160:0.4,224:0.8` → ((128, 0.0), (160, 0.4), (224, 0.8)): a side, and from which share of the run on.
 
     Raises:
@@ -69,15 +67,15 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
         pairs = [part.split(":") for part in text.split(",")]
         parts = tuple((int(size), float(share)) for size, share in pairs)
     except ValueError:
-        raise UserError(f"{FLAG} takes SIZE:SHARE,… such as 128:0,160:0.4,224:0.8, not {text!r}") from None
+        raise UserError(f"{flag} takes SIZE:SHARE,… such as 128:0,160:0.4,224:0.8, not {text!r}") from None
     shares = [share for _, share in parts]
     if shares[0] != 0 or not all(0 <= share < 1 for share in shares) or sorted({*shares}) != shares:
-        raise UserError(f"{FLAG} {text}: the shares of the run must begin with 0 and grow, all below 1")
+        raise UserError(f"{flag} {text}: the shares of the run must begin with 0 and grow, all below 1")
     sizes = [size for size, _ in parts]
     if not PIXELS.holds(sizes):
-        raise UserError(f"{FLAG} {text}: a size {PIXELS.words} pixels")
+        raise UserError(f"{flag} {text}: a size {PIXELS.words} pixels")
     if max(sizes) != sizes[-1]:
-        raise UserError(f"{FLAG} {text}: the last size is the model's own: no other may be larger")
+        raise UserError(f"{flag} {text}: the last size is the model's own: no other may be larger")
     return parts
 
 
@@ -90,5 +88,7 @@ def size_schedule(text: str, num_steps: int) -> ImageSizes:
     parts = parse_schedule(text)
     firsts = tuple(math.ceil(round(share * num_steps, 6)) for _, share in parts)
     if len({*firsts}) < len(firsts) or firsts[-1] >= num_steps:
-        raise UserError(f"{FLAG} {text}: {num_steps} steps are too few for each size to have one; take fewer sizes")
+        raise UserError(
+            f"--img-size-schedule {text}: {num_steps} steps are too few for each size to have one; take fewer sizes"
+        )
     return ImageSizes(tuple(size for size, _ in parts), firsts)

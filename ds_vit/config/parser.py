@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import yaml
 
 import ds_vit
-from ds_vit.config.deepspeed_json import parse_set
 from ds_vit.config.flag import problem_of
 from ds_vit.config.rules import REPLACES, find_problems, idle_flags
 from ds_vit.config.schema import (
@@ -35,6 +34,7 @@ from ds_vit.config.schema import (
     what_it_takes,
 )
 from ds_vit.config.timm_flags import Given, split_words, timm_answer
+from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
 
 FIRST = (
@@ -276,7 +276,7 @@ def _typed(name: str, value: Any) -> Any:
         UserError: it has another type, or not as many items as the flag takes.
     """
     meta, default = FIELDS[name].metadata, default_of(name)
-    if value is None:
+    if value is None or (name == "aa" and value == "none"):
         return default
     if name == "model_kwargs":
         return parse_kwargs(value)
@@ -464,8 +464,6 @@ def from_values(values: Mapping[str, Any], recipe: str | None = None) -> tuple[R
         given = over_recipe(_load_with(recipe, problems), given)
     if isinstance(given.get("deepspeed_config"), str):
         given["deepspeed_config"] = or_shipped(given["deepspeed_config"])
-    if given.get("aa") == "none":
-        given["aa"] = ""
     config = RunConfig(**given)
     explicit = frozenset(given)
     problems += find_problems(config, explicit, idle_flags(dataclasses.replace(config, **invalid)))

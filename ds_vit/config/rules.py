@@ -7,12 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.config.deepspeed_json import parse_set
 from ds_vit.config.flag import Scope
 from ds_vit.config.image_sizes import all_sizes
 from ds_vit.config.schema import FIELDS, KEY_OF_FLAG, RunConfig, default_of, is_asked_for, names_with, spelling
-from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_steps
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.config.units import Interval, parse_set
 
 EXCLUSIVE = (
     ("warmup_steps", "warmup_epochs"),
@@ -27,45 +25,23 @@ REPLACES = (*EXCLUSIVE, ("val_fraction", "val_split"), ("memory", "batch_size"),
 """Pairs of flags of which one on the command line replaces the other in a recipe."""
 
 
-def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str, str]) -> list[str]:
-    """Missing flags, invalid texts, contradictions and flags without effect, for people.
+def find_problems(config: RunConfig, explicit: frozenset[str], idle: Mapping[str, str]) -> Iterator[str]:
+    """Missing flags, contradictions and flags without effect, for people.
 
     Args:
-        config: valid values by themselves (`parser.read_values`).
+        config: values that are valid by themselves (`parser.read_values`).
         explicit: the names of those that were given.
         idle: from `idle_flags`.
     """
-    problems = list(_missing_or_invalid(config))
-    problems += [] if problems else _contradictions(config)
-    for name, reason in idle.items():
-        if is_asked_for(name, config, explicit):
-            problems.append(f"{spelling(name)} has no effect {reason}; drop it")
-    return problems
-
-
-def _missing_or_invalid(config: RunConfig) -> Iterator[str]:
-    """Missing flags, and texts that are invalid."""
     if not config.deepspeed_config:
         shipped = "ds_configs/zero1_bf16.json, on a CPU with ds_configs/cpu_zero1_fp32.json"
         yield f"--deepspeed_config FILE is missing; begin with {shipped}"
-    checks: list[Callable[[], Any]] = [
-        lambda: (config.augment, config.mix),  # their constructors check combinations
-        lambda: Interval.parse(config.checkpoint_interval, "--checkpoint-interval"),
-        lambda: config.time_limit and parse_seconds(config.time_limit, "--time-limit"),
-        lambda: parse_steps(config.profile_steps, "--profile-steps"),
-        lambda: config.memory and parse_bytes(config.memory, "--memory"),
-        lambda: parse_set(config.set),
-        lambda: all_sizes(config.img_size_schedule, config.train_img_sizes),
-    ]
-    for run_check in checks:
-        try:
-            run_check()
-        except UserError as error:
-            yield from error.problems
-    if config.output.isspace():
-        yield f"--output {config.output!r} names no folder; name one, or drop the flag"
     if not config.dataset and not config.data_dir:
         yield "no data: give --data-dir DIR with train/ and val/ in it, or --dataset digits"
+    yield from _contradictions(config)
+    for name, reason in idle.items():
+        if is_asked_for(name, config, explicit):
+            yield f"{spelling(name)} has no effect {reason}; drop it"
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:
@@ -130,7 +106,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     # 3-Augment is the one policy that keeps the jitter.
     (
         "color_jitter color_jitter_prob",
-        lambda c: c.aa not in ("", "none") and "3a" not in c.aa,
+        lambda c: c.aa and "3a" not in c.aa,
         "under --aa, which replaces the colour jitter",
     ),
     ("decode", lambda c: c.train_crop_mode in ("rkrc", "rkrr"), "with --train-crop-mode rkrc or rkrr: whole images"),

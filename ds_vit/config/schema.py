@@ -37,6 +37,8 @@ from ds_vit.config.flag import (
     flag,
     spelling_of,
 )
+from ds_vit.config.image_sizes import parse_schedule
+from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set, parse_steps
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """torch.compile's."""
@@ -49,6 +51,7 @@ _RECOMPUTED = Rule(
 )
 _WORKERS = Range(0, 1024, word="auto")
 _SEVERAL_SIZES = Rule("must be two sizes or more, each once", lambda x: len({*x}) == len(x) > 1)
+_NAME = Rule("must name a folder", lambda text: not text.isspace())
 _CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 
 
@@ -62,7 +65,12 @@ class RunSettings:
 
     deepspeed_config: str = flag("", "DeepSpeed JSON file", FREE | RECORDED, metavar="FILE")
     set: Sequence[str] = flag(
-        (), "values of the DeepSpeed JSON: zero_optimization.stage=2", FREE | EVALUATION, nargs="+", metavar="K=V"
+        (),
+        "values of the DeepSpeed JSON: zero_optimization.stage=2",
+        FREE | EVALUATION,
+        read=parse_set,
+        nargs="+",
+        metavar="K=V",
     )
     pp: int = flag(1, "pipeline stages", FREE | EVALUATION, span=_DEGREE)
     tp: int = flag(1, "tensor-parallel ranks", FREE | EVALUATION, span=_DEGREE)
@@ -76,20 +84,26 @@ class RunSettings:
         "", "first layer of each stage and the number of layers: 0,7,14; auto: the fastest", FREE | EVALUATION
     )
 
-    output: str = flag("", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, metavar="DIR")
+    output: str = flag(
+        "", "folder of the run (default: runs/<time>-<model>)", FREE | EVALUATION, rule=_NAME, metavar="DIR"
+    )
     seed: int = flag(42, "seed of everything random", EVALUATION, span=Range(-(2**63), 2**63 - 1))
     resume: str = flag("none", "checkpoint to resume from: none, auto or a path", START)
     allow_batch_change: bool = flag(False, "resume with another global batch", START)
     allow_schedule_change: bool = flag(False, "resume with another learning-rate schedule", START)
     checkpoint_interval: str = flag(
-        "epoch", "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)", FREE, neutral=("0",)
+        "epoch",
+        "500 (steps), 30m or epoch between checkpoints (0: only when interrupted)",
+        FREE,
+        read=Interval.parse,
+        neutral=("0",),
     )
     keep_checkpoints: int = flag(2, "checkpoints to keep in addition to the best one (0: all)", FREE, span=STEPS)
     stop_before_seconds: float | None = flag(None, "save and stop this long before the time limit", START, span=SECONDS)
-    time_limit: str = flag("", "save and stop after this time: 90m, 24h", START)
+    time_limit: str = flag("", "save and stop after this time: 90m, 24h", START, read=parse_seconds)
     log_samples: bool = flag(False, "write the samples of each step to samples/ in the output folder", FREE)
     log_images: int = flag(16, "images of the first step in augmented.png (0: none)", FREE, span=Range(0, 4096))
-    profile_steps: str = flag("", "profile the steps A to B - 1 into profile/", FREE, metavar="A:B")
+    profile_steps: str = flag("", "profile the steps A to B - 1 into profile/", FREE, read=parse_steps, metavar="A:B")
     log_interval: int | None = flag(
         None,
         "steps between lines of metrics.jsonl (default: a fiftieth of the run, at most 50)",
@@ -131,7 +145,9 @@ class ModelSettings:
     model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, "classes of the head (default: the data's)", WEIGHTS, span=Range(1, 10**7))
     img_size: int | None = flag(None, "image side in pixels (default: the model's)", WEIGHTS, span=PIXELS)
-    img_size_schedule: str = flag("", "sides of the images, and when each starts", metavar="128:0,160:0.4,224:0.8")
+    img_size_schedule: str = flag(
+        "", "sides of the images, and when each starts", read=parse_schedule, metavar="128:0,160:0.4,224:0.8"
+    )
     train_img_sizes: Sequence[int] = flag(
         (), "sides from which each step draws one", nargs="+", span=PIXELS, rule=_SEVERAL_SIZES, metavar="SIZE"
     )
@@ -244,7 +260,9 @@ class OptimizerSettings:
     auto_batch: bool = flag(
         False, "use the largest micro-batch that fits, and keep the global batch by accumulation", FREE
     )
-    memory: str = flag("", "--auto-batch: memory of a rank (default: what is free)", FREE, metavar="BYTES")
+    memory: str = flag(
+        "", "--auto-batch: memory of a rank (default: what is free)", FREE, read=parse_bytes, metavar="BYTES"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,12 +307,12 @@ class RunConfig(
 
     @property
     def augment(self) -> AugmentConfig:
-        """The settings of augmentation, checked."""
+        """The settings of augmentation."""
         return AugmentConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)})
 
     @property
     def mix(self) -> MixConfig:
-        """The settings of mixing, checked."""
+        """The settings of mixing."""
         return MixConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(MixConfig)})
 
     def __post_init__(self) -> None:

@@ -1,9 +1,12 @@
-"""Times, intervals, steps and amounts of memory as people write them: 90s, 2h; 500, 30m or epoch; 10:13; 8GiB."""
+"""Times, intervals, steps, memory and JSON values as people write them: 90s; 500 or epoch; 10:13; 8GiB; KEY=VALUE."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ds_vit.config.flag import SECONDS, STEPS
 from ds_vit.fault_tolerance.errors import UserError
@@ -88,6 +91,27 @@ def parse_bytes(text: str, flag: str) -> int:
     if not 0.5 < found <= 2**60:
         raise UserError(f"{flag} {text}: write a number of bytes above 0, at most 2^60, or 500MB, 8GB, 8GiB")
     return round(found)
+
+
+def parse_set(pairs: Sequence[str], flag: str = "--set") -> dict[str, Any]:
+    """`["optimizer.type=SGD", "optimizer.params.lr=0.1"]` → `{"optimizer.type": "SGD", "optimizer.params.lr": 0.1}`.
+
+    A value is read as JSON, else as a word: `true`, `1e-3` and `[0.9,0.95]` have the types that they have in a file.
+    The last value of a key wins.
+
+    Raises:
+        UserError: a piece without `=`, or a key with an empty part.
+    """
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UserError(f"{flag} takes KEY.PATH=VALUE, such as zero_optimization.stage=2, not {pair!r}")
+        try:
+            out[key] = json.loads(text)
+        except ValueError:
+            out[key] = text
+    return out
 
 
 def in_words(num_bytes: float) -> str:

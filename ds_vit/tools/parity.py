@@ -32,8 +32,9 @@ import ds_vit
 from ds_vit import config as flags
 from ds_vit.config import deepspeed_json
 from ds_vit.config.batch import KEYS as BATCH_KEYS
-from ds_vit.config.deepspeed_json import overlay, parse_set
+from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.schema import is_asked_for
+from ds_vit.config.units import parse_set
 from ds_vit.engine.start import quiet_deepspeed
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError

@@ -15,7 +15,8 @@ from published_files import ZERO2, ZERO3
 
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_keys, deepspeed_rules, parse
 from ds_vit.config.batch import BatchSizes, batch_sizes
-from ds_vit.config.deepspeed_json import overlay, parse_set
+from ds_vit.config.deepspeed_json import overlay
+from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.resolve import resolve_run

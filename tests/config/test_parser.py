@@ -175,7 +175,7 @@ def test_every_flag_of_numbers_has_a_finite_range(name):
 
 def test_a_blank_output_folder():
     """A run in the working folder, or in one whose name nobody can see."""
-    with pytest.raises(ValueError, match="--output ' ' names no folder"):
+    with pytest.raises(ValueError, match="--output must name a folder"):
         parse([*BASE, "--output", " "])
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules
 from ds_vit.config.batch import BatchSizes
-from ds_vit.config.deepspeed_json import leaves, overlay, parse_set
+from ds_vit.config.deepspeed_json import leaves, overlay
 from ds_vit.config.deepspeed_keys import idle_keys, switched_on, without_idle
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back
 from ds_vit.config.schema import KEY_OF_FLAG
+from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 
