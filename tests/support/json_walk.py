@@ -23,6 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from curves import read_rows
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+from pydantic import BaseModel
 from ranks import RankFailure, RankPool
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -110,30 +117,14 @@ def merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 LOOSE = 2e-2
 CPU_NVME_NONE = [{"device": "cpu"}, {"device": "nvme", "nvme_path": "/tmp"}, {"device": "none"}]
-SWITCHED_ON = """
-    elastic_checkpoint cpu_offload_use_pin_memory stage3_gather_16bit_weights_on_model_save
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save
-    legacy_stage1 round_robin_gradients parameter_alignment zero_quantized_weights zero_quantized_nontrainable_weights
-    zero_quantized_gradients pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks
-    save_muon_momentum_buffer_in_memory
-"""
-SWITCHED_OFF = """
-    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions compute_grad_norm
-    load_from_fp32_weights ignore_unused_parameters memory_efficient_linear override_module_apply
-"""
-SIZES = """
-    reduce_bucket_size allgather_bucket_size sub_group_size stage3_param_persistence_threshold
-    stage3_model_persistence_threshold
-"""
-ZERO: dict[str, list[Any]] = {
-    **{key: [True] for key in SWITCHED_ON.split()},
-    **{key: [False] for key in SWITCHED_OFF.split()},
-    **{key: [1000] for key in SIZES.split()},
-    **{key: [True, False] for key in ("overlap_comm", "cpu_offload", "cpu_offload_param")},
-    **{
-        key: [0, 1000]
-        for key in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-    },
+# Where one value that is not the default does not say enough, or would not do anything.
+OF_ITS_OWN: dict[str, list[Any]] = {
+    "overlap_comm": [True, False],
+    "cpu_offload": [True, False],
+    "cpu_offload_param": [True, False],
+    "stage3_prefetch_bucket_size": [0, 1000],
+    "stage3_max_live_parameters": [0, 1000],
+    "stage3_max_reuse_distance": [0, 1000],
     "offload_param": CPU_NVME_NONE,
     "offload_optimizer": CPU_NVME_NONE,
     "zenflow": [{"topk_ratio": 0.1}],
@@ -145,36 +136,34 @@ ZERO: dict[str, list[Any]] = {
         {"name_suffixes": ["mlp"]},
         {"classes": ["no.such.Class"]},
     ],
-}
-OFFLOAD: dict[str, dict[str, list[Any]]] = {
-    "offload_param": {
-        "nvme_path": ["/tmp"],
-        "buffer_count": [6],
-        "buffer_size": [1_000_000],
-        "max_in_cpu": [1000],
-        "pin_memory": [False],
-    },
-    "offload_optimizer": {
-        "nvme_path": ["/tmp"],
-        "buffer_count": [5],
-        "pin_memory": [False],
-        **{key: [True] for key in ("pipeline_read", "pipeline_write", "fast_init", "super_offload")},
-        "ratio": [0.5, 0.0],
-        "cpuadam_cores_perc": [0.5],
-    },
-}
-FP16: dict[str, list[Any]] = {
-    **{key: [True] for key in ("enabled", "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads")},
+    "nvme_path": ["/tmp"],
+    "buffer_count": [6],
+    "ratio": [0.5, 0.0],
+    "cpuadam_cores_perc": [0.5],
     "loss_scale": [128.0],
     "initial_scale_power": [8],
     "loss_scale_window": [10],
     "hysteresis": [1],
     "min_loss_scale": [2],
 }
-BF16_KEYS: dict[str, list[Any]] = {
-    **{key: [True] for key in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states")},
-    "check_grad_overflow": [False],
+
+
+def values_of(model: type[BaseModel], *without: str) -> dict[str, list[Any]]:
+    """Each key of a block, by the model that reads it, with the values to try: a switch's other one, a small size."""
+    names = {field.alias or name: field.default for name, field in model.model_fields.items() if name not in without}
+    return {
+        name: OF_ITS_OWN.get(name, [not default if default is None or isinstance(default, bool) else 1000])
+        for name, default in names.items()
+    }
+
+
+ZERO = values_of(DeepSpeedZeroConfig, "stage")
+OFFLOAD = {
+    "offload_param": values_of(DeepSpeedZeroOffloadParamConfig, "device"),
+    "offload_optimizer": values_of(DeepSpeedZeroOffloadOptimizerConfig, "device"),
 }
+FP16 = values_of(DeepSpeedFP16Config)
+BF16_KEYS = values_of(DeepSpeedBF16Config, "enabled")
 RECOMPUTATION = """
     partition_activations contiguous_memory_optimization cpu_checkpointing synchronize_checkpoint_boundary profile
 """
