@@ -30,27 +30,22 @@ def folder(tmp_path_factory) -> Path:
             Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(folder / "data" / split / label / "0.png")
     for name in ("folder", "folder.json", "tars/train", "tars/val"):
         (folder / name).mkdir(parents=True)
-    for name in ("file", "text.safetensors", "text.pth", "text.safetensors.index.json", "text.foo", "tars/train/a.tar"):
+    for name in ("file", "text.pth", "tars/train/a.tar"):
         (folder / name).write_text("none of the kind")
     (folder / "binary.json").write_bytes(b"\xff\xfe\x00\x81")
-    for name in ("empty.json", "empty.pth"):
-        (folder / name).touch()
     for name, text in TEXTS.items():
         (folder / name).write_text(text)
     save_file({"cls_token": torch.zeros(1, 1, 24, dtype=torch.int32)}, folder / "whole.safetensors")
     (folder / "cut.safetensors").write_bytes((folder / "whole.safetensors").read_bytes()[:-20])
-    torch.save([1, 2, 3], folder / "list.pth")
     torch.save({"model": {"cls_token": 3}}, folder / "number.pth")
     return folder
 
 
 TEXTS = {
-    "list.json": "[1, 2]",
     "endless.json": "[" * 100_000,
     "digits.json": '{"train_batch_size": ' + "9" * 5000 + "}",
     "control.yaml": "a: \x01\n",
     "object.yaml": "epochs: !!python/object/apply:os.system ['true']\n",
-    "kwargs.yaml": "model_kwargs: [1]\n",
     "list.safetensors.index.json": "[1]",
     "gone.safetensors.index.json": '{"weight_map": {"cls_token": "gone.safetensors"}}',
 }
@@ -62,45 +57,27 @@ BLOCKS = [
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "betas": 0.9}}}, "betas must be two numbers"),
     ({"optimizer": {**OPTIMIZER, "params": {"lr": 1e-3, "eps": "small"}}}, "params of AdamW"),
     ({"gradient_clipping": "a lot"}, "gradient_clipping must be a number"),
-    ({"zero_optimization": None}, "must be a block"),
-    ({"zero_optimization": {"stage": [1]}}, "stage: Input should be 0, 1, 2, 3"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
-    ({"bf16": {"enabled": "maybe"}}, "bf16.enabled"),
     ({"data_types": {"grad_accum_dtype": [1]}}, "data_types.grad_accum_dtype"),
     ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": 3}}, "must be a list"),
-    ({"train_batch_size": 4.5}, "train_batch_size must be a whole number"),
-    ({"steps_per_print": "often"}, '"steps_per_print" must be a number above 0'),
 ]
 FLAGS = {
     "--deepspeed_config {folder}/folder.json": "Is a directory",
     "--deepspeed_config {folder}/binary.json": "not UTF-8",
-    "--deepspeed_config {folder}/empty.json": "malformed JSON",
-    "--deepspeed_config {folder}/list.json": "one JSON object, not a list",
     "--deepspeed_config {folder}/endless.json": "malformed JSON: maximum recursion depth",
     "--deepspeed_config {folder}/digits.json": "malformed JSON: Exceeds the limit",
-    "--recipe {folder}/folder.json": "Is a directory",
     "--recipe {folder}/control.yaml": "malformed YAML",
     "--recipe {folder}/object.yaml": "malformed YAML",
-    "--recipe {folder}/kwargs.yaml": "key=value pieces, not 1",
     "--model-kwargs patch_size=0": "timm cannot build",
     "--model-kwargs depth=0": "depth must be 1 or more",
     "--model-kwargs depth=1.5": "timm cannot build",
-    "--model-kwargs num_heads=7": "timm cannot build",
     "--model-kwargs in_chans=1": "in three colours",
-    "--model-kwargs patchsize=8": "nearest: 'patch_size'",
-    "--initial-checkpoint {folder}/folder": "without model.safetensors",
-    "--initial-checkpoint {folder}/missing.pth": "missing.pth",
-    "--initial-checkpoint {folder}/text.safetensors": "not a safetensors file",
     "--initial-checkpoint {folder}/cut.safetensors": "not a safetensors file",
     "--initial-checkpoint {folder}/whole.safetensors": "no floating-point numbers in 1 tensors (cls_token)",
-    "--initial-checkpoint {folder}/text.safetensors.index.json": "cannot be read",
     "--initial-checkpoint {folder}/list.safetensors.index.json": "cannot be read",
     "--initial-checkpoint {folder}/gone.safetensors.index.json": "not a safetensors file",
     "--initial-checkpoint {folder}/text.pth": "is not loaded",
-    "--initial-checkpoint {folder}/empty.pth": "cannot be read",
-    "--initial-checkpoint {folder}/list.pth": "not a dictionary of tensors",
     "--initial-checkpoint {folder}/number.pth": "is no state dict: it holds cls_token (int)",
-    "--initial-checkpoint {folder}/text.foo": "its ending '.foo' is none of",
     "--output {folder}/file": "is not a folder that can be written to",
     f"--output {{folder}}/{'x' * 300}": "File name too long",
     "--data-dir {folder}/file": "file",
@@ -110,7 +87,6 @@ FLAGS = {
     "--dataset wds/nothing --data-dir {folder}/folder": "",
     "--resume {folder}/file": "--resume",
     "--resume {folder}/folder": "--resume",
-    "--aa rand-foo-m9": "rand-foo-m9",
     "--model local-dir:/nowhere": "local-dir:/nowhere",
     "--img-size 4": "img_size",
 }

@@ -112,8 +112,6 @@ REJECTED = [
     ({"zero_optimisation": {}}, 'no key "zero_optimisation"; the nearest is zero_optimization'),
     ({"zero_optimization": {"stge": 1}}, 'no key "zero_optimization.stge"; the nearest is stage'),
     ({"pipeline": {"activation_checkpoint_intervall": 1}}, "the nearest is activation_checkpoint_interval"),
-    ({"timers": {"throughputs": {}}}, "the nearest is throughput"),
-    ({"comms_logger": {"enabeld": True}}, "the nearest is enabled"),
     ({"elasticity": {}}, '"elasticity": Elastic training has been removed'),
     ({"zero_optimization": {"mics_shard_size": 2}}, '"zero_optimization.mics_shard_size": MiCS'),
     ({"bfloat16": {"enabled": True}}, 'call the block "bf16"'),
@@ -123,24 +121,12 @@ REJECTED = [
     ({"zero_optimization": {"stage": "1", "round_robin_gradients": "true"}}, "mix up parameters"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "needs stage 3; this file has stage 1"),
     ({"zero_optimization": {"stage": 1, "cpu_offload_param": True}}, "needs stage 3; this file has stage 1"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'use "cpu"'),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True, **OFFLOADED}}, "cpu_offload"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "changes the loss curve"),
-    ({"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["torch.nn.Linear"]}}}, "mixtures of experts"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, '.ratio" below 1'),
     ({"zero_optimization": {"stage": 3, "compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
-    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size: "),
-    ({"tensor_parallel": {"autotp_size": 2}}, "use --tp"),
-    ({"gradient_allreduce_op": "sum"}, "depend on the number of ranks"),
     ({"autotuning": {"enabled": True}}, "delete the block"),
     ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 'stage 2 needs "reduce_scatter": false'),
-    (
-        {"zero_optimization": {"stage": 3, "reduce_scatter": False}, "gradient_predivide_factor": 2},
-        "equals the number of data-parallel ranks",
-    ),
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16.bf16_master_weights_and_grads"'),
-    ({"fp16": {"fp16_master_weights_and_grads": True}}, "compiled CPU Adam"),
     ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "compiled CPU Adam; delete it, or"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
     ({"optimizer": {"params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas must be a finite number"),
@@ -398,13 +384,8 @@ def test_hugging_faces_zero3_file_is_resolved_as_they_do(tmp_path):
     told = run.deepspeed.json
     assert told["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     assert (run.optimizer.arguments["betas"], run.optimizer.weight_decay) == ((0.9, 0.999), 0.1)
-    zero = told["zero_optimization"]
-    assert zero["reduce_bucket_size"] == WIDTH * WIDTH
-    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * WIDTH * WIDTH)
-    assert zero["stage3_param_persistence_threshold"] == 10 * WIDTH
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 3, "total_num_steps": 4}
     assert told["scheduler"]["params"] == warmup
-    assert "auto" not in json.dumps(told)
     words = ["--lr", 0.01, "-b", 14, "--epochs", 4, "--warmup-epochs", 2, "--warmup-lr", 1e-4]
     params = resolved(file, *words).deepspeed.json["scheduler"]["params"]
     assert (params["warmup_num_steps"], params["warmup_min_lr"]) == (2 * (1442 // 14), 1e-4)
@@ -487,7 +468,6 @@ def test_a_missing_weight_decay(tmp_path, params, flags, notes):
     ("block", "message"),
     [
         ({"type": "NoSuchLR"}, "scheduler.type 'NoSuchLR' is unsupported; use one of LRRangeTest, OneCycle, WarmupLR"),
-        ({"type": "StepLR", "params": {"step_size": 2}}, "'StepLR' is unsupported"),
         ({"type": "WarmupLR", "params": {"warmup_steps": 2}}, "unexpected keyword argument 'warmup_steps'"),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": "1e-3"}}, '"1e-3" is text, not a number'),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "must be a positive integer, got 0"),
@@ -515,11 +495,8 @@ def test_set_values_have_the_types_of_a_file():
     ("words", "message"),
     [
         (["--set", "zero_optimization.stage"], "--set takes KEY.PATH=VALUE, such as zero_optimization.stage=2"),
-        (["--set", ".x=1"], "--set takes KEY.PATH=VALUE"),
         (["--set", "zero_optimization.stage.x=1"], '"zero_optimization.stage" in'),
-        (["--set", "zero_optimisation.stage=2"], "the nearest is zero_optimization"),
         (["--set", "zero_optimization.overlap_comm=perhaps"], "--set zero_optimization.overlap_comm=perhaps: zero"),
-        (["--set", "optimizer.params.lr=NaN"], "optimizer.params.lr must be a finite number, not nan"),
         (["--set", "optimizer.params.lr=0.1", "--lr", "0.2"], "--lr 0.2 and --set optimizer.params.lr are both given"),
     ],
 )

@@ -23,7 +23,11 @@ from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
         (AugmentConfig, {"train_crop_mode": "center"}, "--train-crop-mode center is none of rrc"),
         (AugmentConfig, {"hflip": 1.5}, "--hflip must be at least 0 and at most 1, not 1.5"),
         (AugmentConfig, {"color_jitter": (0.1, 0.2)}, "--color-jitter takes 1, 3"),
-        (AugmentConfig, {"color_jitter": (0.1, 0.1, 0.1, 0.9)}, "--color-jitter takes 1, 3 or 4 numbers .the last is the hue, at most 0.5"),
+        (
+            AugmentConfig,
+            {"color_jitter": (0.1, 0.1, 0.1, 0.9)},
+            "--color-jitter takes 1, 3 or 4 numbers .the last is the hue, at most 0.5",
+        ),
         (AugmentConfig, {"color_jitter": -0.1}, "--color-jitter must be at least 0"),
         (AugmentConfig, {"aa": "randaugment"}, "'randaugment' is none of rand, augmix, v0"),
         (AugmentConfig, {"aa": "rand-m9-foo"}, "rand has no section 'foo'; it has m9"),
