@@ -30,8 +30,10 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ds_vit.config.parser import Parser, show_examples
@@ -59,7 +61,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds-vit {version('ds-vit')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands (COMMAND --help: its flags)")
-    for name, text in _WITH_FLAGS.items():
+    for name, (_, text) in _WITH_FLAGS.items():
         commands.add_parser(name, help=text, add_help=False)
     launched = _add(commands, "launch", "train, eval or bench on several ranks of this machine", _launch)
     launched.allow_abbrev = False  # of a flag of training
@@ -149,14 +151,14 @@ def _add_shards(shards: argparse.ArgumentParser) -> None:
     add("--allow-empty-classes", action="store_true", help="allow class folders without images")
 
 
-# Commands that take flags of launch/train.py and read their command line themselves.
+# Commands that take flags of launch/train.py and read their command line themselves, by the `main` of a module.
 _WITH_FLAGS = {
-    "train": "train on one rank (several: ds-vit launch train)",
-    "eval": "exact accuracy of a run's weights, a checkpoint or a file",
-    "predict": "the classes of images, with names and probabilities",
-    "embed": "the features of images, with their file names",
-    "export": "weights for timm, Hugging Face or ONNX, checked against the run's",
-    "import": "another tool's weights under timm's names",
+    "train": ("ds_vit.train", "train on one rank (several: ds-vit launch train)"),
+    "eval": ("ds_vit.tools.evaluate", "exact accuracy of a run's weights, a checkpoint or a file"),
+    "predict": ("ds_vit.tools.predict", "the classes of images, with names and probabilities"),
+    "embed": ("ds_vit.tools.predict", "the features of images, with their file names"),
+    "export": ("ds_vit.weights.commands", "weights for timm, Hugging Face or ONNX, checked against the run's"),
+    "import": ("ds_vit.weights.commands", "another tool's weights under timm's names"),
 }
 
 _BEGINNING = """
@@ -197,14 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         build_parser(planning=False).print_help()
         return exit_codes.OK
-    if argv[0] == "train":
-        from ds_vit import train
-
-        return train.main(argv[1:], "ds-vit train")
-    if argv[0] == "eval":
-        from ds_vit.tools import evaluate
-
-        return evaluate.main(argv[1:], "ds-vit eval")
+    if argv[0] in ("train", "eval"):  # on several ranks too
+        return import_module(_WITH_FLAGS[argv[0]][0]).main(argv[1:], f"ds-vit {argv[0]}")
     alone = Process("none", 0, 1, 0, 1)
     stays = "the shards that are done stay; start again to go on" if argv[0] == "shards" else "nothing was written"
     return guarded("ds-vit", lambda process: _run_into_pipe(argv), stays, alone)
@@ -226,14 +222,8 @@ def _run_into_pipe(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if argv[:1] in (["export"], ["import"]):
-        from ds_vit.weights import commands
-
-        return commands.main(argv)
-    if argv[0] in ("predict", "embed"):
-        from ds_vit.tools import predict
-
-        return predict.main(argv)
+    if argv[0] in _WITH_FLAGS:
+        return import_module(_WITH_FLAGS[argv[0]][0]).main(argv)
     parser = build_parser(planning=argv[0] == "plan")
     if argv[0] == "bench":
         arguments, words = parser.parse_known_args(argv)
@@ -256,7 +246,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     """`bench step` or `bench ladder`."""
     from ds_vit.launching.process import discover
     from ds_vit.monitoring.figures import save_figure
-    from ds_vit.monitoring.metrics import make_console, print_columns
     from ds_vit.tools import bench
 
     process, turns, steps = discover(), arguments.turns, arguments.steps
@@ -270,26 +259,28 @@ def _bench(arguments: argparse.Namespace) -> int:
         result = bench.bench_step(words, arguments.deepspeed_config, against, turns=turns, steps=steps)
     if process.rank != 0:
         return exit_codes.OK
-    if arguments.json:
-        print(result.to_json())
-    else:
-        print_columns(make_console(), bench.title(result), bench.table(result))
+    _print_result(bench, result, arguments)
     if arguments.kind == "step" and arguments.output is not None:
         save_figure(bench.draw(result), Path(arguments.output))
     return exit_codes.OK
 
 
-def _bench_data(arguments: argparse.Namespace) -> int:
+def _print_result(tool: ModuleType, result: Any, arguments: argparse.Namespace) -> None:
     from ds_vit.monitoring.metrics import make_console, print_columns
+
+    if arguments.json:
+        print(result.to_json())
+    else:
+        print_columns(make_console(), tool.title(result), tool.table(result))
+
+
+def _bench_data(arguments: argparse.Namespace) -> int:
     from ds_vit.tools import bench_data
 
     if arguments.images < 1:
         raise UserError(f"--images must be at least 1, not {arguments.images}")
     result = bench_data.bench_data(arguments.words, arguments.images)
-    if arguments.json:
-        print(result.to_json())
-    else:
-        print_columns(make_console(), bench_data.title(result), bench_data.table(result))
+    _print_result(bench_data, result, arguments)
     return exit_codes.OK
 
 

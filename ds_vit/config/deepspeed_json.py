@@ -153,12 +153,12 @@ def check_and_read(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     """
     check_numbers(data, path)
     deepspeed_keys.check_keys(data, path)
-    read = read_values(data, path)
+    read = as_deepspeed_reads(data, path)
     deepspeed_keys.check_values(read, path)
     return read
 
 
-def read_values(data: Mapping[str, Any], path: str) -> dict[str, Any]:
+def as_deepspeed_reads(data: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The values as DeepSpeed's pydantic models read them.
 
     In these blocks "auto" means the default, quoted numbers and truth values are valid, and the offload settings of

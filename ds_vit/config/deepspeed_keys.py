@@ -261,7 +261,7 @@ def check_values(data: Mapping[str, Any], path: str) -> None:
     """Reject values by the table `REJECTIONS`.
 
     Args:
-        data: with the values that DeepSpeed reads (`deepspeed_json.read_values`).
+        data: with the values that DeepSpeed reads (`deepspeed_json.as_deepspeed_reads`).
         path: named in messages.
     """
     stage = value_of(data, "zero_optimization.stage") or 0

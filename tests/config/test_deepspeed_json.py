@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from curves import assert_same_curve, train_in
 from project import ROOT
-from published_files import ZERO2, ZERO3
+from published_files import RUN, ZERO2, ZERO3
 
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_keys, deepspeed_rules, parse
 from ds_vit.config.batch import BatchSizes, batch_sizes
@@ -24,12 +24,6 @@ from ds_vit.training.resolve.deepspeed import _auto_precision, read
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 CPU = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")
-WIDTH = 24
-RUN = [
-    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", f"embed_dim={WIDTH}", "depth=1"),
-    *("num_heads=2", "--img-size", 16, "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", 0),
-    *("--max-steps", 4, "--log-interval", 1),
-]
 
 
 def write(folder: Path, data: dict) -> str:

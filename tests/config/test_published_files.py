@@ -6,19 +6,13 @@ import json
 
 import pytest
 from curves import train_in
-from published_files import FILES
+from published_files import FILES, RUN, WIDTH
 
 from ds_vit.config import parse
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
 from ds_vit.training.resolve import resolve_run
 
-WIDTH = 24
-RUN = [
-    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", f"embed_dim={WIDTH}", "depth=1"),
-    *("num_heads=2", "--img-size", "16", "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", "0"),
-    *("--max-steps", "2", "--log-interval", "1"),
-]
 REFUSED = {
     "hiyouga/LLaMA-Factory examples/deepspeed/ds_z3_config.json": 'no key "comms_config"; it reads "comms_logger"',
     "bigscience-workshop/bigscience train/tr11-176B-ml/tr11-176B-ml.slurm": "bf16.enabled at ZeRO stage 0 .* use stage",
@@ -80,7 +74,7 @@ def test_the_table_of_refusals_names_files_that_are_there():
 def test_llavas_offloaded_file_trains(ranks, tmp_path):
     """bf16 by name beside fp16 "auto" was two precisions at once on a GPU without bf16; a key by its other name."""
     data = FILES["haotian-liu/LLaVA scripts/zero3_offload.json"]
-    assert len(train_in(ranks, 1, words_for(tmp_path, data))) == 2
+    assert len(train_in(ranks, 1, words_for(tmp_path, data))) == 4
     config, explicit = parse(words_for(tmp_path, data))
     plan = resolve_run(config, explicit, Process("env", 0, 1, 0, 1), on_cpu=False)
     assert plan.deepspeed.precision.name == "bf16"

@@ -1,4 +1,4 @@
-"""DeepSpeed files as the world writes them: what each says, and where it stands.
+"""DeepSpeed files as the world writes them: what each says, and where it stands; and the smallest run for them.
 
 Blocks that are refused as a whole are shortened.
 """
@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+WIDTH = 24
+RUN = [
+    *("--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=8", f"embed_dim={WIDTH}", "depth=1"),
+    *("num_heads=2", "--img-size", "16", "--dataset", "digits", "--val-split", "", "--no-aug", "--workers", "0"),
+    *("--max-steps", "4", "--log-interval", "1"),
+]
 _DYNAMIC_SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 _FP16 = {"enabled": "auto", **_DYNAMIC_SCALE, "initial_scale_power": 16}
 _ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
