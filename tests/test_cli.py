@@ -16,18 +16,11 @@ from project import ROOT
 from ds_vit import cli
 from ds_vit.config.schema import FIELDS, spelling
 
-COMMANDS = ["train", "launch", "eval", "predict", "embed", "export", "import", "hosts", "doctor", "report", "compare"]
-COMMANDS += [
-    "gradients",
-    "shards",
-    "plan",
-    "bench",
-    "bench step",
-    "bench data",
-    "bench ladder",
-    "from-timm",
-    "completion",
-]
+_COMMANDS = """
+    train launch eval predict embed export import hosts doctor report compare gradients shards plan bench from-timm
+    completion
+"""
+COMMANDS = [*_COMMANDS.split(), "bench step", "bench data", "bench ladder"]
 
 
 def help_of(capsys, command="", flag="--help"):

@@ -342,18 +342,13 @@ def resolve(
     Raises:
         UserError: "auto" that nothing resolves.
     """
-    resolved = copy.deepcopy(dict(data))
-    resolved |= batch.as_json()
-    resolved["gradient_clipping"] = gradient_clipping
-    for name in [name for name, value in leaves(resolved).items() if value == "auto"]:
+    explicit = {**data, **batch.as_json(), "gradient_clipping": gradient_clipping}
+    names = [name for name, value in leaves(explicit).items() if value == "auto"]
+    for name in names:
         if name not in auto:
             raise UserError(f'{path}: "{name}" cannot be "auto"; those that can are {", ".join(sorted(auto))}')
-        block, _, last = name.rpartition(".")
-        inner = deepspeed_keys.value_of(resolved, block) if block else resolved
-        inner[last] = auto[name]
-        if auto[name] is None:
-            del inner[last]
-    return resolved
+    resolved = overlay(explicit, {name: auto[name] for name in names}, path)
+    return deepspeed_keys.without(resolved, [name for name in names if auto[name] is None])
 
 
 def check_with_deepspeed(resolved: Mapping[str, Any], path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean
@@ -337,10 +337,10 @@ def idle_keys(data: Mapping[str, Any]) -> list[str]:
     return sorted(idle)
 
 
-def without_idle(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The file without the keys that `idle_keys` names, so that none of them can make DeepSpeed fail."""
+def without(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The file without some of its keys, by dotted names."""
     out = copy.deepcopy(dict(data))
-    for name in idle_keys(data):
+    for name in names:
         block, _, last = name.rpartition(".")
         del (value_of(out, block) if block else out)[last]
     return out

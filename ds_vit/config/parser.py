@@ -84,9 +84,6 @@ class Parser(argparse.ArgumentParser):
 class ShortHelp(argparse.Action):
     """-h and --help of a program with more than a hundred flags: `FIRST` with texts, the others by name."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{**settings, "nargs": 0, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Print the short help and exit."""
         formatter = argparse.RawDescriptionHelpFormatter(parser.prog, width=_WIDTH)
@@ -139,7 +136,9 @@ def build_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if whole:
-        parser.add_argument("-h", "--help", action=ShortHelp, help="the flags that matter first, and all names")
+        parser.add_argument(
+            "-h", "--help", action=ShortHelp, nargs=0, help="the flags that matter first, and all names"
+        )
         parser.add_argument("--help-all", action="help", help="every flag with its text")
     parser.add_argument("--recipe", metavar="FILE", help="YAML file of flags; the command line overrides it")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)

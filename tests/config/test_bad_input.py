@@ -237,15 +237,6 @@ def test_a_port_that_is_taken(ranks, tmp_path, folder):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bug_shows_its_traceback(capsys, monkeypatch):
-    """A ValueError that is not one of ours must not be dressed up as bad input."""
-    import ds_vit.train
-
-    monkeypatch.setattr(ds_vit.train.flags, "parse", lambda argv: int("not a number"))
-    assert main([]) == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_a_bug_in_a_loaders_worker_is_none_of_the_image(ranks, tmp_path, folder):
     """A ValueError of our own code in a worker, which travelled as if a file were damaged."""
     output = tmp_path / "out"

@@ -29,25 +29,17 @@ SPELLINGS = """
 """
 # Further spellings, and flags with their own form: name and value.
 FORMS = {
-    "--model-kwargs patch_size=4 depth=5 act_layer=gelu qk_norm=True": (
+    "--model-kwargs depth=5 act_layer=gelu qk_norm=True qkv_bias=false pre_norm=FALSE": (
         "model_kwargs",
-        {"patch_size": 4, "depth": 5, "act_layer": "gelu", "qk_norm": True},
-    ),
-    "--model-kwargs qkv_bias=false qk_norm=true pre_norm=FALSE": (
-        "model_kwargs",
-        {"qkv_bias": False, "qk_norm": True, "pre_norm": False},
+        {"depth": 5, "act_layer": "gelu", "qk_norm": True, "qkv_bias": False, "pre_norm": False},
     ),
     "--grad-checkpointing": ("grad_checkpointing", "full"),
     "--grad-checkpointing -b 4": ("grad_checkpointing", "full"),
     "--grad-checkpointing selective --no-grad-checkpointing": ("grad_checkpointing", ""),
     "-j 3": ("workers", 3),
-    "-b 32": ("batch_size", 32),
     "-vb 32": ("validation_batch_size", 32),
     "--no-aug": ("no_aug", True),
-    "--bce-loss": ("bce_loss", True),
-    "--eval-only": ("eval_only", True),
     "--eval-knn": ("eval_knn", 20),
-    "--eval-linear-probe": ("eval_linear_probe", True),
     "--deepspeed-config y.json": ("deepspeed_config", "y.json"),
 }
 
@@ -299,15 +291,6 @@ def test_bad_recipes(tmp_path, text, message):
     recipe.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         parse(["--recipe", str(recipe), *BASE])
-
-
-def test_a_switch_is_one_whatever_its_annotation_is(monkeypatch, tmp_path):
-    """`bool` as a class, where annotations are not kept as text, would make each switch a flag that wants a value."""
-    monkeypatch.setattr(flags.FIELDS["no_aug"], "type", bool)
-    assert parse([*BASE, "--no-aug"])[0].no_aug is True
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("no_aug: true\n")
-    assert parse([*BASE, "--recipe", str(recipe)])[0].no_aug is True
 
 
 def test_yaml_round_trip(tmp_path):

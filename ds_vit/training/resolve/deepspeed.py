@@ -11,7 +11,7 @@ from typing import Any
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import leaves, overlay
-from ds_vit.config.deepspeed_keys import idle_keys, switched_on, without_idle
+from ds_vit.config.deepspeed_keys import idle_keys, switched_on, without
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
@@ -89,7 +89,7 @@ def read(config: RunConfig, *, on_cpu: bool) -> DeepSpeedSettings:
         data = deepspeed_json.for_evaluation(data, pp=config.pp)
     idle = idle_keys(data)
     notes = [f"{IDLE}{', '.join(idle)}"] if idle else []
-    data = without_idle(data)
+    data = without(data, idle)  # none of them can make DeepSpeed fail
     if not config.eval_only:
         data, filled = deepspeed_json.with_optimizer(data, path, lr=config.lr)
         notes += filled
