@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the hosts of a hostfile: `deepspeed --hostfile` over pdsh and ssh. Run it on any machine that reaches them all.
+# Train on the hosts of a hostfile, over ssh. Run it on any machine that reaches them all.
 #
 #     bash launch/run_hostfile.sh --hostfile hosts [--env-file launch/infiniband.env] [--include LIST | --exclude LIST]
 #         [--restarts 3] launch/train.py --deepspeed_config FILE --output DIR …

@@ -31,7 +31,7 @@ class UserError(ValueError):
         """`remedy`: a last line for all problems."""
         self.problems = tuple(dict.fromkeys(problems))
         head = (f"{len(self.problems)} things are wrong:",) if len(self.problems) > 1 else ()
-        last = f"\n{remedy}" if remedy else ""
+        last = f"\n  ({remedy})" if remedy else ""
         super().__init__("\n  ".join((*head, *self.problems)) + last)
 
 

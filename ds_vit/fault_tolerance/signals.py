@@ -47,7 +47,7 @@ def end_at_signals(program: str) -> None:
     """
 
     def end(number: int, frame: Any) -> None:
-        line = f"{program}: {_name(number)} while no training is under way: nothing to save\n"
+        line = f"{program}: {signal_name(number)} while no training is under way: nothing to save\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
         os._exit(_code(number))
@@ -61,7 +61,8 @@ def _heard() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """The signal as people know it: "Ctrl-C", "SIGTERM"."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -132,7 +133,7 @@ class Signals:
                     continue
                 self.received = self.received or number
                 if not self.ranks_have_met:
-                    say(f"{_name(number)} {self.moment}: nothing to save")
+                    say(f"{signal_name(number)} {self.moment}: nothing to save")
                     if self.before_end is not None:
                         self.before_end()
                     os._exit(_code(number))

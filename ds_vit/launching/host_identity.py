@@ -14,8 +14,6 @@ import ds_vit
 PACKAGES = ("torch", "torchvision", "timm", "deepspeed", "numpy", "safetensors", "pillow")
 """Packages whose versions have to be the same on every host."""
 
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-
 
 def identity() -> str:
     """The same for two names of one machine, different for two machines.
@@ -51,10 +49,3 @@ def versions() -> dict[str, str]:
     """The versions of Python (major and minor) and of `PACKAGES`."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, **{name: version(name) for name in PACKAGES}}
-
-
-def count_gpus() -> int:
-    """How many NVIDIA GPUs this machine has, 0 without a driver; a container may see fewer."""
-    with contextlib.suppress(OSError):
-        return len(list(_DRIVER.iterdir()))
-    return 0

@@ -1,7 +1,6 @@
-"""The launchers: the command that starts a run's ranks on its hosts, and how a signal reaches them.
+"""The launchers: the commands that start a run's ranks on its hosts, and how a signal reaches them.
 
-A launcher is created once per run and makes a new `Command` for every attempt, with a port that is free at that time.
-Arguments that pass through a shell (DeepSpeed's pdsh command) are quoted here, or refused.
+A launcher is created once per run and makes new `Command`s for every attempt, with a port that is free at that time.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.launching.environment import forwarded, render
+from ds_vit.launching.gpus import listed_gpus
 from ds_vit.launching.hosts import Host, first_host, read_hosts
 from ds_vit.launching.ports import free_port
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
@@ -34,15 +33,20 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = _PACKAGE / "shipped"  # of a wheel
 RANK_PY = (_SHIPPED if _SHIPPED.is_dir() else _PACKAGE.parent) / "launch" / "rank.py"
 _SSH_SECONDS = 60
+_SSH_OPTIONS = (
+    *("-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3"),
+    "-oControlMaster=no",  # a shared connection that outlives this ssh would keep its output open
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to start: arguments (no shell), folder and whole environment."""
+    """What to start: arguments (no shell), folder and whole environment; `host` if it is an ssh to that host."""
 
-    argv: tuple[str, ...]
+    argv: Sequence[str]
     cwd: Path
     environ: Mapping[str, str]
+    host: str = ""
 
 
 @dataclass
@@ -60,27 +64,34 @@ class Launcher(ABC):
     port: int | None = None
 
     @abstractmethod
-    def command(self, job: Job) -> Command:
-        """The command of the next attempt.
+    def commands(self, job: Job) -> list[Command]:
+        """The commands of the next attempt, which run side by side.
 
         Raises:
             UserError: it cannot start, and why.
         """
 
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
-        """Send SIGUSR1 ("save and end") or SIGKILL to the ranks.
+    def send(self, pids: Sequence[int], signum: int) -> None:
+        """Send SIGUSR1 ("save and end"), SIGINT (the same, by Ctrl-C) or SIGKILL to the ranks.
 
-        mpirun and srun forward SIGUSR1 to all ranks. They kill the ranks without saving on SIGTERM.
+        mpirun and srun forward SIGUSR1 to all ranks. They kill the ranks without saving on SIGTERM and SIGINT.
+
+        Args:
+            pids: processes of `commands`.
+            signum: the signal.
         """
-        os.kill(launcher.pid, signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM if signum == signal.SIGKILL else signal.SIGUSR1)
 
-    def _rank_words(self, job: Job) -> list[str]:
-        return [str(RANK_PY), f"--run={self.run}", job.encode()]
+    def _rank_words(self, job: Job, address: str, port: int, **of_host: Any) -> list[str]:
+        """`launch/rank.py` for a rank, or with a host's fields of `Job` for its ranks, which meet at this address."""
+        job = replace(job, environ={**job.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)}, **of_host)
+        return [sys.executable, "-u", str(RANK_PY), f"--run={self.run}", job.encode()]
 
 
 @dataclass
 class Local(Launcher):
-    """DeepSpeed's launcher on this machine.
+    """Ranks on this machine.
 
     Attributes:
         num_ranks: None for one rank per GPU.
@@ -90,19 +101,26 @@ class Local(Launcher):
     num_ranks: int | None = None
     include: str = ""
 
-    def command(self, job: Job) -> Command:
-        ranks = ["--num_gpus", str(self.num_ranks)] if self.num_ranks else []
-        ranks += ["--include", self.include] if self.include else []
-        argv = [*_deepspeed(), *ranks, "--master_port", str(free_port(self.port or 0)), *self._rank_words(job)]
-        return Command(tuple(argv), Path(job.cwd), self.environ)
+    def commands(self, job: Job) -> list[Command]:
+        (slots,) = filtered([Host("localhost", self.num_ranks or self._num_gpus())], self.include, "").values()
+        words = self._rank_words(job, "127.0.0.1", free_port(self.port or 0), slots=slots, world_size=len(slots))
+        return [Command(words, Path(job.cwd), self.environ)]
 
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
+    def _num_gpus(self) -> int:
+        """The GPUs that a rank sees; those of the machine for `include`, whose numbers are the machine's."""
+        if self.environ.get("DS_ACCELERATOR") == "cpu":
+            return 1
+        visible = None if self.include else self.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = listed_gpus() if visible is None else list(filter(None, visible.split(",")))
+        return len(gpus) or 1
+
+    def send(self, pids: Sequence[int], signum: int) -> None:
         signal_ranks(self.run, signum)
 
 
 @dataclass
 class Hostfile(Launcher):
-    """DeepSpeed's launcher over pdsh and ssh.
+    """Ranks on the hosts of a hostfile, by an ssh to each.
 
     Attributes:
         hostfile: as DeepSpeed reads it.
@@ -116,60 +134,37 @@ class Hostfile(Launcher):
     exclude: str = ""
     address: str | None = None
     ssh_port: int | None = None
-    _folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
 
-    def hosts(self) -> tuple[Host, ...]:
-        """The hosts of the run, rank 0's first."""
+    def hosts(self) -> dict[str, list[int]]:
+        """The hosts of the run, rank 0's first, and the slots that it uses there."""
         return filtered(read_hosts(str(self.hostfile), self.environ), self.include, self.exclude)
 
-    def command(self, job: Job) -> Command:
-        if _unsafe(sys.executable):
-            raise UserError(
-                f"DeepSpeed writes the path of Python, {sys.executable!r}, into remote commands without quotes; "
-                "create the environment at a path with only letters, digits and . _ - /"
-            )
-        if shutil.which("pdsh", path=self.environ.get("PATH")) is None:
-            raise UserError("pdsh is not installed on this machine: apt-get install pdsh, or use launch/mpi.sh")
+    def commands(self, job: Job) -> list[Command]:
         hosts = self.hosts()
         port = self._probe(hosts)
         self._on_hosts(hosts, ["--signal=KILL"])  # processes of an earlier attempt
-        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="ds-vit-")
-        variables = dict(job.environ)
-        variables["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(RANK_PY.parent.parent), variables.get("PYTHONPATH")])
-        )
-        env_file = Path(self._folder.name, "deepspeed_env")
-        env_file.write_text(render(variables))
-        names = ["--include", self.include] if self.include else ["--exclude", self.exclude] if self.exclude else []
-        names += ["--ssh_port", str(self.ssh_port)] if self.ssh_port else []
-        address = self.address or hosts[0].name.rpartition("@")[2]
-        argv = [*_deepspeed(), "--hostfile", str(self.hostfile.resolve()), "--force_multi", "--no_ssh_check", *names]
-        argv += ["--master_addr", address, "--master_port", str(port)]
-        # pdsh passes the rest to a shell on every host; DeepSpeed quotes only arguments with blanks.
-        script, *words = self._rank_words(replace(job, environ={}))
-        # From the root folder, whose name needs no quotes: DeepSpeed writes `cd <here>;` into the remote command.
-        return Command((*argv, shlex.quote(script), *words), Path("/"), self._launcher_environ(env_file))
+        address = self.address or next(iter(hosts)).rpartition("@")[2]
+        world_size = sum(map(len, hosts.values()))
+        commands: list[Command] = []
+        first = 0
+        for name, slots in hosts.items():
+            words = self._rank_words(job, address, port, slots=slots, first=first, world_size=world_size)
+            commands.append(Command(self._ssh(name, words), Path("/"), self.environ, name))
+            first += len(slots)
+        return commands
 
-    def _launcher_environ(self, env_file: Path) -> dict[str, str]:
-        """The environment of DeepSpeed's launcher, without variables that it would not quote correctly."""
-        exported = forwarded(self.environ)
-        environ = {name: value for name, value in self.environ.items() if name not in exported or not _unsafe(value)}
-        keep_alive = "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
-        # ssh uses the first of a repeated option.
-        environ["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} {keep_alive}".strip()
-        return environ | {"DS_ENV_FILE": str(env_file)}
-
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
+    def send(self, pids: Sequence[int], signum: int) -> None:
         self._on_hosts(self.hosts(), [f"--signal={signal.Signals(signum).name.removeprefix('SIG')}"])
 
-    def _probe(self, hosts: Sequence[Host]) -> int:
+    def _probe(self, hosts: Mapping[str, Sequence[int]]) -> int:
         """Find this clone on every host, and a free port on the first.
 
         Raises:
             UserError: hosts that cannot be reached or have no clone, with ssh's message; or incompatible hosts.
         """
+        first, *others = hosts
         port = [f"--port={self.port}"] if self.port else []
-        answers = self._on_hosts(hosts[:1], ["--probe", *port]) | self._on_hosts(hosts[1:], ["--probe"])
+        answers = self._on_hosts([first], ["--probe", *port]) | self._on_hosts(others, ["--probe"])
         found = {name: re.search(rf"^{PROBED}(.*)$", text, re.MULTILINE) for name, text in answers.items()}
         bad = {name: answers[name] for name, match in found.items() if match is None}
         if bad:
@@ -180,18 +175,23 @@ class Hostfile(Launcher):
             )
         facts = {name: json.loads(match.group(1)) for name, match in found.items() if match}
         check_hosts(hosts, facts)
-        return facts[hosts[0].name]["port"]
+        return facts[first]["port"]
 
-    def _on_hosts(self, hosts: Sequence[Host], words: Sequence[str]) -> dict[str, str]:
+    def _ssh(self, host: str, words: Sequence[str]) -> list[str]:
+        """The arguments that run a command on a host; nothing in it reaches the shell there unquoted."""
+        # DeepSpeed's launcher has its ssh options in this variable; ssh uses the first of a repeated option.
+        own = shlex.split(self.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+        port = ["-p", str(self.ssh_port)] if self.ssh_port else []
+        return ["ssh", *own, *_SSH_OPTIONS, *port, host, shlex.join(words)]
+
+    def _on_hosts(self, hosts: Iterable[str], words: Sequence[str]) -> dict[str, str]:
         """Run launch/rank.py with these arguments on every host at once; host → its output."""
-        remote = shlex.join([sys.executable, str(RANK_PY), f"--run={self.run}", *words])
-        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
-        options += ["-p", str(self.ssh_port)] if self.ssh_port else []
+        remote = [sys.executable, str(RANK_PY), f"--run={self.run}", *words]
 
-        def ask(host: Host) -> str:
+        def ask(host: str) -> str:
             try:
                 done = subprocess.run(
-                    ["ssh", *options, host.name, remote],
+                    self._ssh(host, remote),
                     env=dict(self.environ),
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
@@ -203,7 +203,7 @@ class Hostfile(Launcher):
             return done.stdout + done.stderr
 
         with ThreadPoolExecutor(max_workers=64) as pool:
-            return dict(zip((host.name for host in hosts), pool.map(ask, hosts), strict=True))
+            return dict(zip(hosts, pool.map(ask, hosts), strict=True))
 
 
 @dataclass
@@ -223,12 +223,10 @@ class Mpi(Launcher):
     address: str | None = None
     _folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
 
-    def command(self, job: Job) -> Command:
+    def commands(self, job: Job) -> list[Command]:
         family = self._family()
         hosts = read_hosts(str(self.hostfile), self.environ) if self.hostfile else ()
         address = self.address or (hosts[0].name.rpartition("@")[2] if hosts else _own_address())
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port(self.port or 0))}
-        job = replace(job, environ={**job.environ, **meeting})
         # No binding: a rank would share one core with all its loader workers.
         if family == "openmpi":
             argv = [*self.mpirun, "-np", str(self.num_ranks), "--bind-to", "none"]
@@ -237,7 +235,8 @@ class Mpi(Launcher):
             argv = [*self.mpirun, "-n", str(self.num_ranks)]
             argv += ["-genv", "I_MPI_PIN", "0"] if family == "intel" else ["-bind-to", "none"]
             argv += ["-f", str(self._machinefile(hosts))] if hosts else []
-        return Command((*argv, sys.executable, "-u", *self._rank_words(job)), Path(job.cwd), self.environ)
+        argv += self._rank_words(job, address, free_port(self.port or 0))
+        return [Command(argv, Path(job.cwd), self.environ)]
 
     def _family(self) -> str:
         """The MPI of this mpirun, from the output of `--version`."""
@@ -267,7 +266,7 @@ class Slurm(Launcher):
 
     srun: tuple[str, ...] = ("srun",)
 
-    def command(self, job: Job) -> Command:
+    def commands(self, job: Job) -> list[Command]:
         nodes = self.environ.get("SLURM_JOB_NODELIST")
         if not nodes or not self.environ.get("SLURM_JOB_ID"):
             raise UserError("SLURM_JOB_ID is not set: start this by sbatch launch/slurm.sbatch, or inside salloc")
@@ -276,36 +275,39 @@ class Slurm(Launcher):
             port = free_port(self.port or 0)
         else:  # on a login node the first node cannot be probed without a step, but the job has it exclusively
             port = 20000 + int(self.environ["SLURM_JOB_ID"]) % 10000
-        job = replace(job, environ={**job.environ, "MASTER_ADDR": first, "MASTER_PORT": str(port)})
-        argv = [*self.srun, "--kill-on-bad-exit=1", sys.executable, "-u", *self._rank_words(job)]
-        return Command(tuple(argv), Path(job.cwd), self.environ)
+        argv = [*self.srun, "--kill-on-bad-exit=1", *self._rank_words(job, first, port)]
+        return [Command(argv, Path(job.cwd), self.environ)]
 
 
-def filtered(hosts: Sequence[Host], include: str, exclude: str) -> tuple[Host, ...]:
-    """The hosts that DeepSpeed's `--include` or `--exclude` select, in the hostfile's order.
+def filtered(hosts: Sequence[Host], include: str, exclude: str) -> dict[str, list[int]]:
+    """The slots that DeepSpeed's `--include` or `--exclude` select, by host, in the hostfile's order.
 
     Raises:
-        UserError: both are given, a host is not in the hostfile, or none is left.
+        UserError: both are given, a host or slot is not in the hostfile, or none is left.
     """
     if include and exclude:
         raise UserError("--include and --exclude cannot be combined; give one")
-    slots = {host.name: host.slots for host in hosts}
-    left = dict.fromkeys(slots, 0) if include else dict(slots)
+    flag = "--include" if include else "--exclude"
+    slots = {host.name: list(range(host.slots)) for host in hosts}
+    named: dict[str, set[int]] = {name: set() for name in slots}
     for item in filter(None, (include or exclude).split("@")):
         name, _, numbers = item.partition(":")
         if name not in slots:
-            raise UserError(f"{'--include' if include else '--exclude'} {name}: the hostfile has {', '.join(slots)}")
+            raise UserError(f"{flag} {name}: the hosts are {', '.join(slots)}")
         if not re.fullmatch(r"\d+(,\d+)*|", numbers):
             raise UserError(f"{item!r} is not of the form NAME or NAME:0,2")
-        count = len(set(numbers.split(","))) if numbers else slots[name]
-        left[name] = count if include else left[name] - count
-    chosen = tuple(Host(name, count) for name, count in left.items() if count > 0)
-    if not chosen:
+        chosen = set(map(int, numbers.split(","))) if numbers else set(slots[name])
+        if not chosen <= set(slots[name]):
+            raise UserError(f"{flag} {item}: {name} has slots 0 to {slots[name][-1]}")
+        named[name] |= chosen
+    left = {name: [slot for slot in own if (slot in named[name]) == bool(include)] for name, own in slots.items()}
+    left = {name: own for name, own in left.items() if own}
+    if not left:
         raise UserError("no host is left to run on")
-    return chosen
+    return left
 
 
-def check_hosts(hosts: Sequence[Host], facts: Mapping[str, Mapping[str, Any]]) -> None:
+def check_hosts(hosts: Mapping[str, Sequence[int]], facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare what the hosts have told of themselves.
 
     Args:
@@ -315,15 +317,15 @@ def check_hosts(hosts: Sequence[Host], facts: Mapping[str, Mapping[str, Any]]) -
     Raises:
         UserError: two names for one machine, more ranks than GPUs, or other code or packages than on the first host.
     """
-    first, *others = (host.name for host in hosts)
+    first, *others = hosts
     names: dict[str, str] = {}
-    for host in hosts:
-        here = facts[host.name]
-        other = names.setdefault(here["machine"], host.name)
-        if other != host.name:
-            raise UserError(f"{other} and {host.name} are one machine: keep one of the names in the hostfile")
-        if here["gpus"] and host.slots > here["gpus"]:
-            raise UserError(f"{host.name}: {host.slots} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
+    for name, slots in hosts.items():
+        here = facts[name]
+        other = names.setdefault(here["machine"], name)
+        if other != name:
+            raise UserError(f"{other} and {name} are one machine: keep one of the names in the hostfile")
+        if here["gpus"] and len(slots) > here["gpus"]:
+            raise UserError(f"{name}: {len(slots)} slots, but {here['gpus']} GPUs: write slots={here['gpus']}")
     for name in others:
         for package, version in facts[first]["versions"].items():
             if (there := facts[name]["versions"].get(package)) != version:
@@ -347,19 +349,9 @@ def mpi_family(version: str) -> str:
     raise UserError(f"mpirun --version says {version[:80]!r}: neither Open MPI nor MPICH nor Intel MPI")
 
 
-def _deepspeed() -> list[str]:
-    """DeepSpeed's launcher, run by this interpreter: a script's first line cannot contain a path with a blank."""
-    script = Path(sys.executable).with_name("deepspeed")
-    return [sys.executable, str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
-
-
 def _own_address() -> str:
     """This machine's address on its default route; loopback without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel selects the interface of the default route
         return probe.getsockname()[0]
     return "127.0.0.1"
-
-
-def _unsafe(text: str) -> bool:
-    return shlex.quote(text) != text

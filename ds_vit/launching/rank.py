@@ -1,11 +1,11 @@
 """The process that a launcher starts for each rank: it keeps the rank's log, forwards signals and reports failures.
 
-    python launch/rank.py --run=ID PAYLOAD         run a rank (started by launch/run.py through the launcher)
+    python launch/rank.py --run=ID PAYLOAD         run a rank, or all of this host (started by launch/run.py)
     python launch/rank.py --run=ID --signal=USR1   send a signal to this run's ranks on this host
     python launch/rank.py --probe [--port=P]       print facts about this host and a free port
 
-The payload contains the command, folder and environment of the rank in characters that no shell changes, so ssh, pdsh,
-srun and mpirun cannot split or expand it.
+The payload contains the command, folder and environment of the rank in characters that no shell changes, so ssh, srun
+and mpirun cannot split or expand it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +31,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, INTERRUPTED
 from ds_vit.launching import host_identity
 from ds_vit.launching.errors import ErrorFinder
+from ds_vit.launching.gpus import listed_gpus
 from ds_vit.launching.ports import free_port
 from ds_vit.launching.process import Process, discover
 
@@ -41,12 +42,13 @@ PROBED = "ds-vit-host "
 """Prefix of the line in which a host answers; JSON follows."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_STOPS = {signal.SIGUSR1, signal.SIGINT}  # "save and end"
 _POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Job:
-    """The part of a run that is the same for all ranks.
+    """What a host runs for a run; the same for all ranks, except for the last three fields.
 
     Attributes:
         command: script and arguments for this Python.
@@ -54,6 +56,9 @@ class Job:
         environ: added to the launcher's.
         logs: folder of the ranks' logs; relative to `cwd`.
         stop_seconds: time to save and end after the launcher is gone.
+        slots: the GPUs of this host's ranks; empty if a launcher starts each rank.
+        first: the number of this host's first rank.
+        world_size: the ranks of all hosts.
     """
 
     command: tuple[str, ...]
@@ -61,6 +66,9 @@ class Job:
     environ: Mapping[str, str]
     logs: str
     stop_seconds: float = 120.0
+    slots: Sequence[int] = ()
+    first: int = 0
+    world_size: int = 1
 
     def encode(self) -> str:
         """This job as letters, digits, `-`, `_` and `=`."""
@@ -70,17 +78,43 @@ class Job:
     def decode(cls, payload: str) -> Job:
         """The inverse of `encode`."""
         fields = json.loads(base64.urlsafe_b64decode(payload))
-        return cls(**fields | {"command": tuple(fields["command"])})
+        return cls(**fields | {"command": tuple(fields["command"]), "slots": tuple(fields["slots"])})
+
+
+def run_host(job: Job, run: str) -> int:
+    """Run this host's ranks, each in a process of its own; once one has failed, the others get SIGTERM.
+
+    Returns:
+        0, or the exit code of the first rank that failed (254 for 255, which would be ssh's own).
+    """
+    words = [sys.executable, "-u", sys.argv[0], f"--run={run}", replace(job, slots=()).encode()]
+    environ = {**os.environ, "WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(len(job.slots))}
+    if list(job.slots) != list(range(len(job.slots))):
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.slots))
+    running = {}
+    for local_rank in range(len(job.slots)):
+        own = {"RANK": str(job.first + local_rank), "LOCAL_RANK": str(local_rank)}
+        process = subprocess.Popen(words, env=environ | own)
+        running[process.pid] = process
+    code = 0
+    while running:
+        pid, status = os.wait()
+        del running[pid]
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+    return min(code if code >= 0 else 128 - code, 254)
 
 
 def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     """Run this rank to its end. Its output goes to its log, and rank 0's to stdout as well.
 
-    Signals are blocked (see launch/rank.py) until the rank exists. A SIGUSR1 ("save and end") that arrives before the
-    rank has a handler ends it, which counts as an interruption: there was nothing to save.
+    Signals are blocked (see launch/rank.py) until the rank exists. A SIGUSR1 or Ctrl-C ("save and end") that arrives
+    before the rank can save ends it, which counts as an interruption: there was nothing to save.
 
     Returns:
-        The rank's exit code; 128 + n if signal n ended it, or 75 if that was a forwarded SIGUSR1.
+        The rank's exit code; 128 + n if signal n ended it, or 75 if that was a forwarded SIGUSR1 or SIGINT.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     process = discover(environ)
@@ -97,10 +131,9 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     passed: set[int] = set()
 
     def pass_on(number: int, frame: object) -> None:
-        # The supervisor repeats SIGUSR1 for ranks that missed it; forward it once.
-        if number != signal.SIGUSR1 or number not in passed:
+        if number not in passed:  # the supervisor repeats a signal for ranks that missed it
+            passed.add(number)
             child.send_signal(number)
-        passed.add(number)
 
     for signum in _SIGNALS:
         signal.signal(signum, pass_on)
@@ -108,8 +141,9 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
     finder = ErrorFinder()
     _follow(child, log, finder, is_main=process.rank == 0, stop_seconds=job.stop_seconds)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    if child.returncode == -signal.SIGUSR1 and signal.SIGUSR1 in passed:
-        _write(log, b"== SIGUSR1 came before this rank had a handler for it: nothing to save\n")
+    # The line is of a Python that has not begun the script.
+    if passed & _STOPS and (code - 128 in _STOPS or finder.lines[-1:] == ["KeyboardInterrupt"]):
+        _write(log, b"== asked to save and end before this rank could: nothing to save\n")
         code = INTERRUPTED
     _write(log, f"== rank {process.rank} ended with code {code}\n".encode())
     if code:
@@ -224,12 +258,13 @@ def probe(port: int = 0) -> dict[str, Any]:
     Raises:
         UserError: `port` is in use.
     """
-    found = {
+    return {
+        "port": free_port(port),
         "machine": host_identity.identity(),
         "code": host_identity.code_checksum(),
         "versions": host_identity.versions(),
+        "gpus": len(listed_gpus()),
     }
-    return {"port": free_port(port), **found, "gpus": host_identity.count_gpus()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -246,4 +281,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "signal" in options:
         print(f"ranks={signal_ranks(options['run'], signal.Signals['SIG' + options['signal']])}")
         return 0
-    return run_rank(Job.decode(words[-1]))
+    job = Job.decode(words[-1])
+    return run_host(job, options["run"]) if job.slots else run_rank(job)

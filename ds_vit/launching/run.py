@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     local = kind("local", "this machine")
     local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
     local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
-    hostfile = kind("hostfile", "the hosts of a hostfile, over ssh by pdsh")
+    hostfile = kind("hostfile", "the hosts of a hostfile, over ssh")
     hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
     for filters in ("--include", "--exclude"):
         hostfile.add_argument(filters, default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
@@ -122,6 +122,8 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         Host(arguments.master_addr, 1)  # raises where it is no host's name
     if arguments.launcher == "local" and arguments.num_ranks is not None and arguments.num_ranks < 1:
         raise UserError(f"the number of ranks must be at least 1, not {arguments.num_ranks}")
+    if arguments.launcher == "local" and arguments.include and arguments.num_ranks is not None:
+        raise UserError(f"--include {arguments.include} gives the number of ranks too, one a GPU: leave it out")
     job = Job(
         command=(*_program(arguments), *arguments.arguments),
         cwd=str(cwd),

@@ -14,10 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import BinaryIO
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTERRUPTED, OK, UNSAVED
+from ds_vit.fault_tolerance.signals import signal_name
 from ds_vit.launching.launchers import Launcher
 from ds_vit.launching.rank import MARK, Job
 
@@ -26,8 +28,8 @@ _FINAL = (OK, BAD_INPUT, DIVERGED, DRIFTED, UNSAVED)
 _KILLED = 128 + signal.SIGKILL
 _TERMINATED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, _KILLED)  # by the launcher, after another rank failed
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_LOST_HOST = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code 255")
-_CHATTER = re.compile(r"\[INFO\] \[(launch|runner|multinode_runner)\.py:")  # DeepSpeed's lines per process
+_PAYLOAD = re.compile(r"(eyJ\w{5})[\w=-]+$")  # of `Job.encode`
+_SSH_FAILED = 255
 _MAX_BACKOFF_SECONDS = 600
 _ASK_AGAIN_SECONDS = 5.0  # doubled each time: a rank that had not started missed the first signal
 
@@ -104,58 +106,69 @@ class Supervisor:
                     return outcome.code
 
     def _attempt(self, job: Job) -> Outcome:
-        command = self.launcher.command(job)
+        commands = self.launcher.commands(job)
         if self.asked:
             return Outcome(INTERRUPTED)
-        self.say(f"{shlex.join(command.argv[:-1])} {job.encode()[:8]}…, which is {shlex.join(job.command)}")
-        process = subprocess.Popen(
-            command.argv,
-            cwd=command.cwd,
-            env=dict(command.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches only this process, which asks the ranks to save and end
-        )
+        more = f" (and {len(commands) - 1} more hosts)" if len(commands) > 1 else ""
+        shown = _PAYLOAD.sub(r"\1…", shlex.join(commands[0].argv).rstrip("'"))
+        self.say(f"{shown}{more}, which is {shlex.join(job.command)}")
+        processes = {
+            subprocess.Popen(
+                command.argv,
+                cwd=command.cwd,
+                env=dict(command.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C reaches only this process, which asks the ranks to save and end
+            ): command.host
+            for command in commands
+        }
         outcome = Outcome(0)
-        with guarded(self.launcher, process, job.stop_seconds):
+        with guarded(self.launcher, [process.pid for process in processes], job.stop_seconds):
             try:
-                self._watch(process, outcome)
+                self._watch(processes, outcome)
             finally:
-                if process.poll() is None:
+                if any(process.poll() is None for process in processes):
                     outcome.stopping = False
-                    self._kill(process)
-        outcome.code = exit_code(process.returncode, outcome)
+                    self._kill(list(processes))
+        outcome.code = exit_code(next((p.returncode for p in processes if p.returncode), 0), outcome)
         return outcome
 
-    def _watch(self, process: subprocess.Popen, outcome: Outcome) -> None:
-        """Forward lines until the launcher has ended, or must be killed."""
+    def _watch(self, processes: Mapping[subprocess.Popen, str], outcome: Outcome) -> None:
+        """Forward lines until the launcher has ended, or must be killed.
+
+        Args:
+            processes: with the host that an ssh goes to.
+            outcome: filled.
+        """
         handled, deadline, wait, again = 0, None, _ASK_AGAIN_SECONDS, 0.0
         with selectors.DefaultSelector() as selector:
-            for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-                selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome))
+            for process in processes:
+                for pipe, own in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    assert pipe is not None
+                    os.set_blocking(pipe.fileno(), False)
+                    selector.register(pipe, selectors.EVENT_READ, _Lines(own.buffer, outcome))
             while True:
-                ended = process.poll() is not None
+                running = [process.pid for process in processes if process.poll() is None]
+                failed = [host for process, host in processes.items() if process.returncode == _SSH_FAILED]
+                outcome.lost = list(filter(None, failed))
                 events = selector.select(0.25)
                 for key, _ in events:
                     if not key.data.copy(key.fd):
                         selector.unregister(key.fileobj)
-                if ended and not events:
+                if not running and not events:
                     return
                 now = time.monotonic()
                 if len(self.asked) > handled:
                     handled = len(self.asked)
                     if handled == 1:
-                        self.say(
-                            f"{signal.Signals(self.asked[0]).name}: asking the ranks to save and end (again: kill them)"
-                        )
+                        self.say(f"{signal_name(self.asked[0])}: asking the ranks to save and end (again: kill them)")
                         outcome.stopping = True
                     elif signal.SIGUSR1 not in self.asked[1:]:
                         return
-                if outcome.stopping and now >= again and not ended:
-                    self.launcher.send(process, signal.SIGUSR1)
+                if outcome.stopping and now >= again and running:
+                    self.launcher.send(running, signal.SIGINT if self.asked[0] == signal.SIGINT else signal.SIGUSR1)
                     again, wait = time.monotonic() + wait, 2 * wait
                 if deadline is None and (outcome.lost or any(_failed(r["code"]) for r in outcome.reports)):
                     deadline = now + self.grace_seconds
@@ -163,22 +176,24 @@ class Supervisor:
                     self.say(f"not all ranks have ended {self.grace_seconds:g} s after the first failure: killing them")
                     return
 
-    def _kill(self, process: subprocess.Popen) -> None:
+    def _kill(self, processes: Sequence[subprocess.Popen]) -> None:
         """Kill the ranks on every reachable host, then the launcher and its children here."""
         with contextlib.suppress(OSError, UserError):
-            self.launcher.send(process, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            self.launcher.send([process.pid for process in processes if process.poll() is None], signal.SIGKILL)
+        end = time.monotonic() + 10
+        while time.monotonic() < end and any(process.poll() is None for process in processes):
+            time.sleep(0.05)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @contextlib.contextmanager
-def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> Iterator[None]:
+def guarded(launcher: Launcher, pids: Sequence[int], stop_seconds: float) -> Iterator[None]:
     """Within the block, a second process asks the ranks to save and end if this process is killed.
 
-    Ranks on other hosts would not notice: pdsh outlives DeepSpeed's launcher, and ssh is silent while its rank is.
+    Ranks on other hosts would not notice: ssh outlives this process while its rank is silent.
     """
     reading, writing = os.pipe()
     guard = os.fork()
@@ -190,7 +205,7 @@ def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) 
             signal.signal(signum, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             if not os.read(0, 1):
-                _end_orphans(launcher, process, stop_seconds)
+                _end_orphans(launcher, pids, stop_seconds)
         os._exit(0)
     os.close(reading)
     try:
@@ -202,18 +217,18 @@ def guarded(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) 
         os.waitpid(guard, 0)
 
 
-def _end_orphans(launcher: Launcher, process: subprocess.Popen, stop_seconds: float) -> None:
+def _end_orphans(launcher: Launcher, pids: Sequence[int], stop_seconds: float) -> None:
     """Ask the ranks to save and end; kill the rest of the run after `stop_seconds`."""
     end = time.monotonic() + stop_seconds
     with contextlib.suppress(Exception):
-        launcher.send(process, signal.SIGUSR1)
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < end:
-            os.kill(process.pid, 0)
-            time.sleep(0.5)
+        launcher.send(pids, signal.SIGUSR1)
+    while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.5)
     with contextlib.suppress(Exception):
-        launcher.send(process, signal.SIGKILL)
-    os.killpg(process.pid, signal.SIGKILL)
+        launcher.send(pids, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 class _Lines:
@@ -239,11 +254,6 @@ class _Lines:
             with contextlib.suppress(ValueError):
                 self._outcome.reports.append(json.loads(report))
                 return
-        lost = _LOST_HOST.match(text)
-        if lost:
-            self._outcome.lost.append(lost.group(1))
-        if _CHATTER.search(text):
-            return
         with contextlib.suppress(OSError):  # the run continues without a reader
             self._to.write(line + b"\n")
             self._to.flush()

@@ -1,4 +1,4 @@
-"""launch/run_hostfile.sh on hosts with an sshd each: DeepSpeed over pdsh, and the faults of a real network."""
+"""launch/run_hostfile.sh on hosts with an sshd each: two ranks train, and words arrive as they are."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ def reference(ranks) -> list[dict]:
     return train_in(ranks, 1, [*TRAINING, "--batch-size", "16"])
 
 
-# DeepSpeed's launcher starts the ranks of `ds-vit launch`.
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "mpirun", "ds-vit launch"])
 def test_every_launcher_trains_the_same(launcher, reference, tmp_path):
     # Catches: a launcher whose ranks do not find each other, all take rank 0's data, or train a model each.
@@ -92,6 +91,19 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     assert "vit_tiny_patch16_224" in said[0]
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_ds_vit_launch_ends_with_the_whole_message(tmp_path):
+    # Catches: words of the launcher, or the first line only, as the last thing on the screen.
+    words = ["train", "--modle", "x", "--lrr", "3"]
+    done = launch([sys.executable, "-m", "ds_vit.cli", "launch", "-n", "2", *words], tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    first, *problems, remedy, others = done.stderr.partition("failed first")[2].splitlines()[1:]
+    assert first == "run:   ds-vit train: error: 4 things are wrong:"
+    flags = [re.search("--[a-z_-]+", line)[0] for line in problems]
+    assert flags == ["--modle", "--lrr", "--deepspeed_config", "--data-dir"]
+    assert "ds-vit from-timm" in remedy
+    assert others == "run: (1 more ranks ended after it)"
 
 
 def process_of_rank(rank: int, output: Path) -> psutil.Process:

@@ -1,10 +1,10 @@
 """Several hosts on one Linux machine: each with its own network, host name, processes, /dev/shm and sshd.
 
 with cluster(tmp_path / "cluster", num_hosts=2) as hosts:
-    done = hosts[0].run(["pdsh", "-w", "node1,node2", "hostname"], timeout=60)
+    done = hosts[0].run(["ssh", "node2", "hostname"], timeout=60)
     hosts[1].link("down")
 
-Real ssh, pdsh, sockets and kernel faults, at the price of root and Debian's iproute2, openssh-server and pdsh; a test
+Real ssh, sockets and kernel faults, at the price of root and Debian's iproute2 and openssh-server; a test
 on a machine without them is skipped with the reason. The hosts share the file system but for /run and /dev/shm.
 """
 
@@ -27,7 +27,7 @@ from project import ROOT
 SUBNET = "10.77.0"
 """Host number i (from 1) is `nodeI` at `10.77.0.I`, on the interface `eth0` of a network that nothing else reaches."""
 
-_TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "sshd": "openssh-server", "pdsh": "pdsh"}
+_TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "sshd": "openssh-server"}
 
 # The first process of a host: it adopts and reaps whatever is orphaned there, and the host ends with it.
 _INIT = """

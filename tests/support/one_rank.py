@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from ds_vit.launching.rank import Job, signal_ranks
 class OneRank(Launcher):
     """Starts rank 0 of 1 by itself."""
 
-    def command(self, job: Job) -> Command:
+    def commands(self, job: Job) -> list[Command]:
         environ = {**self.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        return Command((sys.executable, *self._rank_words(job)), Path(job.cwd), environ)
+        return [Command(self._rank_words(job, "127.0.0.1", 1), Path(job.cwd), environ)]
 
-    def send(self, launcher: subprocess.Popen, signum: int) -> None:
+    def send(self, pids: Sequence[int], signum: int) -> None:
         signal_ranks(self.run, signum)
