@@ -344,8 +344,9 @@ def _from_timm(arguments: argparse.Namespace) -> int:
 
     if not arguments.words:
         raise UserError("ds-vit from-timm takes a command of timm's train.py: ds-vit from-timm 'python train.py …'")
-    print(translate(arguments.words))
-    return exit_codes.OK
+    translation = translate(arguments.words)
+    print(translation)
+    return exit_codes.BAD_INPUT if translation.is_rejected else exit_codes.OK
 
 
 def _completion(arguments: argparse.Namespace) -> int:

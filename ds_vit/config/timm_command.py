@@ -20,6 +20,7 @@ from ds_vit.fault_tolerance.errors import UserError
 
 JSON_FILE = "deepspeed.json"
 _BASE = "ds_configs/zero1_bf16_auto.json"
+_REJECTED = "still rejected"
 _OF_BF16 = ("bf16", "data_types", "communication_data_type")
 
 
@@ -36,6 +37,11 @@ class Translation:
     words: tuple[str, ...]
     json: dict[str, Any]
     notes: tuple[str, ...]
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the translated command is still invalid."""
+        return any(note.startswith(_REJECTED) for note in self.notes)
 
     def __str__(self) -> str:
         """A script for the shell, the notes as comments."""
@@ -88,7 +94,7 @@ def translate(command: Sequence[str]) -> Translation:
     try:
         from_values(read_words(build_parser(), flags) | {"deepspeed_config": data})
     except UserError as error:
-        notes += [f"still rejected: {problem}" for problem in error.problems]
+        notes += [f"{_REJECTED}: {problem}" for problem in error.problems]
     return Translation((*launcher, "--deepspeed_config", JSON_FILE, *flags), data, tuple(notes))
 
 
@@ -97,10 +103,10 @@ def _split_launcher(words: list[str]) -> tuple[list[str], list[str]]:
     at = next((at for at, word in enumerate(words) if PurePath(word).suffix in (".py", ".sh")), -1)
     launcher, rest = words[: at + 1], words[at + 1 :]
     if launcher and launcher[-1].endswith(".sh"):  # timm's distributed_train.sh: the number of ranks comes first
-        return ["torchrun", "--nproc_per_node", *rest[:1], "launch/train.py"], rest[1:]
+        return ["torchrun", "--nproc_per_node", *rest[:1], or_shipped("launch/train.py")], rest[1:]
     if [PurePath(word).name.rstrip("0123456789.") for word in launcher[:-1]] in ([], ["python"]):
         return ["ds-vit", "train"], rest
-    return [*launcher[:-1], "launch/train.py"], rest
+    return [*launcher[:-1], or_shipped("launch/train.py")], rest
 
 
 def _by_flag(words: Sequence[str], out: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -5,11 +5,13 @@ import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 from timm.optim import get_optimizer_info
 
+from ds_vit import cli
 from ds_vit.config import from_values, load_recipe, parse, timm_flags
 from ds_vit.config.deepspeed_json import overlay
 from ds_vit.config.parser import build_parser
@@ -172,10 +174,14 @@ def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
     assert translate(COMMAND.split()) == result, "the words of a shell"
     assert "--output out/foo -b" in shlex.join(translate(["train.py x --experiment foo --output out -b 8"]).words)
     monkeypatch.chdir(tmp_path)
+    [script] = [word for word in translate([COMMAND]).words if word.endswith("train.py")]
+    assert Path(script).is_file(), "a path of the clone, elsewhere"
     (tmp_path / "ds-vit").write_text('printf "%s\\n" "$@" > words')
     (tmp_path / "ds-vit").chmod(0o755)
     plain = translate(["python3 train.py photos --lr-base 0.2 --remode const"])
     assert [note.split(":")[0] for note in plain.notes] == ["still rejected"]
+    assert [result.is_rejected, plain.is_rejected] == [False, True]
+    assert cli.main(["from-timm", "python train.py photos --remode const"]) == 2
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     subprocess.run(["bash", "-ec", str(plain)], check=True)
     words = (tmp_path / "words").read_text().split()
