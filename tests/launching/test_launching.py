@@ -12,11 +12,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from one_rank import OneRank
 from project import ROOT
 
@@ -57,35 +54,6 @@ def test_a_line_that_is_no_variable(text, reason):
     # Catches: a slip of the pen that becomes a variable nobody reads.
     with pytest.raises(ValueError, match=reason):
         environment.parse(text)
-
-
-@pytest.mark.parametrize("value", ["a\nb", " a", "a ", "a\u2028b"])
-def test_what_deepspeed_cannot_carry_is_refused(value):
-    # Catches: half a value on the other hosts.
-    with pytest.raises(ValueError, match="cannot carry"):
-        environment.render({"A": value})
-
-
-def test_rendered_variables_survive_deepspeed_and_a_shell(tmp_path):
-    # Catches: a comment or blank line that stops DeepSpeed; a value that the remote shell splits, expands or runs.
-    from deepspeed.launcher.multinode_runner import PDSHRunner
-
-    characters = st.characters(min_codepoint=32, exclude_characters="\x7f\x85\u2028\u2029", exclude_categories=["Cs"])
-    values = st.text(characters, max_size=20).map(str.strip)
-
-    @given(st.dictionaries(st.from_regex(r"\A[A-Z_]{3,8}\Z").map(lambda name: f"T_{name}"), values, min_size=1))
-    def check(variables):
-        text = environment.render(variables)
-        runner = SimpleNamespace(exports={})
-        for line in text.splitlines(keepends=True):  # as runner.py reads the file
-            PDSHRunner.add_export(runner, *line.split("=", maxsplit=1))
-        shell = "".join(f"export {name}={value}; " for name, value in runner.exports.items())  # as get_cmd writes it
-        shell += "".join(f"printf '%s\\0' \"${name}\";" for name in variables)
-        done = subprocess.run(["bash", "-c", shell], capture_output=True, cwd=tmp_path, check=True)
-        assert done.stdout.decode().split("\0")[:-1] == list(variables.values())
-        assert not list(tmp_path.iterdir())
-
-    check()
 
 
 def test_who_wins_among_the_places(tmp_path):
