@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from cluster import cluster
+from project import wait_until
 
 
 def test_hosts_are_hosts(tmp_path):
@@ -23,10 +23,8 @@ def test_hosts_are_hosts(tmp_path):
         assert refused.returncode == 255
         assert "Connection refused" in refused.stderr
         sleeper = hosts[2].popen(["sleep", "600"])
-        end = time.monotonic() + 20
-        while "sleep 600" not in hosts[2].processes():  # until then it is what starts it
-            assert time.monotonic() < end, hosts[2].processes()
-            time.sleep(0.05)
+        # Until then it is what starts it.
+        wait_until(lambda: "sleep 600" in hosts[2].processes(), hosts[2].processes, 20)
         hosts[2].kill()
         assert sleeper.wait(20) != 0
         inits = [host.init for host in hosts]

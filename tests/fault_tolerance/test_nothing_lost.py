@@ -10,15 +10,13 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from curves import assert_same_curve, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
-from project import ROOT
+from project import ON_CPU, ROOT, wait_until
 from ranks import RankFailure
 from runs import DIGITS, run_quietly
 from safetensors import safe_open
@@ -200,22 +198,21 @@ def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
     output = tmp_path / "run"
     argv = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
     argv += [str(ROOT / "launch" / "train.py"), *words("-b", 4, "--output", output)]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     file = tmp_path / "said"
     with file.open("w") as output_file:
         launcher = subprocess.Popen(
             argv,
-            env=env,
+            env=os.environ | ON_CPU,
             stdout=output_file,
             stderr=output_file,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as a terminal starts it
         )
     try:
-        _wait_for(file, lambda lines: any(line.startswith("step 2/") for line in lines))
+        wait_until(lambda: "\nstep 2/" in file.read_text(), file.read_text)
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         assert launcher.wait(60) != 0
-        _wait_for(file, lambda lines: any(line.startswith("interrupted at") for line in lines))
+        wait_until(lambda: "\ninterrupted at" in file.read_text(), file.read_text)
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
@@ -223,13 +220,6 @@ def test_ctrl_c_under_deepspeeds_launcher(tmp_path):
     (last,) = [line for line in file.read_text().splitlines() if line.startswith("interrupted at")]
     assert last.startswith(f"interrupted at {step} of {3 * 180}; resume with: deepspeed --num_accelerators 2 ")
     assert last.endswith(f"--recipe {output}/config.yaml --output {output} --resume auto")
-
-
-def _wait_for(file: Path, condition: Callable[[list[str]], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition(file.read_text().splitlines()):
-        assert time.monotonic() < deadline, file.read_text()
-        time.sleep(0.1)
 
 
 def train_without_its_folder(argv, folder):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_in, train_rows
 from interrupting import TINY, train_with
-from project import ROOT
+from project import ON_CPU, ROOT, wait_until
 
 from ds_vit.checkpoint.folder import checkpoints, marked, newest
 from ds_vit.fault_tolerance import exit_codes
@@ -112,17 +112,15 @@ def test_told_during_evaluation(ranks, tmp_path, whole):
 )
 def test_told_during_start_up(tmp_path, moment, says):
     # Catches: the seconds of imports and of waiting for other ranks, when the default would be to die unexplained.
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RANK": "0"}
-    env |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(free_port())  # nobody else will come: it would wait for half an hour
+    env = {**os.environ, **ON_CPU, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    # Nobody else will come: it would wait for half an hour.
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, str(ROOT / "launch" / "train.py"), *words("--output", tmp_path / "run")]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 120
-        while not (_catches(process.pid, signal.SIGTERM) if moment == "importing" else _listens(process.pid)):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        reached = _listens if moment == "waiting" else _catches_sigterm
+        wait_until(lambda: process.poll() is not None or reached(process.pid), moment, 120)
+        assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     finally:
@@ -138,14 +136,14 @@ def _listens(pid: int) -> bool:
     return any(each.status == psutil.CONN_LISTEN for each in psutil.Process(pid).net_connections("tcp"))
 
 
-def _catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal."""
+def _catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         pytest.skip("no /proc on this system")
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (signum - 1) & 1)
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_time_limit(ranks, tmp_path):

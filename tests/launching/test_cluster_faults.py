@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
 from launches import GLOBAL_BATCH, alone, cifar_folder, explain, training
-from project import ROOT
+from project import ROOT, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +60,6 @@ def running(hosts, tmp_path, data) -> Iterator[subprocess.Popen]:
     yield process
     process.kill()
     process.wait()
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} within {seconds:g} s"
-        time.sleep(0.2)
 
 
 def ranks_of(host: Host) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from cluster import cluster
 from curves import assert_same_curve, read_rows
 from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, training
-from project import ROOT
+from project import ON_CPU, ROOT, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +27,7 @@ def _mpirun():
 
 def environ() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"PATH": path, "DS_VIT_PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **own, "OMP_NUM_THREADS": "1", **AS_ROOT}
+    return {**os.environ, **ON_CPU, "PATH": path, "DS_VIT_PYTHON": sys.executable, **AS_ROOT}
 
 
 def test_mpirun_over_two_hosts(ranks, real_images, tmp_path):
@@ -70,9 +68,8 @@ def test_a_signal_and_an_error_under_mpirun(tmp_path):
     assert "RuntimeError: rank 1 is unhappy" in said
 
     process = subprocess.Popen(line, cwd=waits, env=environ(), stderr=subprocess.PIPE, text=True)
-    while not ((waits / "ready0").exists() and (waits / "ready1").exists()):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    wait_until(lambda: len(list(waits.glob("ready*"))) == 2 or process.poll() is not None, "no ranks")
+    assert process.poll() is None, process.communicate()[1]
     process.terminate()
     _, error = process.communicate(timeout=120)
     assert process.returncode == 75, error

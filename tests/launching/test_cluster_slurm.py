@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from curves import assert_same_curve, read_rows, train_in
 from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, last_step, training
-from project import ROOT
+from project import ROOT, wait_until
 from slurm import Slurm, slurm
 
 pytestmark = pytest.mark.slow
@@ -55,10 +54,7 @@ def test_an_interrupted_job_comes_back_and_goes_on(here, ranks, data, tmp_path):
     job = here.sbatch(*JOB, *limits, *script, str(ROOT / "launch" / "train.py"), *arguments, cwd=tmp_path)
 
     def wait_for(what: str, true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 500
-        while not true():
-            assert time.monotonic() < end, f"{what}: never\n{(tmp_path / 'slurm.out').read_text()}\n{here.logs()}"
-            time.sleep(0.5)
+        wait_until(true, lambda: f"{what}: never\n{(tmp_path / 'slurm.out').read_text()}\n{here.logs()}", 500)
 
     def restarts() -> int:
         return int(here.job(job)["Restarts"])

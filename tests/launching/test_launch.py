@@ -12,14 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from curves import assert_same_curve, read_rows, train_in
-from project import ROOT, project_files
+from project import ON_CPU, ROOT, project_files, wait_until
 
 from ds_vit.launching.ports import free_port
 
@@ -39,8 +38,7 @@ TOOLS = ("bash", "sh", "git", "cat", "cp", "dirname", "env", "ls", "mkdir", "mv"
 def launch(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess:
     """Run a launcher on the CPU, as a person would: from another folder, without a rank's variables."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environ}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=env | ON_CPU | environ, capture_output=True, text=True, timeout=300)
 
 
 def launchers() -> dict[str, tuple[list[str], int]]:
@@ -124,15 +122,12 @@ def test_a_frozen_rank_ends_the_run_and_it_goes_on(ranks, tmp_path):
     limits = ["--stall-seconds", "10", "--checkpoint-interval", "5", "--output", str(output)]
     line = ["bash", str(ROOT / "launch" / "local.sh"), "--num_ranks", "2", "--restarts", "1", "--backoff", "0"]
     line += ["--grace", "5", "--logs", str(tmp_path / "logs"), str(ROOT / "launch" / "train.py"), *words, *limits]
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environ["DS_VIT_PYTHON"] = sys.executable
+    environ = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
     process = subprocess.Popen(line, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        end = time.monotonic() + 200
-        while not (output / "checkpoints" / "latest").exists():
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < end, "no checkpoint"
-            time.sleep(0.02)
+        latest = output / "checkpoints" / "latest"
+        wait_until(lambda: latest.exists() or process.poll() is not None, "no checkpoint")
+        assert process.poll() is None, process.communicate()[1]
         process_of_rank(1, output).send_signal(signal.SIGSTOP)
         _, error = process.communicate(timeout=300)
     finally:

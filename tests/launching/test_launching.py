@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from one_rank import OneRank
-from project import ROOT
+from project import ROOT, wait_until
 
 from ds_vit import cli
 from ds_vit.launching import environment, run
@@ -177,15 +177,17 @@ def test_the_code_of_a_run_that_was_asked_to_stop(reports, launcher, lost, code)
 # The rank's own program and the supervisor, with a launcher that starts one rank.
 
 
-def supervise(folder: Path, script: str, *arguments: str, restarts: int = 0, **fields) -> tuple[int, list[str]]:
+def supervise(
+    folder: Path, script: str, *arguments: str, restarts: int = 0, launcher: OneRank | None = None
+) -> tuple[int, list[str]]:
     """Run a script of these lines as the one rank; gives the code and what was said."""
     (folder / "script.py").write_text(script)
     said: list[str] = []
     job = Job((str(folder / "script.py"), *arguments), str(folder), {}, "logs")
-    launcher = OneRank(secrets.token_hex(8), dict(os.environ))
+    launcher = launcher or OneRank(secrets.token_hex(8), dict(os.environ))
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        return Supervisor(launcher, job, restarts, 0.1, 2.0, say=said.append, **fields).run(), said
+        return Supervisor(launcher, job, restarts, 0.1, 2.0, say=said.append).run(), said
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
@@ -237,11 +239,13 @@ pathlib.Path("ready").touch(); time.sleep(120)
 """
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path}"
-        time.sleep(0.02)
+def start_rank(folder: Path, script: str) -> subprocess.Popen:
+    """Start launch/rank.py as the only rank of a run of these lines."""
+    (folder / "script.py").write_text(script)
+    job = Job((str(folder / "script.py"),), str(folder), {}, "logs")
+    command = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ job = Job(("script.py",), {str(tmp_path)!r}, {{}}, "logs")
 print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).run())
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "ready")
+    wait_until((tmp_path / "ready").exists, "no rank")
     process.send_signal(signum)
     out, error = process.communicate(timeout=60)
     assert out == "75\n", error
@@ -275,12 +279,8 @@ print(Supervisor(OneRank("{secrets.token_hex(8)}", dict(os.environ)), job, 3).ru
 
 def test_a_rank_ends_with_its_launcher(tmp_path):
     # Catches: ranks that hold the GPUs of every host after the launching machine was killed.
-    (tmp_path / "script.py").write_text(WAITS)
-    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
-    rank = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_for(tmp_path / "ready")
+    rank = start_rank(tmp_path, WAITS)
+    wait_until((tmp_path / "ready").exists, "no rank")
     rank.stdout.close()  # whoever read it is gone
     rank.stderr.close()
     assert rank.wait(60) == 75
@@ -291,12 +291,8 @@ def test_a_rank_ends_with_its_launcher(tmp_path):
 @pytest.mark.parametrize(("delay_seconds", "signum"), [(0.0, signal.SIGUSR1), (0.1, signal.SIGINT)])
 def test_a_rank_that_has_only_begun_is_interrupted_too(delay_seconds, signum, tmp_path):
     # Catches: "save and end" that kills a rank's program before it listens, and is told as a crash by signal 10.
-    (tmp_path / "script.py").write_text("import time; time.sleep(120)")
-    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, str(ROOT / "launch" / "rank.py"), "--run=x", job.encode()]
-    rank = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    first_lines_are_past(rank.pid)
+    rank = start_rank(tmp_path, "import time; time.sleep(120)")
+    wait_until(lambda: heeds_sigusr1(rank.pid), "launch/rank.py leaves SIGUSR1 as it is", 60)
     time.sleep(delay_seconds)
     rank.send_signal(signum)
     _, error = rank.communicate(timeout=60)
@@ -304,23 +300,16 @@ def test_a_rank_that_has_only_begun_is_interrupted_too(delay_seconds, signum, tm
     assert b'"code": 75' in error
 
 
-def first_lines_are_past(pid: int) -> None:
-    """Wait until a process blocks or catches SIGUSR1."""
-    end = time.monotonic() + 60
-    masks = ("SigBlk", "SigCgt")
-    while not any(
-        int(line.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith(masks)
-    ):
-        assert time.monotonic() < end, "launch/rank.py leaves SIGUSR1 as it is"
-        time.sleep(0.001)
+def heeds_sigusr1(pid: int) -> bool:
+    """Whether a process blocks or catches SIGUSR1."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigCgt"))]
+    return any(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 
 def test_who_has_missed_the_signal_hears_it_again(tmp_path, monkeypatch):
     # Catches: a run that goes on because its ranks had not started when it was told to end.
     monkeypatch.setattr(supervise_module, "_ASK_AGAIN_SECONDS", 0.2)
-    (tmp_path / "script.py").write_text(WAITS)
 
     class Deaf(OneRank):
         tries = 0
@@ -330,24 +319,17 @@ def test_who_has_missed_the_signal_hears_it_again(tmp_path, monkeypatch):
             if self.tries > 1:
                 super().send(pids, signum)
 
-    job = Job((str(tmp_path / "script.py"),), str(tmp_path), {}, "logs")
     launcher = Deaf(secrets.token_hex(8), dict(os.environ))
-    said: list[str] = []
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    supervisor = Supervisor(launcher, job, say=said.append)
 
     def ask() -> None:
-        wait_for(tmp_path / "ready")
+        wait_until((tmp_path / "ready").exists, "no rank")
         os.kill(os.getpid(), signal.SIGUSR1)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    try:
-        assert supervisor.run() == 75, said
-    finally:
-        thread.join()
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+    code, said = supervise(tmp_path, WAITS, launcher=launcher)
+    thread.join()
+    assert code == 75, said
     assert launcher.tries >= 2
     assert len([line for line in said if "asking the ranks" in line]) == 1
 

@@ -15,14 +15,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from project import ROOT
+from project import ROOT, wait_until
 
 SUBNET = "10.77.0"
 """Host number i (from 1) is `nodeI` at `10.77.0.I`, on the interface `eth0` of a network that nothing else reaches."""
@@ -130,7 +129,7 @@ class Host:
         log = self.folder / f"sshd-{self.name}.log"
         log.unlink(missing_ok=True)
         self.sshd = self.popen([_which("sshd"), "-D", "-f", self.folder / "sshd_config", "-E", log])
-        _wait(lambda: log.exists() and "listening" in log.read_text(), f"sshd of {self.name} does not listen")
+        wait_until(lambda: log.exists() and "listening" in log.read_text(), f"sshd of {self.name} does not listen")
 
     def stop_sshd(self) -> None:
         """Refuse further ssh connections; sessions that exist go on."""
@@ -207,10 +206,10 @@ def _namespaces() -> Iterator[int]:
     init = None
     try:
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
-        _wait(lambda: children.read_text().split() != [], "unshare started no process")
+        wait_until(lambda: children.read_text().split() != [], "unshare started no process")
         init = int(children.read_text().split()[0])
         # --mount-proc is the last thing that is done before the program starts.
-        _wait(
+        wait_until(
             lambda: Path(f"/proc/{init}/cmdline").read_bytes().startswith(sys.executable.encode()), "no first process"
         )
         yield init
@@ -249,10 +248,3 @@ def _set_up(host: Host) -> None:
 
 def _which(tool: str) -> str | None:
     return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _wait(condition: Callable[[], bool], message: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{message} after {seconds:g} s"
-        time.sleep(0.02)

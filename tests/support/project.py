@@ -6,10 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def wait_until(condition: Callable[[], object], missing: Callable[[], object] | str, seconds: float = 240) -> None:
+    """Wait until a condition is met; fails with what is missing."""
+    end, pause = time.monotonic() + seconds, 0.01
+    while not condition():
+        assert time.monotonic() < end, f"{missing() if callable(missing) else missing} after {seconds:g} s"
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.2)
 
 
 def write_config(path: Path, stage: int = 1, **blocks: Any) -> Path:

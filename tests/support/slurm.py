@@ -7,7 +7,6 @@ with slurm(tmp_path / "slurm") as cluster:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Host, cluster, missing
+from project import wait_until
 
 _TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "ip": "iproute2"}
 
@@ -70,11 +70,9 @@ class Slurm:
 
     def wait(self, number: str, seconds: float = 300) -> str:
         """Wait until the job has ended for good; gives its state."""
-        end = time.monotonic() + seconds
-        while (state := self.job(number)["JobState"]) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
-            assert time.monotonic() < end, f"job {number} is {state} after {seconds:g} s\n{self.logs()}"
-            time.sleep(0.3)
-        return state
+        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        wait_until(lambda: self.job(number)["JobState"] not in going, self.logs, seconds)
+        return self.job(number)["JobState"]
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -97,11 +95,6 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         hosts[0].popen(["slurmctld", "-D"], stdout=output, stderr=output)
         for host in hosts:
             host.popen(["slurmd", "-D", "-N", host.name], stdout=output, stderr=output)
-        end = time.monotonic() + 90
-        while True:
-            done = hosts[0].run(["sinfo", "--noheader", "--format", "%D %T"], timeout=60)
-            if done.stdout.split() == ["2", "idle"]:
-                break
-            assert time.monotonic() < end, f"the nodes are not idle: {done.stdout}{done.stderr}\n{here.logs()}"
-            time.sleep(0.3)
+        sinfo = ["sinfo", "--noheader", "--format", "%D %T"]
+        wait_until(lambda: hosts[0].run(sinfo, timeout=60).stdout.split() == ["2", "idle"], here.logs, 90)
         yield here
