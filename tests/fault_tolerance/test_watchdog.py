@@ -243,44 +243,30 @@ def test_the_first_rank_waits_for_no_roll_call():
             dog._leave(60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_stall_ends_every_rank(ranks, culprit):
-    # Catches: the others waiting for the one that sleeps; words that do not say where each stands.
-    told = fails(ranks, "sleep", culprit)
-    assert exits(told) == {0: exit_codes.STALLED, 1: exit_codes.STALLED, 2: exit_codes.STALLED}, told
-    assert all(f"rank {rank} (host" in told for rank in range(3))
-    assert "in all_reduce" in told
-    assert "has made no progress for" in told
-    assert "step 3, update" in told
-    assert "in work" in told, "stacks"
+PLACES = [f"rank {rank} (host" for rank in range(3)]
+STALL = [*PLACES, "in all_reduce", "has made no progress for", "step 3, update", "in work"]
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named(ranks):
-    # Catches: a traceback of gloo in place of one line that says who is gone.
-    told = fails(ranks, "kill", 1)
-    assert exits(told) == {0: exit_codes.LOST, 2: exit_codes.LOST}, told
-    assert "rank 1: was killed by SIGKILL" in told
-    assert told.count("train.py: error: rank 1 (host") == 1
-    assert "is lost" in told
-
-
-@pytest.mark.slow
-def test_a_frozen_rank_is_named(ranks):
-    # Catches: a hang where no socket closes: a host that is gone, a stopped process.
-    told = fails(ranks, "stop", 2)
-    assert exits(told) == {0: exit_codes.LOST, 1: exit_codes.LOST}, told
-    assert told.count("train.py: error: rank 2 (host") == 1
-
-
-@pytest.mark.slow
-def test_an_error_of_one_rank_is_named(ranks):
-    # Catches: peers that blame the network, or hang, when one rank meets an error of its own.
-    told = fails(ranks, "raise", 1)
-    assert "ValueError: a bad picture" in told
-    assert told.count("ended with an error: ValueError: a bad picture") == 1, told
-    assert exits(told) == {0: exit_codes.LOST, 2: exit_codes.LOST}, told
+@pytest.mark.parametrize(
+    ("fault", "culprit", "ended", "said", "said_once"),
+    [
+        ("sleep", 0, [0, 1, 2], STALL, []),
+        ("sleep", 1, [0, 1, 2], STALL, []),
+        ("kill", 1, [0, 2], ["rank 1: was killed by SIGKILL", "is lost"], ["train.py: error: rank 1 (host"]),
+        ("stop", 2, [0, 1], ["is lost"], ["train.py: error: rank 2 (host"]),
+        ("raise", 1, [0, 2], ["ValueError: a bad picture"], ["ended with an error: ValueError: a bad picture"]),
+    ],
+)
+def test_a_fault_of_one_rank_ends_every_rank_and_is_named(ranks, fault, culprit, ended, said, said_once):
+    # Catches: the others waiting for one that sleeps, also where no socket closes (a stopped process, a host that is
+    # gone); words that do not say where each stands; a traceback of gloo, or blame of the network, in place of one line
+    # that says who is gone or failed.
+    told = fails(ranks, fault, culprit)
+    code = exit_codes.STALLED if fault == "sleep" else exit_codes.LOST
+    assert exits(told) == dict.fromkeys(ended, code), told
+    assert all(text in told for text in said), told
+    assert all(told.count(text) == 1 for text in said_once), told
 
 
 def test_an_error_of_all_ranks_is_each_ones_own(ranks):
