@@ -126,7 +126,7 @@ def run_rank(job: Job, environ: Mapping[str, str] = os.environ) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=functools.partial(_begin_rank, os.getpid()),
+        preexec_fn=functools.partial(begin_child, os.getpid(), signal.SIGKILL),
     )
     passed: set[int] = set()
 
@@ -221,11 +221,11 @@ def _write(log: BinaryIO | None, data: bytes) -> None:
             log.flush()
 
 
-def _begin_rank(parent: int) -> None:
-    """In the new process: have the kernel kill it when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+def begin_child(parent: int, signum: int) -> None:
+    """In a new process: have the kernel send it a signal when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+        ctypes.CDLL(None).prctl(1, int(signum))
         if os.getppid() != parent:  # killed before the call
             os._exit(128 + signal.SIGKILL)
 

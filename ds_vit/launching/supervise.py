@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -12,16 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import BinaryIO
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.exit_codes import BAD_INPUT, DIVERGED, DRIFTED, INTERRUPTED, OK, UNSAVED
 from ds_vit.fault_tolerance.signals import signal_name
 from ds_vit.launching.launchers import Launcher
-from ds_vit.launching.rank import MARK, Job
+from ds_vit.launching.rank import MARK, Job, begin_child
 
 # A restart would end the same way; after replicas have diverged, a person must choose the checkpoint.
 _FINAL = (OK, BAD_INPUT, DIVERGED, DRIFTED, UNSAVED)
@@ -121,17 +121,18 @@ class Supervisor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C reaches only this process, which asks the ranks to save and end
+                # If this process is killed: mpirun and srun pass SIGUSR1 on, ssh ends, and ranks notice a closed pipe.
+                preexec_fn=functools.partial(begin_child, os.getpid(), signal.SIGUSR1),
             ): command.host
             for command in commands
         }
         outcome = Outcome(0)
-        with guarded(self.launcher, [process.pid for process in processes], job.stop_seconds):
-            try:
-                self._watch(processes, outcome)
-            finally:
-                if any(process.poll() is None for process in processes):
-                    outcome.stopping = False
-                    self._kill(list(processes))
+        try:
+            self._watch(processes, outcome)
+        finally:
+            if any(process.poll() is None for process in processes):
+                outcome.stopping = False
+                self._kill(list(processes))
         outcome.code = exit_code(next((p.returncode for p in processes if p.returncode), 0), outcome)
         return outcome
 
@@ -189,48 +190,6 @@ class Supervisor:
             process.wait()
 
 
-@contextlib.contextmanager
-def guarded(launcher: Launcher, pids: Sequence[int], stop_seconds: float) -> Iterator[None]:
-    """Within the block, a second process asks the ranks to save and end if this process is killed.
-
-    Ranks on other hosts would not notice: ssh outlives this process while its rank is silent.
-    """
-    reading, writing = os.pipe()
-    guard = os.fork()
-    if guard == 0:
-        os.setsid()
-        os.dup2(reading, 0)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # so that a launcher notices that its output is no longer read
-        for signum in _SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
-        with contextlib.suppress(BaseException):
-            if not os.read(0, 1):
-                _end_orphans(launcher, pids, stop_seconds)
-        os._exit(0)
-    os.close(reading)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.write(writing, b".")
-        os.close(writing)
-        os.waitpid(guard, 0)
-
-
-def _end_orphans(launcher: Launcher, pids: Sequence[int], stop_seconds: float) -> None:
-    """Ask the ranks to save and end; kill the rest of the run after `stop_seconds`."""
-    end = time.monotonic() + stop_seconds
-    with contextlib.suppress(Exception):
-        launcher.send(pids, signal.SIGUSR1)
-    while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in pids):
-        time.sleep(0.5)
-    with contextlib.suppress(Exception):
-        launcher.send(pids, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
 class _Lines:
     """Copies a stream line by line, and removes the ranks' reports from it."""
 
@@ -281,7 +240,7 @@ def exit_code(launcher_code: int, outcome: Outcome) -> int:
         return first["code"]
     if any(report["code"] == INTERRUPTED for report in outcome.reports) or launcher_code == INTERRUPTED:
         return INTERRUPTED
-    # Processes without a handler: mpirun, DeepSpeed's launcher, or a Python that is starting.
+    # Processes without a handler: mpirun, ssh, or a Python that is starting.
     if outcome.stopping and not outcome.lost and (outcome.reports or launcher_code):
         return INTERRUPTED
     if first is not None:
