@@ -218,7 +218,7 @@ class Mpi(Launcher):
     """
 
     num_ranks: int = 1
-    mpirun: tuple[str, ...] = ("mpirun",)
+    mpirun: Sequence[str] = ("mpirun",)
     hostfile: Path | None = None
     address: str | None = None
     _folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
@@ -264,7 +264,7 @@ class Slurm(Launcher):
         srun: the command and its options.
     """
 
-    srun: tuple[str, ...] = ("srun",)
+    srun: Sequence[str] = ("srun",)
 
     def commands(self, job: Job) -> list[Command]:
         nodes = self.environ.get("SLURM_JOB_NODELIST")

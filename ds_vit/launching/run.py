@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -28,53 +29,54 @@ from ds_vit.launching.supervise import Supervisor
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `launch/run.py`."""
     parser = argparse.ArgumentParser(prog="run.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    kinds = parser.add_subparsers(dest="launcher", required=True)
+    kinds = parser.add_subparsers(dest="kind", required=True)
 
-    def kind(name: str, text: str) -> argparse.ArgumentParser:
+    def kind(name: str, launcher: type[Launcher], text: str) -> argparse.ArgumentParser:
         added = kinds.add_parser(name, help=text, allow_abbrev=False)
-        add_common_arguments(added)
+        add_common_arguments(added, launcher)
         return added
 
-    local = kind("local", "this machine")
+    local = kind("local", Local, "this machine")
     local.add_argument("--num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
     local.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
-    hostfile = kind("hostfile", "the hosts of a hostfile, over ssh")
+    hostfile = kind("hostfile", Hostfile, "the hosts of a hostfile, over ssh")
     hostfile.add_argument("--hostfile", "-H", type=Path, required=True, help="lines of `name slots=N`")
     for filters in ("--include", "--exclude"):
         hostfile.add_argument(filters, default="", metavar="LIST", help="DeepSpeed's: name@name:0,2")
     hostfile.add_argument("--ssh_port", type=int, metavar="P", help="port of every sshd")
-    mpi = kind("mpi", "mpirun of Open MPI, MPICH or Intel MPI")
+    mpi = kind("mpi", Mpi, "mpirun of Open MPI, MPICH or Intel MPI")
     mpi.add_argument("-np", "-n", dest="num_ranks", type=int, required=True, metavar="N", help="ranks over all hosts")
     mpi.add_argument("--hostfile", type=Path, help="lines of `name slots=N` [this machine, or the scheduler's]")
-    for program, each in (("mpirun", mpi), ("srun", kind("slurm", "srun, inside a job"))):
-        each.add_argument(f"--{program}", default=program, metavar="COMMAND", help="with its own options, in one word")
+    for program, each in (("mpirun", mpi), ("srun", kind("slurm", Slurm, "srun, inside a job"))):
+        text = "with its own options, in one word"
+        each.add_argument(f"--{program}", default=program, type=shlex.split, metavar="COMMAND", help=text)
     for several in (hostfile, mpi):
-        several.add_argument("--master_addr", metavar="A", help="rank 0's address [its host's name]")
+        several.add_argument("--master_addr", dest="address", metavar="A", help="rank 0's address [its host's name]")
     for each in kinds.choices.values():
         each.add_argument("script", help="launch/train.py")
         each.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
     return parser
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every launcher."""
+def add_common_arguments(parser: argparse.ArgumentParser, launcher: type[Launcher]) -> None:
+    """The options of every launcher; those that are its own have the names of its fields."""
+    parser.set_defaults(launcher=launcher)
     add = parser.add_argument
     add("--restarts", type=int, default=0, metavar="N", help="restarts of a failed run [0]")
     add("--backoff", type=float, default=10, metavar="SECONDS", help="before the first restart; doubles [10]")
     add("--grace", type=float, default=30, metavar="SECONDS", help="for the other ranks once one has failed [30]")
     add("--env-file", action="append", default=[], metavar="FILE", help="NAME=VALUE lines for every host")
     add("--logs", metavar="DIR", help="a log a rank [logs/<time>]")
-    add("--master_port", type=int, metavar="P", help="where the ranks meet [a free one]")
+    add("--master_port", dest="port", type=int, metavar="P", help="where the ranks meet [a free one]")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ds-vit launch`: those of `run.py local`, with a command of `ds-vit` instead of a script."""
-    add_common_arguments(parser)
+    add_common_arguments(parser, Local)
     parser.add_argument("-n", "--ranks", dest="num_ranks", type=int, metavar="N", help="ranks [a rank a GPU]")
     parser.add_argument("--include", default="", metavar="LIST", help="GPUs, as DeepSpeed takes them: localhost:0,2")
     parser.add_argument("program", choices=("train", "eval", "bench"), help="what each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its flags")
-    parser.set_defaults(launcher="local")
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -118,11 +120,13 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         raise UserError("--restarts needs --output DIR among the training's flags, to resume from")
     if min(arguments.restarts, arguments.backoff, arguments.grace) < 0:
         raise UserError("--restarts, --backoff and --grace cannot be negative")
-    if getattr(arguments, "master_addr", None):
-        Host(arguments.master_addr, 1)  # raises where it is no host's name
-    if arguments.launcher == "local" and arguments.num_ranks is not None and arguments.num_ranks < 1:
-        raise UserError(f"the number of ranks must be at least 1, not {arguments.num_ranks}")
-    if arguments.launcher == "local" and arguments.include and arguments.num_ranks is not None:
+    options = {field.name for field in fields(arguments.launcher)} - {"run", "environ"}
+    own = {name: value for name, value in vars(arguments).items() if name in options and value is not None}
+    if "address" in own:
+        Host(own["address"], 1)  # raises where it is no host's name
+    if own.get("num_ranks", 1) < 1:
+        raise UserError(f"the number of ranks must be at least 1, not {own['num_ranks']}")
+    if arguments.launcher is Local and arguments.include and "num_ranks" in own:
         raise UserError(f"--include {arguments.include} gives the number of ranks too, one a GPU: leave it out")
     job = Job(
         command=(*_program(arguments), *arguments.arguments),
@@ -130,7 +134,7 @@ def build(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Supervis
         environ=collected(environ, cwd, arguments.env_file),
         logs=arguments.logs or f"logs/{time.strftime('%Y%m%d-%H%M%S')}",
     )
-    launcher = _launcher(arguments, dict(environ))
+    launcher = arguments.launcher(run=secrets.token_hex(8), environ=dict(environ), **own)
     before = int(environ.get("SLURM_RESTART_COUNT", "0")) if isinstance(launcher, Slurm) else 0
     limits = (arguments.restarts, arguments.backoff, arguments.grace)
     supervisor = Supervisor(launcher, job, *limits, before, ends_when_interrupted=isinstance(launcher, Slurm))
@@ -146,19 +150,6 @@ def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
     if not script.is_file():
         raise UserError(f"{script} is not a file; the training script comes after the options, e.g. launch/train.py")
     return (str(script.absolute()),)
-
-
-def _launcher(arguments: argparse.Namespace, environ: dict[str, str]) -> Launcher:
-    run, port = secrets.token_hex(8), arguments.master_port
-    if arguments.launcher == "local":
-        return Local(run, environ, port, arguments.num_ranks, arguments.include)
-    if arguments.launcher == "hostfile":
-        filters = (arguments.include, arguments.exclude)
-        return Hostfile(run, environ, port, arguments.hostfile, *filters, arguments.master_addr, arguments.ssh_port)
-    if arguments.launcher == "mpi":
-        mpirun = tuple(shlex.split(arguments.mpirun))
-        return Mpi(run, environ, port, arguments.num_ranks, mpirun, arguments.hostfile, arguments.master_addr)
-    return Slurm(run, environ, port, tuple(shlex.split(arguments.srun)))
 
 
 def requeue(supervisor: Supervisor, environ: Mapping[str, str]) -> None:
