@@ -1,7 +1,8 @@
-"""What a run over ssh does when a cable is pulled, a rank fails, a port is taken, or its launcher is killed."""
+"""launch/run_hostfile.sh on hosts with an sshd each: a training, words that a shell could touch, and faults."""
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import Host, cluster
 from curves import assert_same_curve, read_rows
-from launches import GLOBAL_BATCH, alone, cifar_folder, explain, training
+from launches import GLOBAL_BATCH, NASTY, alone, cifar_folder, explain, training
 from project import ROOT, wait_until
 
 pytestmark = pytest.mark.slow
@@ -64,6 +65,59 @@ def running(hosts, tmp_path, data) -> Iterator[subprocess.Popen]:
 
 def ranks_of(host: Host) -> list[str]:
     return [line for line in host.processes() if "train.py" in line or "script.py" in line]
+
+
+def test_two_hosts_train_like_one_process(hosts, ranks, data, tmp_path):
+    # Catches: ranks that do not meet, a stage that trains alone, an output folder's name cut by a shell.
+    output = tmp_path / NASTY
+    layout = ["--pp", "2", "--grad-accum-steps", "2", "--batch-size", str(GLOBAL_BATCH // 2), "--output", str(output)]
+    done = hosts[0].run([*command(tmp_path), str(ROOT / "launch" / "train.py"), *training(data), *layout], cwd=tmp_path)
+    assert done.returncode == 0, explain(done, output)
+    used = json.loads((output / "summary.json").read_text())["layout"]
+    assert (used["pp"], used["dp"]) == (2, 1)
+    assert_same_curve(alone(ranks, data), read_rows(output), rtol=1e-5)
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["rank-0000.node1.log", "rank-0001.node2.log"]
+    assert "INFO" not in done.stdout
+    assert not (tmp_path / "pwned").exists()
+
+
+# What a rank on its host would see: arguments, folder and variables as they arrived.
+SHOW = """
+import json, os, socket, sys
+place = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "argv": sys.argv[1:], "cwd": os.getcwd()}
+names = [name for name in os.environ if name.startswith(("DS_TEST", "NCCL_", "CUDA_"))]
+place["environ"] = {name: os.environ[name] for name in names}
+print("SHOW" + json.dumps(place), flush=True)
+"""
+
+
+def test_whatever_is_written_arrives_as_it_is(hosts, tmp_path):
+    # Catches: a word, a folder or a variable that a shell between two hosts splits, expands or runs; a filter that is
+    # not passed on; a master address on a host that takes no part.
+    folder = tmp_path / NASTY
+    folder.mkdir()
+    words = ["two words", "it's", 'a "b"', "$HOME", "$(touch pwned)", "`touch pwned`"]
+    words += ["; touch pwned", "\\", "", "a\nb", "ü"]
+    value = """it's "$(touch pwned)" `touch pwned`; touch pwned \\ $HOME ü"""
+    (folder / ".deepspeed_env").write_text(f"# a comment\n\nDS_TEST_HERE={value}\n")
+    (folder / "more.env").write_text(f"NCCL_IB_HCA==mlx5_0:1,mlx5_1:1\nDS_TEST_FILE={value}\n")
+    (folder / "hosts").write_text("node1 slots=2\nnode2 slots=3\n")
+    script = folder / 'it\'s; a "script" $(touch pwned).py'
+    script.write_text(SHOW)
+    options = ["--env-file", "more.env", "--include", "node2:0,2"]
+    environ = {"DS_TEST_SHELL": value, "DS_TEST_FILE": "loses against the file"}
+    done = hosts[0].run([*command(folder, *options), str(script), *words], cwd=folder, environ=environ)
+    assert done.returncode == 0, explain(done, folder / "logs")
+    assert not [*Path("/").glob("pwned*"), *folder.rglob("pwned*")]
+    logs = [log.read_text() for log in sorted((folder / "logs").glob("rank-*.log"))]
+    places = [json.loads(line[4:]) for log in logs for line in log.splitlines() if line.startswith("SHOW")]
+    assert [(place["host"], place["rank"]) for place in places] == [("node2", 0), ("node2", 1)]
+    for place in places:
+        assert place["argv"] == words
+        assert place["cwd"] == str(folder)
+        assert place["environ"].pop("NCCL_IB_HCA") == "=mlx5_0:1,mlx5_1:1"
+        assert place["environ"].pop("CUDA_VISIBLE_DEVICES") == "0,2"
+        assert place["environ"] == dict.fromkeys(("DS_TEST_HERE", "DS_TEST_SHELL", "DS_TEST_FILE"), value)
 
 
 def test_a_pulled_cable_ends_the_run_and_another_goes_on(hosts, running, ranks, data, tmp_path):
