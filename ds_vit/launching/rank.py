@@ -223,6 +223,7 @@ def _write(log: BinaryIO | None, data: bytes) -> None:
 
 def begin_child(parent: int, signum: int) -> None:
     """In a new process: have the kernel send it a signal when its parent is killed (prctl's PR_SET_PDEATHSIG, 1)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's background job ignores it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signum))
