@@ -202,7 +202,7 @@ def _decode_and_augment(
     def box(sample: _Sample) -> Box:
         image = opened(sample)
         drawn = transform.drawn if isinstance(transform, CuttingTransform) else transform
-        if not isinstance(drawn, TrainTransform) or not isinstance(drawn.steps[0], RandomResizedCrop):
+        if not isinstance(drawn, TrainTransform) or not isinstance(drawn.crop, RandomResizedCrop):
             return 0, 0, image.height, image.width
         return drawn.draw(sample.key, (image.height, image.width))[0][0]
 

@@ -135,7 +135,7 @@ def test_augmentation_of_a_file_is_that_of_its_image(augment):
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
 def test_colours_are_pillows(name):
     """Would catch another grey, mean or rounding."""
-    kind = ["brightness", "contrast", "saturation"].index(name)
+    kind = colours.COLOURS[["brightness", "contrast", "saturation"].index(name)]
     rng = np.random.default_rng(4)
     for number in range(60):
         size = [(13, 17), (70, 65)][number % 2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,8 +32,9 @@ from torchvision import transforms
 
 from ds_vit import randomness
 from ds_vit.data import AugmentConfig, ImageConfig, MicroBatch, finish_images
+from ds_vit.data.augment.colours import as_image
 from ds_vit.data.augment.draws import seeded, shielded, uniform
-from ds_vit.data.augment.steps import ColorJitter, GaussianBlur, Maybe, Operation, Policy, RandomResizedCrop, step_of
+from ds_vit.data.augment.steps import Operation, RandomResizedCrop, apply, draw, recording
 from ds_vit.data.augment.transforms import eval_transform, train_transform
 
 
@@ -60,24 +62,31 @@ PAIRS = {  # name of the draw, a transform of timm or torchvision
 }
 
 
+def _policy(name: str, magnitude: int) -> AutoAugment:
+    return recording(AutoAugment([[AugmentOp(name, prob=1.0, magnitude=magnitude)]]))
+
+
 @pytest.mark.parametrize("case", PAIRS)
 def test_a_step_makes_timms_pixels_from_the_same_stream(case):
     """Would catch any draw, argument or order that differs from timm's: 60 images equal to the last bit."""
     name, make = PAIRS[case]
-    step, original = step_of(make()), make()
+    transform, original = recording(make()), make()
+    crop = RandomResizedCrop(transform)
     changed = 0
     for number in range(60):
         image, key = smooth_photo(seed=number % 7), randomness.mix(number)
-        drawn = step.draw(key, (image.height, image.width))
         with seeded(key, name):
             try:
                 expected = original(image)
             except ValueError as error:  # Pillow 13 refuses the posterisation to no bits that timm asks for
                 assert "bits must be" in str(error)  # noqa: PT017 - the loop goes on
                 continue
-        result = image if drawn is None else step.apply(image, drawn)
+        if name == "crop":
+            result = crop.apply(image, crop.draw(key, (image.height, image.width)))
+        else:
+            result = as_image(apply(image, draw(transform, key)))
         assert result.size == expected.size
-        assert np.array_equal(np.asarray(result), np.asarray(expected)), (number, drawn)
+        assert np.array_equal(np.asarray(result), np.asarray(expected)), number
         changed += np.asarray(result).tobytes() != np.asarray(image).tobytes()
     assert changed >= 25
 
@@ -85,22 +94,23 @@ def test_a_step_makes_timms_pixels_from_the_same_stream(case):
 def test_arithmetic_in_place_of_pillows_tables_is_pillows():
     """Would catch a threshold (256 is above every pixel) or mask that is one off, and Pillow 13's error at 0 bits."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (13, 17, 3), dtype=np.uint8))
-    cases = {"PosterizeOriginal": range(1, 9), "PosterizeIncreasing": range(1, 9), "Solarize": (0, 1, 77, 255, 256)}
-    for name, value in [(name, value) for name, values in cases.items() for value in values]:
-        found, expected = Operation(name, (value,), {}).apply(image), NAME_TO_OP[name](image, value)
-        assert np.array_equal(np.asarray(found), np.asarray(expected)), (name, value)
-    (drawn,) = Policy(AutoAugment([[AugmentOp("PosterizeIncreasing", prob=1.0, magnitude=10)]])).draw(1, (40, 52))
-    assert drawn.arguments == (0,)
+
+    def pixels(name: str, value: int) -> np.ndarray:
+        return np.asarray(as_image(apply(image, [Operation(name, (value,))])))
+
+    for name, values in {"Posterize": range(1, 9), "Solarize": (0, 1, 77, 255, 256)}.items():
+        for value in values:
+            assert np.array_equal(pixels(name, value), np.asarray(NAME_TO_OP[name](image, value))), (name, value)
+    (drawn,) = draw(_policy("PosterizeIncreasing", 10), 1)
+    assert drawn[:2] == ("Posterize", (0,))
     for bits in (0, -2):  # -2: of rand-m15-mmax15-inc1
-        assert not np.asarray(Operation("PosterizeIncreasing", (bits,), {}).apply(image)).any()
+        assert not pixels("Posterize", bits).any()
 
 
 @pytest.mark.parametrize(
-    "step",
-    [ColorJitter(transforms.ColorJitter(0.4, 0.4, 0.4, 0.1)), GaussianBlur(transforms.GaussianBlur(5))],
-    ids=["jitter", "blur"],
+    "transform", [transforms.ColorJitter(0.4, 0.4, 0.4, 0.1), transforms.GaussianBlur(5)], ids=["jitter", "blur"]
 )
-def test_torchvisions_draws_ask_torch_alone(step):
+def test_torchvisions_draws_ask_torch_alone(transform):
     """Would catch a torchvision that draws from `random` or NumPy, which these steps do not seed."""
     drawn = []
     for seed in (1, 2):
@@ -108,7 +118,7 @@ def test_torchvisions_draws_ask_torch_alone(step):
             random.seed(seed)
             np.random.seed(seed)
             before = _generator_states()[:3]
-            drawn.append([step.draw(randomness.mix(number), (40, 52)) for number in range(20)])
+            drawn.append([draw(transform, randomness.mix(number)) for number in range(20)])
             assert _generator_states()[:3] == before
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
@@ -117,14 +127,14 @@ def test_torchvisions_draws_ask_torch_alone(step):
 @pytest.mark.parametrize("name", NAME_TO_OP)
 def test_applying_an_operation_draws_nothing(name):
     """Would catch an operation of timm, present or future, whose application reads a process's generator."""
-    step = Policy(AutoAugment([[AugmentOp(name, prob=1.0, magnitude=7)]]))
-    drawn = [step.draw(randomness.mix(number), (40, 52)) for number in range(20)]
+    policy = _policy(name, 7)
+    drawn = [draw(policy, randomness.mix(number)) for number in range(20)]
     before = _generator_states()
-    first = [np.asarray(step.apply(smooth_photo(), operations)).tobytes() for operations in drawn]
+    first = [np.asarray(as_image(apply(smooth_photo(), operations))).tobytes() for operations in drawn]
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
-    assert [np.asarray(step.apply(smooth_photo(), operations)).tobytes() for operations in drawn] == first
+    assert [np.asarray(as_image(apply(smooth_photo(), operations))).tobytes() for operations in drawn] == first
     random.setstate(before[0])
     resamples = {o.keywords.get("resample") for operations in drawn for o in operations}
     assert all(resample is None or isinstance(resample, int) for resample in resamples)  # decided at draw time
@@ -133,8 +143,8 @@ def test_applying_an_operation_draws_nothing(name):
 def test_random_interpolation_of_a_policy_is_drawn_evenly():
     """Would catch geometric operations that always use one of timm's two interpolations."""
     hparams = {k: v for k, v in HPARAMS.items() if k != "interpolation"}
-    step = Policy(rand_augment_transform("rand-p1-n1", hparams))
-    resamples = [step.draw(randomness.mix(number), (40, 52))[0].keywords["resample"] for number in range(1000)]
+    policy = recording(rand_augment_transform("rand-p1-n1", hparams))
+    resamples = [draw(policy, randomness.mix(number))[0].keywords["resample"] for number in range(1000)]
     assert set(resamples) == {Image.Resampling.BILINEAR, Image.Resampling.BICUBIC}
     assert stats.binomtest(resamples.count(Image.Resampling.BICUBIC), 1000, 0.5).pvalue > 1e-3
 
@@ -228,10 +238,9 @@ def test_the_comparison_of_distributions_can_fail(right, wrong):
 def test_what_a_geometric_operation_uncovers_is_the_mean_colour():
     """Would catch --mean that does not reach the policy's fill colour."""
     image = ImageConfig(img_size=(24, 24), mean=(0.2, 0.4, 0.8))
-    rotate = train_transform(image, AugmentConfig(aa="rand-m9", hflip=0.0)).steps[-1]
-    fills = {
-        o.keywords["fillcolor"] for number in range(50) for o in rotate.draw(randomness.mix(number), (24, 24)) or ()
-    }
+    transform = train_transform(image, AugmentConfig(aa="rand-m9", hflip=0.0))
+    drawn = [transform.draw(randomness.mix(number), (24, 24)) for number in range(50)]
+    fills = {operation.keywords["fillcolor"] for _, operations in drawn for operation in operations}
     assert fills == {(51, 102, 204)}
 
 
@@ -268,7 +277,8 @@ def test_a_step_draws_the_same_whatever_stands_beside_it():
 def test_a_transform_with_nothing_to_draw_has_no_steps():
     """Would catch coins thrown for probability 0, and colour steps of factor 0, which cost time on every image."""
     transform = train_transform(IMAGE, AugmentConfig(hflip=0.0, color_jitter=0.0))
-    assert [type(step) for step in transform.steps] == [RandomResizedCrop]
+    assert isinstance(transform.crop, RandomResizedCrop)
+    assert not transform.transforms
 
 
 def test_blur_needs_room():
@@ -281,35 +291,29 @@ def test_blur_needs_room():
 # Without randomness
 
 
-def _finished(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
-    keys = torch.zeros(1, dtype=torch.int64)
-    batch = MicroBatch(keys, keys, pixels[None], None, torch.ones(1, dtype=torch.bool), None, None, 1)
-    return finish_images(batch, image, device="cpu")[0]
-
-
-@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_no_aug_is_timms_transform_to_the_last_bit(size, interpolation):
-    """Would catch any difference of the unaugmented path from timm's ToTensor and Normalize."""
-    image = ImageConfig(size, (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), interpolation)
-    timms = create_transform(
-        (3, *size), is_training=True, no_aug=True, mean=image.mean, std=image.std, interpolation=interpolation
-    )
-    ours = train_transform(image, AugmentConfig(no_aug=True))(smooth_photo(), key=3)
-    assert ours.dtype == torch.uint8
-    assert torch.equal(_finished(ours, image), timms(smooth_photo()))
-
-
-@pytest.mark.parametrize("crop_mode", [None, "center", "squash", "border"])
-@pytest.mark.parametrize("crop_pct", [None, 0.7])
 @pytest.mark.parametrize("size", [(24, 24), (24, 40)])
-def test_evaluation_is_timms_transform_to_the_last_bit(crop_mode, crop_pct, size):
-    """Would catch a flag of evaluation that does not reach timm."""
-    image = ImageConfig(size, (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", crop_pct, crop_mode)
-    timms = create_transform(
-        (3, *size), mean=image.mean, std=image.std, interpolation="bicubic", crop_pct=crop_pct, crop_mode=crop_mode
-    )
-    assert torch.equal(_finished(eval_transform(image)(smooth_photo(), key=0), image), timms(smooth_photo()))
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(
+    ("crop_pct", "crop_mode"), [(None, "no_aug"), (None, None), (0.7, None), (0.7, "center"), (None, "squash"),
+                                (0.7, "squash"), (None, "border"), (0.7, "border")]
+)  # fmt: skip
+def test_without_randomness_pixels_are_timms_to_the_last_bit(size, interpolation, crop_pct, crop_mode):
+    """Would catch a flag of evaluation that does not reach timm, and another rounding than ToTensor and Normalize."""
+    image = ImageConfig(size, (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), interpolation)
+    options = {"mean": image.mean, "std": image.std, "interpolation": interpolation}
+    if crop_mode == "no_aug":
+        ours, options = (
+            train_transform(image, AugmentConfig(no_aug=True)),
+            options | {"is_training": True, "no_aug": True},
+        )
+    else:
+        ours = eval_transform(replace(image, crop_pct=crop_pct, crop_mode=crop_mode))
+        options |= {"crop_pct": crop_pct, "crop_mode": crop_mode}
+    pixels, keys = ours(smooth_photo(), key=3), torch.zeros(1, dtype=torch.int64)
+    assert pixels.dtype == torch.uint8
+    batch = MicroBatch(keys, keys, pixels[None], None, torch.ones(1, dtype=torch.bool), None, None, 1)
+    expected = create_transform((3, *size), **options)(smooth_photo())
+    assert torch.equal(finish_images(batch, image, device="cpu")[0], expected)
 
 
 # Lending keys to libraries
@@ -341,5 +345,5 @@ def test_coins_are_uniform_and_fall_with_their_probability():
     assert stats.kstest(first, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.06
     for probability in (0.0, 0.1, 1.0):
-        coin = Maybe("hflip", probability, lambda image: image)
-        assert [coin.draw(key, (1, 1)) is not None for key in keys] == (first < probability).tolist()
+        coin = transforms.RandomHorizontalFlip(probability)
+        assert [bool(draw(coin, key)) for key in keys] == (first < probability).tolist()

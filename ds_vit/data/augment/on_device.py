@@ -1,6 +1,6 @@
 """--augment-on device: a loader's worker draws and crops; resize and all operations are done on the device in batches.
 
-The worker draws by the very steps that a CPU would apply (steps.py), cuts the crop's box out of the decoded image and
+The worker draws the operations that a CPU would apply (steps.py), cuts the crop's box out of the decoded image and
 does nothing else. Under --decode fast it passes a JPEG file on as it is, to be decoded on the device.
 
 On the device, images are float32 [n, 3, H, W] of whole numbers from 0 to 255, so that Pillow's rounding after each
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,17 +24,7 @@ from torch.nn.functional import interpolate, pad
 from torchvision.transforms.v2 import functional as F
 
 from ds_vit.config.augmentation import AugmentConfig
-from ds_vit.data.augment.steps import (
-    ColorJitter,
-    GaussianBlur,
-    Maybe,
-    MaybeStep,
-    Operation,
-    Policy,
-    RandomResizedCrop,
-    Size,
-    Step,
-)
+from ds_vit.data.augment.steps import Operation, RandomResizedCrop, Size
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train_transform
 from ds_vit.data.decode import Box, Jpeg
 from ds_vit.data.decode_on_device import File, decode_on
@@ -44,7 +34,6 @@ from ds_vit.fault_tolerance.errors import UserError
 FILTERS = ("bilinear", "bicubic", "random")
 """The resize filters that torch has with Pillow's antialiasing."""
 
-_JITTER = ("Brightness", "Contrast", "Color", "Hue")
 _GREY = (19595.0, 38470.0, 7471.0)  # over 2^16: Pillow's conversion to "L"
 _KERNEL = 23  # of timm's GaussianBlur
 _MOST_REACH = 5  # pixels of a box filter: of a deviation up to 5.4; timm's policies draw 2.0 at most
@@ -109,7 +98,7 @@ class CuttingTransform:
             if wrong:
                 raise UserError(f"--augment-on device does not support {flag}; {way_out}, or augment on the cpu")
         assert isinstance(transform, TrainTransform)
-        assert isinstance(transform.steps[0], RandomResizedCrop), transform.steps
+        assert isinstance(transform.crop, RandomResizedCrop), transform.crop
         self.drawn = transform
         self._passes_files = augment.decode == "fast"
 
@@ -125,11 +114,7 @@ class CuttingTransform:
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> Cut:
         """A pure function of the image and the sample's key."""
-        (box, interpolation), *drawn = self.drawn.draw(key, (image.height, image.width))
-        operations: list[Operation] = []
-        for step, parameters in zip(self.drawn.steps[1:], drawn, strict=True):
-            if parameters is not None:
-                operations += _operations(step, parameters)
+        (box, interpolation), operations = self.drawn.draw(key, (image.height, image.width))
         data, file = self.bytes_of(image, box)
         return Cut(data, Crop(data.size, box, interpolation.value, operations, file))
 
@@ -142,20 +127,6 @@ def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfo
     """
     transform = train_transform(image, augment)
     return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
-
-
-def _operations(step: Step, parameters: Any) -> list[Operation]:
-    """What `step.apply(image, parameters)` does, by name."""
-    if isinstance(step, Policy):
-        return parameters
-    if isinstance(step, MaybeStep):
-        return _operations(step.step, parameters)
-    if isinstance(step, Maybe):
-        return [Operation(step.name, (), {})]
-    if isinstance(step, ColorJitter):
-        return [Operation(_JITTER[kind], (factor,), {}) for kind, factor in parameters]
-    assert isinstance(step, GaussianBlur), f"{step!r} has no counterpart on the device"
-    return [Operation("KernelBlur", (parameters,), {})]
 
 
 def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor) -> Crops:
@@ -187,7 +158,7 @@ def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
     all_rows = torch.tensor([row for _, rows in groups for row in rows]).to(device, non_blocking=True).split(counts)
     all_arguments = torch.tensor(arguments, dtype=torch.float64).to(device, non_blocking=True).split(counts)
     for (name, _), rows, a in zip(groups, all_rows, all_arguments, strict=True):
-        images[rows] = OPERATIONS[device_name(name)](images[rows], a)
+        images[rows] = OPERATIONS[name](images[rows], a)
     return images
 
 
@@ -364,7 +335,6 @@ def _box_blur(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "hflip": lambda images, a: images.flip(3),
     "vflip": lambda images, a: images.flip(2),
-    "grayscale": lambda images, a: _grey(images).expand_as(images),
     "AutoContrast": lambda images, a: F.autocontrast(images.to(torch.uint8)).float(),
     "Equalize": lambda images, a: F.equalize(images.to(torch.uint8)).float(),
     "Invert": lambda images, a: 255.0 - images,
@@ -374,7 +344,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Brightness": lambda images, a: _blend(images, 0.0, a[:, 0]),
     "Contrast": _contrast,
     "Color": lambda images, a: _blend(images, _grey(images), a[:, 0]),
-    "Desaturate": lambda images, a: _blend(images, _grey(images), (1.0 - a[:, 0]).clamp(0.0, 1.0)),
     "Hue": lambda images, a: _hue(images, a).float(),
     "Sharpness": _sharpness,
     "Rotate": _rotate,
@@ -387,10 +356,4 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "GaussianBlur": _box_blur,
     "KernelBlur": _kernel_blur,
 }
-"""By timm's names (`device_name`), and those of torchvision's flips, grey and blur."""
-
-
-def device_name(name: str) -> str:
-    """The key in `OPERATIONS` of timm's name: names that differ only in how their argument is drawn are one."""
-    plain = name.removesuffix("Increasing")
-    return {"PosterizeOriginal": "Posterize", "GaussianBlurRand": "GaussianBlur"}.get(plain, plain)
+"""By the names of `Operation`, except AugMix."""

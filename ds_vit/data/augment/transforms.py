@@ -1,7 +1,7 @@
 """From a decoded image to the uint8 pixels of a batch: the training and evaluation transforms.
 
-timm's factory decides what the flags mean; each transform that it returns is adapted to a step with a draw and an
-application (steps.py). Normalisation, erasing and mixing follow on the batch (device.py).
+timm's factory decides what the flags mean; steps.py splits the transforms that it returns into draws and operations.
+Normalisation, erasing and mixing follow on the batch (device.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchvision import transforms
 
 from ds_vit.config.augmentation import AugmentConfig
 from ds_vit.data.augment.colours import as_pixels
-from ds_vit.data.augment.steps import Size, Step, WholeTransform, step_of
+from ds_vit.data.augment.steps import KeepRatioCrop, Operation, RandomResizedCrop, Size, apply, draw, recording
 from ds_vit.data.decode import Jpeg
 from ds_vit.data.settings import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
@@ -28,24 +28,24 @@ _NAMED_AS_IN_TIMM = ["scale", "ratio", "hflip", "vflip", "color_jitter_prob", "g
 class TrainTransform:
     """The random steps of training, in timm's order, ending in uint8 [3, H, W].
 
-    The first step brings every image to `img_size`, which the others receive.
+    Args:
+        crop: the first step, which brings every image to the model's size.
+        transforms_: timm's for the others.
     """
 
-    def __init__(self, steps: Sequence[Step], img_size: Size) -> None:
-        self.steps = tuple(steps)
-        self._img_size = img_size
+    def __init__(self, crop: RandomResizedCrop | KeepRatioCrop, transforms_: Sequence[Any]) -> None:
+        self.crop = crop
+        self.transforms = [recording(transform) for transform in transforms_]
 
-    def draw(self, key: int, size: Size) -> list[Any]:
-        """The parameters of every step, for the sample `key` and a decoded image of `size` (height, width)."""
-        return [step.draw(key, size if number == 0 else self._img_size) for number, step in enumerate(self.steps)]
+    def draw(self, key: int, size: Size) -> tuple[Any, list[Operation]]:
+        """The crop's parameters and the operations, for the sample `key` and a decoded image of `size`."""
+        operations = [operation for transform in self.transforms for operation in draw(transform, key)]
+        return self.crop.draw(key, size), operations
 
     def __call__(self, image: Image.Image | Jpeg, key: int) -> torch.Tensor:
         """The augmented pixels of an RGB image, uint8 [3, H, W]: a pure function of the image and the sample's key."""
-        found: Any = image
-        for step, drawn in zip(self.steps, self.draw(key, (image.height, image.width)), strict=True):
-            if drawn is not None:
-                found = step.apply(found, drawn)
-        return as_pixels(found)
+        crop, operations = self.draw(key, (image.height, image.width))
+        return as_pixels(apply(self.crop.apply(image, crop), operations))
 
 
 class FixedTransform:
@@ -86,15 +86,13 @@ def train_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfor
         **{name: getattr(augment, name) for name in _NAMED_AS_IN_TIMM},
     )
     assert [type(t) for t in final.transforms] == [MaybePILToTensor], final
-    pending: list[Any] = [*primary.transforms, *secondary.transforms]
-    steps: list[Step] = []
-    if isinstance(pending[0], ResizeKeepRatio):  # the modes rkrc and rkrr: a resize, then a crop or pad
-        steps.append(WholeTransform("crop", pending.pop(0), pending.pop(0)))
-    for transform in pending:
-        if augment.gaussian_blur_prob and isinstance(transform, transforms.RandomApply):
-            _require_room_for_blur(transform.transforms[0], image.img_size)
-        steps.append(step_of(transform))
-    return TrainTransform(steps, image.img_size)
+    others: list[Any] = [*primary.transforms, *secondary.transforms]
+    first = others.pop(0)
+    # The modes rkrc and rkrr begin with two transforms: a resize, then a crop or pad.
+    crop = KeepRatioCrop(first, others.pop(0)) if isinstance(first, ResizeKeepRatio) else RandomResizedCrop(first)
+    if augment.gaussian_blur_prob:
+        _require_room_for_blur(others, image.img_size)
+    return TrainTransform(crop, others)
 
 
 def eval_transform(image: ImageConfig) -> FixedTransform:
@@ -111,8 +109,9 @@ def eval_transform(image: ImageConfig) -> FixedTransform:
     )
 
 
-def _require_room_for_blur(transform: Any, img_size: Size) -> None:
-    if isinstance(transform, transforms.GaussianBlur) and min(img_size) <= max(transform.kernel_size) // 2:
-        kernel = max(transform.kernel_size)
-        needed = f"needs images of at least {kernel // 2 + 1} pixels, not {img_size[0]}x{img_size[1]}"
-        raise UserError(f"--gaussian-blur-prob: timm's blur has a kernel of {kernel} pixels and {needed}")
+def _require_room_for_blur(transforms_: Sequence[Any], img_size: Size) -> None:
+    for transform in transforms_:
+        inner = transform.transforms[0] if isinstance(transform, transforms.RandomApply) else None
+        if isinstance(inner, transforms.GaussianBlur) and min(img_size) <= (kernel := max(inner.kernel_size)) // 2:
+            needed = f"needs images of at least {kernel // 2 + 1} pixels, not {img_size[0]}x{img_size[1]}"
+            raise UserError(f"--gaussian-blur-prob: timm's blur has a kernel of {kernel} pixels and {needed}")
