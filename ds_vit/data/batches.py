@@ -100,47 +100,58 @@ class Reader:
         self.skips = self.on_bad_image == "skip"
         self.cuts = isinstance(self.transform, CuttingTransform)
 
-    def read(
-        self, indices: Sequence[int], keys: Sequence[int], valid: Sequence[bool] | np.ndarray, replace: bool
-    ) -> tuple[torch.Tensor | Crops | None, torch.Tensor | None, dict[int, str]]:
-        """Read the valid rows.
+    def read(self, indices: np.ndarray, keys: np.ndarray, num_rows: int, valid: np.ndarray | None = None) -> MicroBatch:
+        """Read a micro-batch, without erasing and mixing.
 
         Args:
-            indices, keys, valid: [R] each.
-            replace: take another sample for an image that cannot be decoded (when such ones are skipped at all).
-
-        Returns:
-            images uint8 [R, 3, H, W], Crops or None, targets or None, and, of rows whose own image was bad, the reason.
+            indices, keys: int64 [R] each.
+            num_rows: B.
+            valid: of an evaluation's rows, bool [R]; one whose image is skipped is not valid either. In training None:
+                every row is valid, and another sample takes the place of one that is skipped.
         """
         cuts: list[Cut] = []
-        images = targets = None
+        images: torch.Tensor | Crops | None = None
+        targets: torch.Tensor | None = None
+        is_valid = np.ones(len(indices), dtype=bool) if valid is None else valid.copy()
         if self.load_images and not self.cuts:
             images = self._zeros((len(indices), 3, *self.img_size))
         if self.load_targets and self.source.multi_label:
             targets = torch.zeros((len(indices), self.source.num_classes), dtype=torch.float32)
         elif self.load_targets:
             targets = torch.zeros(len(indices), dtype=torch.int64)
-        bad: dict[int, str] = {}
-        for row, (index, key, is_valid) in enumerate(zip(indices, keys, valid, strict=True)):
-            if not is_valid:
+        skipped: list[tuple[int, str]] = []
+        for row, (index, key) in enumerate(zip(indices.tolist(), keys.tolist(), strict=True)):
+            if not is_valid[row]:
                 continue
             if self.reading is not None:
                 self.reading[get_worker_info().id] = index
             # Which sample replaces a bad image decides the target too, so that skipping always decodes.
             read_index: int | None = index
             if self.load_images or self.skips:
-                pixels, read_index, reason = self._image(index, key, replace)
-                if read_index != index:
-                    bad[row] = reason
+                pixels, read_index, reason = self._image(index, key, replace=valid is None)
+                if read_index != index and row < num_rows:
+                    skipped.append((index, reason))
                 if isinstance(pixels, Cut):
                     cuts.append(pixels)
-                elif images is not None and pixels is not None:
+                elif isinstance(images, torch.Tensor) and pixels is not None:
                     images[row] = pixels
-            if targets is not None and read_index is not None:
+            if read_index is None:
+                is_valid[row] = False
+            elif targets is not None:
                 targets[row] = torch.as_tensor(self.source.target(read_index))
         if self.load_images and self.cuts:  # of training, where every row is valid
-            return packed(cuts, self.img_size, _zeros((sum(cut.data.size for cut in cuts),))), targets, bad
-        return images, targets, bad
+            images = packed(cuts, self.img_size, _zeros((sum(cut.data.size for cut in cuts),)))
+        return MicroBatch(
+            keys=torch.from_numpy(keys),
+            indices=torch.from_numpy(indices),
+            images=images,
+            targets=targets,
+            valid=torch.from_numpy(is_valid),
+            erase=None,
+            mix=None,
+            num_rows=num_rows,
+            skipped=skipped,
+        )
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         worker = get_worker_info()
@@ -257,22 +268,13 @@ class TrainBatches(Batches):
         partners = [own.start - 1] * (own.start % 2) + [own.stop] * (own.stop % 2)
         rows = [*own, *(partners if mixes else ())]
         indices, keys = self._order.rows(step, rows)
-        valid = np.ones(len(rows), dtype=bool)
-        images, targets, bad = self.reader.read(indices.tolist(), keys.tolist(), valid, replace=True)
-        erase = None
+        batch = self.reader.read(indices, keys, len(own))
         if self._boxes is not None:
-            erase = torch.from_numpy(np.stack([self._boxes.draw(key, self.reader.img_size) for key in keys.tolist()]))
-        return MicroBatch(
-            keys=torch.from_numpy(keys),
-            indices=torch.from_numpy(indices),
-            images=images,
-            targets=targets,
-            valid=torch.from_numpy(valid),
-            erase=erase,
-            mix=self._draw_mix(rows, len(own), keys.tolist(), mixes) if self._mix.active else None,
-            num_rows=len(own),
-            skipped=[(int(indices[row]), reason) for row, reason in bad.items() if row < len(own)],
-        )
+            boxes = np.stack([self._boxes.draw(key, self.reader.img_size) for key in keys.tolist()])
+            batch = batch._replace(erase=torch.from_numpy(boxes))
+        if self._mix.active:
+            batch = batch._replace(mix=self._draw_mix(rows, len(own), keys.tolist(), mixes))
+        return batch
 
     def _draw_mix(self, rows: list[int], num_rows: int, keys: list[int], mixes: bool) -> PairMix:
         if not mixes:  # after --mixup-off-epoch
@@ -299,16 +301,4 @@ class EvalBatches(Batches):
     def load(self, number: int) -> MicroBatch:
         num_samples = len(self.reader.source)
         indices, valid = evaluation_rows(num_samples, self._batch, self._dp_rank, self._dp_size, number)
-        keys = evaluation_keys(indices)
-        images, targets, bad = self.reader.read(indices.tolist(), keys.tolist(), valid, replace=False)
-        return MicroBatch(
-            keys=torch.from_numpy(keys),
-            indices=torch.from_numpy(indices),
-            images=images,
-            targets=targets,
-            valid=torch.from_numpy(valid & ~np.isin(np.arange(len(valid)), list(bad))),
-            erase=None,
-            mix=None,
-            num_rows=self._batch,
-            skipped=[(int(indices[row]), reason) for row, reason in bad.items()],
-        )
+        return self.reader.read(indices, evaluation_keys(indices), self._batch, valid)
