@@ -168,8 +168,11 @@ def _without_nan(value: Any) -> Any:
 def written_whole(path: Path) -> Iterator[Path]:
     """Another name to write to, beside the file; at the end of the block it takes the file's place, in one piece."""
     partial = path.with_name(f".{path.name}.partial")
-    yield partial
-    partial.replace(path)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, contents: Mapping[str, Any] | Sequence[Any]) -> None:

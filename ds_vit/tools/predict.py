@@ -34,6 +34,7 @@ from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.monitoring.metrics import make_console
+from ds_vit.run_folder import written_whole
 from ds_vit.weights.files import add_weights_arguments, find_weights
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 
@@ -372,18 +373,13 @@ def _opened(output: str | None, **how: Any) -> Iterator[Any]:
     if output is None:
         yield sys.stdout
         return
-    path = Path(output)
-    partial_path = path.with_name(f".{path.name}.partial")
-    try:
-        file = partial_path.open(**how)
-    except OSError as error:
-        raise UserError(f"--output {output}: {error.strerror}") from None
-    try:
+    with written_whole(Path(output)) as partial:
+        try:
+            file = partial.open(**how)
+        except OSError as error:
+            raise UserError(f"--output {output}: {error.strerror}") from None
         with file:
             yield file
-        partial_path.replace(path)
-    finally:
-        partial_path.unlink(missing_ok=True)
 
 
 def _write_csv(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -98,10 +99,8 @@ def make_shards(
         raise UserError(f"--workers must be at least 1, not {workers}")
     if not os.path.isdir(folder):
         raise UserError(f"{folder} is no folder; give one with train/ and val/ in it, or with class folders")
-    parent, splits = (
-        folder,
-        [name for name in _SPLITS if any(os.path.exists(os.path.join(folder, name + end)) for end in ("", ".tar"))],
-    )
+    parent, inside = folder, set(os.listdir(folder))
+    splits = [name for name in _SPLITS if {name, f"{name}.tar"} & inside]
     if not splits:
         parent, name = os.path.split(os.path.abspath(folder))
         splits = [name]
@@ -139,15 +138,8 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
         raise UserError(
             f"{error.filename or out}: {error.strerror}; what is made stays in {out}: start again to go on"
         ) from error
-    bad = tuple(name for part in parts for name in part.undecodable)
-    return Packed(
-        images=sum(part.images for part in parts),
-        shards=sum(part.shards for part in parts),
-        made=sum(part.made for part in parts),
-        file_bytes=sum(part.file_bytes for part in parts),
-        shard_bytes=sum(part.shard_bytes for part in parts),
-        undecodable=bad,
-    )
+    *counts, undecodable = zip(*parts, strict=True)
+    return Packed._make([*map(sum, counts), tuple(itertools.chain.from_iterable(undecodable))])
 
 
 def _keep_to_plan(out: Path, split: str, plan: dict[str, object], classes: Sequence[str]) -> None:

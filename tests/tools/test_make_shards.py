@@ -54,8 +54,8 @@ def test_what_is_packed_is_what_was_there(folder, tmp_path, capsys):
     assert f"--dataset wds/{out}" in told
     for split in ("train", "val"):
         packed, plain = open_source("wds/", str(out), split), open_source("", str(folder), split)
+        assert packed.fingerprint == plain.fingerprint, "a run of the folder resumes on the shards"
         assert packed.class_names == plain.class_names
-        assert [packed.target(n) for n in range(len(packed))] == [plain.target(n) for n in range(len(plain))]
         assert [packed.encoded(n) for n in range(len(packed))] == [plain.encoded(n) for n in range(len(plain))]
     train = [open_source("wds/", str(out), "train").describe(n).partition(".tar:")[2] for n in range(12)]
     assert train[:4] == ["class9/i.3.png", "class9/i.6.png", "class9/i.9.jpg", "class9/i.9.png"]
@@ -106,17 +106,6 @@ def test_a_real_kill(folder, tmp_path, capsys):
     assert 0 < len(_tars(out)) < len(_tars(tmp_path / "whole"))
     _told(capsys, folder, out, *words)
     assert _tars(out) == _tars(tmp_path / "whole")
-
-
-def test_files_that_share_a_stem_keep_their_names(folder, tmp_path, capsys):
-    """Would catch another fingerprint for the same images, which a run of the folder could not be resumed with."""
-    place = folder / "train" / "class10"
-    Image.new("RGB", (9, 9), (200, 0, 0)).save(place / "twin.x.jpg")
-    Image.new("RGB", (9, 9), (0, 200, 0)).save(place / "twin.x.png")
-    _told(capsys, folder, tmp_path / "out", "--per-shard", 5)
-    plain, packed = open_source("", str(folder), "train"), open_source("wds/", str(tmp_path / "out"), "train")
-    assert packed.fingerprint == plain.fingerprint
-    assert [packed.encoded(n) for n in range(len(plain))] == [plain.encoded(n) for n in range(len(plain))]
 
 
 def test_a_split_that_was_not_finished_is_not_trained_on(folder, tmp_path, capsys):
