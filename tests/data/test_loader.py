@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import multiprocessing
 import os
 import pickle
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from micro_batches import in_global_order, load
+from picture_folders import encoded, smooth_photo
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -28,6 +29,7 @@ from ds_vit.data import (
     AugmentConfig,
     ImageConfig,
     ImageDecodeError,
+    Loader,
     MicroBatch,
     MixConfig,
     SampleOrder,
@@ -48,7 +50,9 @@ NUM_IMAGES, GLOBAL_BATCH = 41, 12  # 3 steps an epoch, 5 images left over
 IMAGE = ImageConfig(img_size=(16, 20))
 PLAIN = AugmentConfig(no_aug=True)
 EVERYTHING = AugmentConfig(aa="rand-m9-mstd0.5-inc1", vflip=0.3, reprob=0.5, recount=2)
+ON_DEVICE = replace(EVERYTHING, augment_on="device")
 MIX = MixConfig(mixup=0.8, cutmix=1.0)
+SETTINGS = {"image": IMAGE, "augment": EVERYTHING, "mix": MIX}
 CORES = os.sched_getaffinity(0)
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
 
@@ -62,11 +66,9 @@ def _made(path: Path) -> Path:
 def folder(tmp_path_factory) -> Path:
     """41 images in 3 classes, of different sizes."""
     root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
     for number in range(NUM_IMAGES):
         path = _made(root / "train" / f"class{number % 3}" / f"{number}.png")
-        coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
-        coarse.resize((18 + number % 9, 14 + number % 7)).save(path)
+        smooth_photo(14 + number % 7, 18 + number % 9, number).save(path)
     return root
 
 
@@ -76,7 +78,13 @@ def source(folder) -> Source:
 
 
 def _load(source: Source, share: Share, *args: int, **options) -> list[MicroBatch]:
-    return load(source, share, *args, **{"image": IMAGE, "augment": EVERYTHING, "mix": MIX, **options})
+    return load(source, share, *args, **{**SETTINGS, **options})
+
+
+def _loader(source: Source, stop_step: int, **options) -> Loader:
+    """All of one rank's micro-batches of 12 rows."""
+    order = SampleOrder(len(source), 12, seed=7)
+    return train_loader(source, order=order, share=LAYOUTS[0], stop_step=stop_step, **SETTINGS, **options)
 
 
 PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
@@ -104,19 +112,22 @@ def reference(source) -> dict[str, torch.Tensor]:
         (LAYOUTS[4], {"repeats": 3}),
         (LAYOUTS[3], {"start": 2, "stop": 5, "num_workers": 1}),
         (LAYOUTS[3], {"start": 2, "stop": 5, "num_workers": 2}),
+        (LAYOUTS[1], {"augment": ON_DEVICE}),
+        (LAYOUTS[4], {"augment": ON_DEVICE, "start": 2}),
+        (LAYOUTS[3], {"augment": ON_DEVICE, "start": 1, "num_workers": 2}),
     ],
-    ids=lambda value: " ".join(f"{k}{v}" for k, v in (value if isinstance(value, dict) else vars(value)).items()),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else " ".join(map(str, vars(value).values())),
 )
 def test_neither_layout_nor_workers_nor_the_first_step_change_a_bit(source, reference, share, options):
     """Would catch a pixel, target or key that depends on ranks, micro-batches, workers or the first step."""
     batches = _load(source, share, **options)
     steps = slice(options.get("start", 0), options.get("stop", 6))
-    repeats = options.get("repeats", 0)
-    whole = _load(source, LAYOUTS[0], repeats=repeats) if repeats else []
+    other = {name: value for name, value in options.items() if name in ("repeats", "augment")}
+    whole = _load(source, LAYOUTS[0], **other) if other else []
     for name, finish in PARTS.items():
-        expected = in_global_order(whole, LAYOUTS[0], finish) if repeats else reference[name]
+        expected = in_global_order(whole, LAYOUTS[0], finish) if other else reference[name]
         assert torch.equal(in_global_order(batches, share, finish), expected[steps]), name
-    if repeats:
+    if "repeats" in options:
         assert [len(set(step.tolist())) for step in in_global_order(batches, share, PARTS["indices"])] == [4] * 6
 
 
@@ -132,9 +143,7 @@ def test_the_comparison_of_layouts_can_fail(source, reference):
 
 def test_a_loader_survives_pickling(source, reference):
     """Would catch a batch that a spawned worker (macOS, Python 3.14) could not be asked for."""
-    order = SampleOrder(len(source), 12, seed=7)
-    loader = train_loader(source, order=order, share=LAYOUTS[0], image=IMAGE, augment=EVERYTHING, mix=MIX, stop_step=6)
-    batches = pickle.loads(pickle.dumps(loader._loader.dataset))
+    batches = pickle.loads(pickle.dumps(_loader(source, 6)._loader.dataset))
     assert torch.equal(PARTS["images"](batches[4]), reference["images"][4])
 
 
@@ -222,9 +231,8 @@ def test_mixing_stops_at_its_epoch(source, reference):
     images = in_global_order(batches, LAYOUTS[4], PARTS["images"])
     unmixed = in_global_order(_load(source, LAYOUTS[0], mix=MixConfig()), LAYOUTS[0], PARTS["images"])
     assert torch.equal(images[3:], unmixed[3:])
-    shifted = _load(
-        source, LAYOUTS[4], mix=mix, skipped_batches=1
-    )  # after a rollback: one step more of the first epoch
+    # After a rollback: one step more of the first epoch.
+    shifted = _load(source, LAYOUTS[4], mix=mix, skipped_batches=1)
     assert torch.equal(in_global_order(shifted, LAYOUTS[4], PARTS["targets"])[:4], reference["targets"][:4])
 
 
@@ -267,10 +275,7 @@ def damaged(tmp_path_factory) -> Path:
     for split in ("train", "val"):
         for number in range(NUM_IMAGES):
             path = _made(root / split / f"class{number % 3}" / f"{number}.png")
-            buffer = io.BytesIO()
-            pixels = np.random.default_rng(number).integers(0, 256, (14, 18, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(buffer, "PNG")
-            path.write_bytes(buffer.getvalue()[: 200 if number % 4 == 0 else None])
+            path.write_bytes(encoded(number)[: 200 if number % 4 == 0 else None])
     return root
 
 
@@ -433,10 +438,8 @@ def test_a_worker_that_is_killed_ends_training_in_one_line(source, workers):
 )
 def test_a_worker_that_is_killed_with_batches_on_their_way(source, number, message):
     """Would catch a traceback of the socket that it no longer serves, and wrong advice where /dev/shm is too small."""
-    order = SampleOrder(len(source), 12, seed=7)
-    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 30}
     others = set(multiprocessing.active_children())
-    batches = iter(train_loader(source, order=order, num_workers=1, cores=frozenset([min(CORES)]), **options))
+    batches = iter(_loader(source, 30, num_workers=1, cores=frozenset([min(CORES)])))
     next(batches)
     time.sleep(0.5)  # the next ones lie in its queue
     (worker,) = set(multiprocessing.active_children()) - others
@@ -449,10 +452,7 @@ def test_a_worker_that_is_killed_with_batches_on_their_way(source, number, messa
 @pytest.mark.parametrize("workers", [1, 2])
 def test_images_stay_as_they_came(source, reference, workers):
     """Would catch a place in shared memory that is used again before its images are copied out."""
-    order = SampleOrder(len(source), 12, seed=7)
-    options = {"share": LAYOUTS[0], "image": IMAGE, "augment": EVERYTHING, "mix": MIX, "stop_step": 24}
-    alone = train_loader(source, order=order, **options)
-    shared = train_loader(source, order=order, num_workers=workers, **options)
+    alone, shared = _loader(source, 24), _loader(source, 24, num_workers=workers)
     kept, given_up = [], iter(shared)
     next(given_up)  # whose workers go on in memory of their own
     for number, batch in enumerate(shared):

@@ -67,21 +67,6 @@ def test_a_pair_is_mixed_as_by_timm_from_the_same_stream(name, multi_label):
     assert changed > 25
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_partners_behind_the_own_rows(name):
-    """Would catch an odd micro-batch mixed with the wrong row, or its partners returned with it."""
-    mix = CASES[name]
-    pairs, _ = _pairs(mix, 4)
-    images, labels = _images(8), torch.arange(8)
-    whole, whole_targets = mix_images(images, 8, pairs), mix_targets(labels, 8, pairs, 8, mix.smoothing)
-    # Rows 1 to 4 are own; row 0 and row 5 are partners and stand behind them.
-    order = torch.tensor([1, 2, 3, 4, 0, 5])
-    part = PairMix(torch.tensor([4, 2, 1, 5]), pairs.lam[1:5], pairs.box[1:5])
-    assert torch.equal(mix_images(images[order], 4, part), whole[1:5])
-    targets = mix_targets(labels[order], 4, part, 8, mix.smoothing)
-    assert torch.equal(targets, whole_targets[1:5])
-
-
 # Random erasing
 
 
