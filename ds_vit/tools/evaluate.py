@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None, program: str = "eval.py") -> int:
     """Run `launch/eval.py` or `ds-vit eval` with these arguments; exit codes as those of `launch/train.py`."""
 
     def body(process: Process) -> int:
-        _run_words(argv, program, process)
+        words = flags.read_words(build_parser(program), argv, eval_only=True)
+        evaluate_weights(words.pop("source", ""), process=process, **words)
         return exit_codes.OK
 
     return guarded(program, body, "nothing was written")
@@ -87,12 +88,6 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         help="the features too: top-1 of a linear classifier of them",
     )
     return parser
-
-
-def _run_words(argv: Sequence[str] | None, program: str, process: Process) -> dict[str, Any]:
-    words = flags.read_words(build_parser(program), argv, eval_only=True)
-    choice = [words.pop(name, default) for name, default in (("source", ""), ("weights", "raw"), ("checkpoint", ""))]
-    return evaluate_weights(*choice, output=words.pop("output", None), process=process, **words)
 
 
 def evaluate_weights(
