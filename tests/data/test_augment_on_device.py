@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import load
-from picture_folders import smooth_photo
+from picture_folders import made, smooth_photo
 from PIL import Image
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment
 from torchvision.transforms import InterpolationMode
@@ -155,8 +155,7 @@ def folder(tmp_path_factory) -> Path:
     """29 images of different sizes as PNG and JPEG, in noise enough that none is like another; one is cut short."""
     root = tmp_path_factory.mktemp("images")
     for number in range(29):
-        path = root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = made(root / "train" / f"class{number % 3}" / f"{number}.{('png', 'jpg')[number % 2]}")
         smooth_photo(18 + number % 9, 24 + number % 7, number).save(path)
     path.write_bytes(path.read_bytes()[:200])
     return root

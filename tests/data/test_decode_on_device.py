@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from micro_batches import load
-from picture_folders import smooth_photo
+from picture_folders import made, smooth_photo
 from PIL import Image
 
 from ds_vit.data import (
@@ -68,9 +68,7 @@ def _same_as_pillow(found: Iterable[torch.Tensor], datas: list[bytes]) -> None:
 
 def _folder(root: Path, files: dict[str, bytes]) -> Path:
     for number, (name, data) in enumerate(files.items()):
-        path = root / "train" / "ab"[number % 2] / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        made(root / "train" / "ab"[number % 2] / name).write_bytes(data)
     return root
 
 

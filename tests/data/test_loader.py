@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from micro_batches import in_global_order, load
-from picture_folders import encoded, smooth_photo
+from picture_folders import encoded, made, smooth_photo
 from PIL import Image
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -57,17 +57,12 @@ CORES = os.sched_getaffinity(0)
 LAYOUTS = [Share(0, 1, 12), Share(0, 1, 1, 12), Share(0, 1, 3, 4), Share(0, 2, 3, 2), Share(0, 4, 3), Share(0, 4, 1, 3)]
 
 
-def _made(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """41 images in 3 classes, of different sizes."""
     root = tmp_path_factory.mktemp("images")
     for number in range(NUM_IMAGES):
-        path = _made(root / "train" / f"class{number % 3}" / f"{number}.png")
+        path = made(root / "train" / f"class{number % 3}" / f"{number}.png")
         smooth_photo(14 + number % 7, 18 + number % 9, number).save(path)
     return root
 
@@ -240,7 +235,7 @@ def test_multi_label_targets(tmp_path):
     """Would catch multi-hot targets that lose a label, a class of the model, or their mixing."""
     rows = ["file,labels", *(f"{number}.png,a;{'b' if number % 2 else 'c'}" for number in range(6))]
     for number in range(6):
-        Image.new("RGB", (9, 9), (40 * number, 0, 0)).save(_made(tmp_path / "train" / f"{number}.png"))
+        Image.new("RGB", (9, 9), (40 * number, 0, 0)).save(made(tmp_path / "train" / f"{number}.png"))
     (tmp_path / "train" / "labels.csv").write_text("\n".join(rows))
     source = open_source("", str(tmp_path), "train")
     (batch,) = _load(source, Share(0, 1, 6), stop=1, mix=MixConfig())
@@ -274,7 +269,7 @@ def damaged(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("damaged")
     for split in ("train", "val"):
         for number in range(NUM_IMAGES):
-            path = _made(root / split / f"class{number % 3}" / f"{number}.png")
+            path = made(root / split / f"class{number % 3}" / f"{number}.png")
             path.write_bytes(encoded(number)[: 200 if number % 4 == 0 else None])
     return root
 
@@ -286,7 +281,7 @@ def test_a_bad_or_missing_image_ends_training_in_one_line(damaged, tmp_path, wor
     with pytest.raises(ImageDecodeError, match=r"^\S+/class\d/\d+\.png: .* \(200 bytes; .*$") as error:
         _load(source, LAYOUTS[0], num_workers=workers)
     assert "\n" not in str(error.value)
-    Image.new("RGB", (8, 8)).save(_made(tmp_path / "train" / "a" / "0.png"))
+    Image.new("RGB", (8, 8)).save(made(tmp_path / "train" / "a" / "0.png"))
     source = open_source("", str(tmp_path), "train")
     (tmp_path / "train" / "a" / "0.png").unlink()
     with pytest.raises(FileNotFoundError) as missing:
@@ -317,7 +312,7 @@ def test_skipped_images_are_replaced_alike_in_every_layout_and_counted(damaged):
 def test_a_replacement_brings_its_own_target(tmp_path, load_images):
     """Would catch the pixels of one class trained under the label of the bad image's class."""
     for number in range(24):
-        path = _made(tmp_path / "train" / f"class{number % 3}" / f"{number}.png")
+        path = made(tmp_path / "train" / f"class{number % 3}" / f"{number}.png")
         Image.new("RGB", (8, 8), (100 * (number % 3), 0, 0)).save(path)
         if number % 2:
             path.write_bytes(b"no image")
@@ -334,7 +329,7 @@ def test_a_replacement_brings_its_own_target(tmp_path, load_images):
 def test_a_source_of_bad_images_alone_ends_training(tmp_path):
     """Would catch an endless search for a replacement."""
     for number in range(4):
-        _made(tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"no image")
+        made(tmp_path / "train" / "a" / f"{number}.png").write_bytes(b"no image")
     source = open_source("", str(tmp_path), "train")
     with pytest.raises(ImageDecodeError, match="so are 16 replacements"):
         _load(source, Share(0, 1, 4), on_bad_image="skip")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from picture_folders import made
 from PIL import Image
 from shards import write_shard
 
@@ -47,16 +48,6 @@ def test_copies_of_a_sample_have_keys_of_their_own():
         assert all(count % 2 == 0 for count in Counter(indices.tolist()).values())
 
 
-def test_the_order_is_a_pure_function_of_the_step():
-    """Would catch rows that depend on what was asked before, or on how a step is cut."""
-    order = SampleOrder(70, 7, 5, 0, MIXTURE)
-    whole = order.rows(23, range(7))
-    parts = [order.rows(23, rows) for rows in (range(5, 7), range(0, 5))]
-    for number in (0, 1):
-        assert np.array_equal(np.concatenate([parts[1][number], parts[0][number]]), whole[number])
-    assert not np.array_equal(SampleOrder(70, 7, 6, 0, MIXTURE).rows(23, range(7))[0], whole[0])
-
-
 def test_any_step_of_14_million_samples_is_at_hand():
     """Would catch an order that is worked through from its beginning, and a mixture where there should be none."""
     equal = SampleOrder(70, 7, 5, 0, ((30, 30), (40, 40)))
@@ -70,8 +61,7 @@ def test_any_step_of_14_million_samples_is_at_hand():
 
 def _folder(root: Path, classes: str, count: int, splits: tuple[str, ...] = ("train", "val")) -> Path:
     for split, name, number in itertools.product(splits, classes, range(count)):
-        path = root / split / name / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = made(root / split / name / f"{number}.png")
         Image.new("RGB", (8, 8), (ord(name), number, len(str(root)))).save(path)
     return root
 

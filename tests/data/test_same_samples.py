@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from picture_folders import made
 from PIL import Image
 from tables import write_tables
 
@@ -31,15 +32,14 @@ def forms(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     for number in range(NUM_IMAGES):
         kind = ("jpg", "PNG")[number % 2]
-        path = root / "folder" / "train" / f"class{9 + number % 3}" / f"image.{number}.{kind}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = made(root / "folder" / "train" / f"class{9 + number % 3}" / f"image.{number}.{kind}")
         pixels = rng.integers(0, 256, (18 + number % 5, 22, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
     (root / "tar").mkdir()
     with tarfile.open(root / "tar" / "train.tar", "w") as tar:
         tar.add(root / "folder" / "train", arcname=".")
-    made = make_shards(str(root / "folder"), str(root / "shards"), Packing(7), workers=1, line=Line(None))
-    assert [split for split, _ in made] == ["train"]
+    packed = make_shards(str(root / "folder"), str(root / "shards"), Packing(7), workers=1, line=Line(None))
+    assert [split for split, _ in packed] == ["train"]
     folder = open_source("", str(root / "folder"), "train")
     write_tables(root / "arrow" / "train", folder, "arrow")
     write_tables(root / "parquet" / "train", folder, "parquet")

@@ -56,11 +56,16 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     micro_batch=st.integers(1, 5),
     extra=st.integers(0, 99),
     step=st.integers(0, 50),
+    weights=st.booleans(),
 )
-def test_ranks_and_micro_batches_cut_the_global_batch_in_order(dp_size, accumulation, micro_batch, extra, step):
+def test_ranks_and_micro_batches_cut_the_global_batch_in_order(
+    dp_size, accumulation, micro_batch, extra, step, weights
+):
     """Would catch rows that are lost, doubled or reordered by a layout, or a rank that needs the others' rows."""
     shares = [Share(rank, dp_size, micro_batch, accumulation) for rank in range(dp_size)]
-    order = SampleOrder(shares[0].global_batch + extra, shares[0].global_batch, seed=3)
+    size = shares[0].global_batch + extra
+    mixture = ((7, size // 2), (5, size - size // 2)) if weights else ()
+    order = SampleOrder(size, shares[0].global_batch, 3, 0, mixture)
     pieces = [order.rows(step, share.rows(micro)) for share in shares for micro in range(accumulation)]
     together = [np.concatenate(part).tolist() for part in zip(*pieces, strict=True)]
     assert tuple(together) == _step(order, step)

@@ -37,18 +37,21 @@ def encoded(number: int, kind: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
+def made(path: Path) -> Path:
+    """A file's path whose folder is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def write_images(root: Path, *names: str) -> None:
     """PNG images, the n-th of which is `noise(n)`, whatever the suffix says (Pillow reads the content)."""
     for number, name in enumerate(names):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(number))
+        made(root / name).write_bytes(encoded(number))
 
 
 def picture(path: Path, seed: int = 0) -> None:
     """A small random PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(path)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(made(path))
 
 
 def make_folder(folder: Path) -> Path:

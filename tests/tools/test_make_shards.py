@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from picture_folders import made
 from PIL import Image
 
 from ds_vit import cli
@@ -28,9 +29,8 @@ def folder(tmp_path) -> Path:
         split = "train" if number < 12 else "val"
         name = f"i.{number}.png" if number else "i.9.jpg"
         path = tmp_path / "photos" / split / ("set ü" if number == 4 else "") / f"class{9 + number % 3}" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (20 + number, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
+        Image.fromarray(pixels).save(made(path))
     return tmp_path / "photos"
 
 
