@@ -10,7 +10,7 @@ WRAPPER = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 
 def words(folder, stage, changes, path):
     """The command line of a tiny run."""
-    write_config(path, stage, **changes, gradient_clipping=oracle.CLIP)
+    write_config(path, stage, **{**changes, "gradient_clipping": oracle.CLIP})
     argv = ["--model", oracle.MODEL, *oracle.kwargs_words(oracle.DEEP_KWARGS), "--img-size", oracle.IMG_SIZE]
     argv += ["--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors", "--val-split", ""]
     return [*argv, "--deepspeed_config", path, "-b", 2, "--workers", 0, "--no-aug", "--max-steps", 1]
