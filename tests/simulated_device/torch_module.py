@@ -1,0 +1,105 @@
+"""`torch.sim`: the functions that torch and DeepSpeed look for in a device's module, named as in torch.cuda."""
+
+from __future__ import annotations
+
+import sys
+import types
+from contextlib import AbstractContextManager
+
+import torch
+from simulated_device import NAME
+
+_module = types.ModuleType(f"torch.{NAME}", __doc__)
+
+
+def register() -> None:
+    """Name the backend, and give it its module and its methods of tensors, modules and storages."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    sys.modules[_module.__name__] = _module
+    torch._register_device_module(NAME, _module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _export(function):
+    setattr(_module, function.__name__, function)
+    return function
+
+
+for _name in (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats"),
+    *("reset_peak_memory_stats", "empty_cache", "current_stream", "synchronize"),
+):
+    setattr(_module, _name, getattr(torch.accelerator, _name))
+_module.current_device = torch.accelerator.current_device_index
+_module.set_device = torch.accelerator.set_device_index
+_module.mem_get_info = torch.accelerator.get_memory_info
+_module.is_available = _module.is_initialized = lambda: True
+_module.device_count = torch.ops.simulated.device_count
+_module._is_in_bad_fork = lambda: False
+_module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+_module.is_bf16_supported = lambda: True
+_module.manual_seed = _module.manual_seed_all = torch.ops.simulated.seed
+
+
+@_export
+def get_device_name(device=None) -> str:
+    return "Simulated accelerator"
+
+
+@_export
+def get_device_properties(device=None) -> types.SimpleNamespace:
+    _, total = torch.accelerator.get_memory_info(_index(device))
+    return types.SimpleNamespace(name=get_device_name(), total_memory=total, multi_processor_count=1)
+
+
+@_export
+def Stream(device=None, priority: int = 0) -> torch.Stream:
+    return torch.Stream(_device(device), priority=priority)
+
+
+@_export
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    return torch.Event(NAME, enable_timing=enable_timing)
+
+
+@_export
+def stream(stream: torch.Stream) -> AbstractContextManager:
+    """Within it, `stream` is the current one: a torch.Stream is such a context already."""
+    return stream
+
+
+@_export
+def default_stream(device=None) -> torch.Stream:
+    current = torch.accelerator.current_stream(_index(device))
+    return torch.Stream(stream_id=0, device_index=current.device_index, device_type=current.device_type)
+
+
+@_export
+def default_generator(device=None) -> torch.Generator:
+    return torch.ops.simulated.default_generator(_device(device).index)
+
+
+@_export
+def get_rng_state(device=None) -> torch.Tensor:
+    return default_generator(device).get_state()
+
+
+@_export
+def set_rng_state(state: torch.Tensor, device=None) -> None:
+    default_generator(device).set_state(state)
+
+
+@_export
+def initial_seed() -> int:
+    return default_generator().initial_seed()
+
+
+def _index(device) -> int:
+    if device is None:
+        return torch.accelerator.current_device_index()
+    index = device if isinstance(device, int) else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+def _device(device) -> torch.device:
+    return torch.device(NAME, _index(device))
