@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the rank pool and the folder of real images."""
+"""Fixtures shared by all tests: the rank pool, the folder of real images and the simulated device."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from run_folders import write_run
 
     return write_run(tmp_path_factory.mktemp("runs") / "a b'$(touch x)<i>")
+
+
+@pytest.fixture(scope="session")
+def device_library() -> Path:
+    """The compiled library of the simulated device (tests/simulated_device); skips without a compiler."""
+    import simulated_device
+
+    if reason := simulated_device.missing_compiler():
+        pytest.skip(reason)
+    return simulated_device.library()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,7 +28,14 @@ from torch.utils import cpp_extension
 NAME = "sim"
 
 _SOURCE = Path(__file__).with_name("device.cpp")
-_FLAGS = ("-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}")
+_FLAGS = (
+    "-std=c++20",
+    "-O0",
+    "-fPIC",
+    "-shared",
+    "-w",
+    f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}",
+)
 
 
 def missing_compiler() -> str | None:

@@ -1,15 +1,16 @@
-"""DeepSpeed's accelerator for the simulated device: everything on the device through `torch.sim`, the rest the CPU's."""
+"""DeepSpeed's accelerator for the simulated device: the device through `torch.sim`, the rest as on the CPU."""
 
 from __future__ import annotations
 
 import torch
 from deepspeed.accelerator import DeepSpeedAccelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
 from simulated_device import NAME
 
 
 class SimulatedAccelerator(CPU_Accelerator):
-    """Asynchronous like a GPU; operators come from DeepSpeed's folder for the CPU, so `"torch_adam": true` is needed."""
+    """Asynchronous like a GPU. Its operators are those for the CPU, so that the JSON needs `"torch_adam": true`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,10 +12,10 @@ from datetime import timedelta
 import deepspeed
 import torch
 import torch.distributed as dist
-from simulated_device import NAME
 from torch._C._distributed_c10d import Backend
 
 from ds_vit.engine.patches.process import without_compiled_collectives
+from simulated_device import NAME
 
 _OUTPUTS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv", "recv_anysource"), 0),
@@ -84,6 +84,7 @@ def register() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.accelerator.set_device_index(rank)
     store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())
+    dist.barrier()  # a peer may still be connecting to the group that ends here
     dist.destroy_process_group()
     dist.init_process_group(f"cpu:gloo,{NAME}:simulated", store=store, rank=rank, world_size=world_size)
     deepspeed.comm.comm.cdb = None

@@ -24,6 +24,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -43,6 +44,9 @@ constexpr int64_t kPoison = 0xFF;        // in every byte: NaN in all floating-p
 constexpr int64_t kStreamsPerDevice = 1 << 16;
 
 // ---- Time: what has run before what ----
+//
+// Operations of a stream are numbered. A stream's clock says which operations of all streams come before its next one;
+// waiting for an event takes over the clock that it recorded. A race is a use of memory that the user's clock lacks.
 
 using Stream = int64_t;                    // device * kStreamsPerDevice + number of the stream on it
 using Clock = std::map<Stream, int64_t>;   // of each stream, the number of the last operation known to be complete
@@ -90,7 +94,7 @@ std::recursive_mutex mutex;
 std::map<Stream, Clock> streams;          // what the next operation of a stream comes after
 std::map<Stream, int64_t> stream_queries; // of a stream, that have answered "not yet" since its last operation
 Clock host;                               // what the host knows to be complete
-std::vector<PendingCopy> pending;
+auto& pending = *new std::vector<PendingCopy>;  // never destroyed: its tensors would be freed after the rest
 std::map<const char*, Block*> blocks;     // by address
 std::vector<std::string> races;           // seen where nothing can be raised
 std::map<std::string, int64_t> counts;    // host synchronisations, by the operation that waited
@@ -115,15 +119,20 @@ void raise_races() {
   TORCH_CHECK(!checks_races, first);
 }
 
-// Run the copies that are ordered before `clock`: those to the device, or (once the host has waited) all of them.
-void land(const Clock& clock, bool on_host) {
+// Run the copies that are ordered before `clock`: those to the device, and what they read; all if the host has waited.
+void land(const Clock& clock, bool host_waited) {
   c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
-  std::vector<PendingCopy> later;
-  for (auto& copy : std::exchange(pending, {})) {
-    if (includes(clock, copy.stream, copy.operation) && (on_host || !copy.to_host)) copy.target.copy_(copy.source);
-    else later.push_back(std::move(copy));
+  auto copies = std::exchange(pending, {});
+  auto is_read = [&](const PendingCopy& copy) {
+    return std::any_of(copies.begin(), copies.end(), [&](const PendingCopy& other) {
+      return !other.to_host && other.source.storage().is_alias_of(copy.target.storage());
+    });
+  };
+  for (auto& copy : copies) {
+    bool lands = includes(clock, copy.stream, copy.operation) && (host_waited || !copy.to_host || is_read(copy));
+    if (lands) copy.target.copy_(copy.source);
+    else pending.push_back(copy);
   }
-  pending.insert(pending.begin(), later.begin(), later.end());
 }
 
 void host_knows(const Clock& clock) {
@@ -430,8 +439,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
-    std::chrono::duration<double, std::milli> elapsed = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
-    return elapsed.count();
+    auto time_of = [](void* event) { return static_cast<Event*>(event)->time; };
+    return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
   }
   bool queryStream(const c10::Stream& stream) const override {
     std::lock_guard lock(mutex);
@@ -467,7 +476,7 @@ Block* block_of(const Tensor& tensor) {
   return static_cast<Block*>(tensor.storage().data_ptr().get_context());
 }
 
-// The same memory as a tensor of the host; it keeps the device's storage alive. Its storage can grow, into other memory.
+// The same memory as a tensor of the host, which keeps the device's storage alive. Growing, it moves to other memory.
 Tensor host_view(const Tensor& tensor) {
   if (!on_device(tensor)) return tensor;
   auto& storage = tensor.storage();
@@ -567,8 +576,8 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   if (self.numel() == 0 || !(to_host || from_host)) {
     destination.copy_(source);
   } else if (!non_blocking || !pinned) {
-    destination.copy_(source);
     synchronise(to_host ? "copy to the host" : "copy from the host", streams[stream]);
+    destination.copy_(source);
   } else if (to_host) {
     pending.push_back({stream, operation, source.to(target.scalar_type(), false, true), destination, true});
     poison(destination);
@@ -597,15 +606,18 @@ const std::set<std::string> kReadByTheHost{
     "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::equal", "aten::bincount",
     "aten::repeat_interleave"};
 
-bool is_index(const std::string& name) {
-  return name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_" ||
-      name == "aten::_unsafe_index" || name == "aten::_unsafe_index_put";
+// These take indices from the host. (`index` gets them, and the places of a mask, by operators that count themselves.)
+bool puts_by_index(const std::string& name) {
+  return name == "aten::index_put_" || name == "aten::_index_put_impl_" || name == "aten::_unsafe_index_put";
 }
 
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
-      : schema_(op.schema()), name_(schema_.name()), stack_(*stack), begin_(stack->size() - schema_.arguments().size()) {
+      : schema_(op.schema()),
+        name_(schema_.name()),
+        stack_(*stack),
+        begin_(stack->size() - schema_.arguments().size()) {
     for (size_t number = 0; number < schema_.arguments().size(); ++number)
       for_each_tensor(stack_[begin_ + number], [&](const Tensor& tensor, bool in_list) { look_at(tensor, in_list); });
   }
@@ -638,20 +650,20 @@ class Call {
     }
   }
 
-  bool host_reads() const { return kReadByTheHost.count(name_) > 0 || indexes_by_value_; }
+  bool host_reads() const { return kReadByTheHost.count(name_) > 0 || host_reads_; }
   const std::string& name() const { return name_; }
 
  private:
   void look_at(const Tensor& tensor, bool in_list) {
     if (!tensor.defined()) return;
-    bool index = is_index(name_) && in_list;
+    bool puts = puts_by_index(name_) && in_list;
     if (on_device(tensor)) {
       TORCH_CHECK(!device_ || *device_ == tensor.device(), mixing(*device_, tensor.device()));
       device_ = tensor.device();
-      indexes_by_value_ |= index && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
-    } else if (index) {
-      indexes_by_value_ = true;  // copied to the device first
-    } else if (tensor.dim() > 0 || in_list) {
+      host_reads_ |= puts && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+    } else if (puts) {
+      host_reads_ = true;  // copied to the device first
+    } else if ((tensor.dim() > 0 || in_list) && name_ != "aten::index") {
       on_host_ = true;
     }
     TORCH_CHECK(!(device_ && on_host_), mixing(*device_, at::kCPU));
@@ -734,7 +746,7 @@ class Call {
   torch::jit::Stack& stack_;
   size_t begin_;
   std::optional<c10::Device> device_;
-  bool on_host_ = false, indexes_by_value_ = false;
+  bool on_host_ = false, host_reads_ = false;
   std::vector<std::pair<Tensor, Tensor>> views_;
 };
 
@@ -846,9 +858,9 @@ void launch_foreign(const std::string& name, at::TensorList reads, at::TensorLis
 }
 
 TORCH_LIBRARY(simulated, m) {
-  m.def("host(Tensor(a) tensor) -> Tensor(a)", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &host_view));
-  m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()",
-        torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &launch_foreign));
+  constexpr auto kAnyDevice = c10::DispatchKey::CompositeImplicitAutograd;
+  m.def("host(Tensor(a) tensor) -> Tensor(a)", torch::dispatch(kAnyDevice, &host_view));
+  m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()", torch::dispatch(kAnyDevice, &launch_foreign));
   m.def("host_synchronisations", &host_synchronisations);
   m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); races.clear(); });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
 import deepspeed
 import pytest
-import simulated_device
 import timm
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+import simulated_device
 
 GLOBAL_BATCH, STEPS = 4, 4
 
@@ -40,37 +46,48 @@ def plain_losses() -> list[float]:
     return losses
 
 
-def device_losses(library, stage: int, config: dict) -> dict:
-    """On the device, by DeepSpeed: each rank takes its part of the batch."""
-    simulated_device.start(library)
+@dataclass(frozen=True)
+class Run:
+    """What a rank saw of a run, a row a step."""
+
+    device: str
+    losses: list[float]
+    skipped: list[int]
+    host_synchronisations: list[dict[str, int]]
+
+
+def run_deepspeed(library: Path | None, stage: int, config: dict) -> Run:
+    """Train with DeepSpeed, on the device or (without a library) on the CPU; each rank takes its part of the batch."""
+    if library:
+        simulated_device.start(library)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = small_vit()
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
-            "gradient_clipping": 1.0,
-            **config,
-        },
-    )
-    losses, skipped, syncs = [], [], []
-    dtype = torch.float16 if "fp16" in config else torch.float32
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+        engine, _, _, _ = deepspeed.initialize(
+            model=small_vit(),
+            config={
+                "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+                "gradient_clipping": 1.0,
+                **config,
+            },
+        )
+    run = Run(str(engine.device), [], [], [])
+    part = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
     for images, targets in batches():
-        part = slice(rank * GLOBAL_BATCH // world_size, (rank + 1) * GLOBAL_BATCH // world_size)
-        images, targets = images[part].pin_memory(), targets[part].pin_memory()
-        simulated_device.reset()
-        images = images.to(engine.device, dtype, non_blocking=True)
-        loss = cross_entropy(engine(images).float(), targets.to(engine.device, non_blocking=True))
+        if library:
+            images, targets = images.pin_memory(), targets.pin_memory()
+            simulated_device.reset()
+        images = images[part].to(engine.device, non_blocking=True).to(next(engine.module.parameters()).dtype)
+        loss = cross_entropy(engine(images).float(), targets[part].to(engine.device, non_blocking=True))
         engine.backward(loss)
         engine.step()
-        syncs.append(simulated_device.host_synchronisations())
+        run.host_synchronisations.append(simulated_device.host_synchronisations() if library else {})
         loss = loss.detach().clone()
         dist.all_reduce(loss)
-        losses.append(loss.item() / world_size)
-        skipped.append(engine.skipped_steps)
-    return {"losses": losses, "skipped": skipped, "syncs": syncs, "device": str(engine.device)}
+        run.losses.append(loss.item() / world_size)
+        run.skipped.append(engine.skipped_steps)
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +95,29 @@ def expected(ranks) -> list[float]:
     return ranks.run(1, plain_losses)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_losses_of_the_cpu(ranks, device_library, expected, stage, world_size):
-    results = ranks.run(world_size, device_losses, device_library, stage, {})
-    assert [r["device"] for r in results] == [f"sim:{rank}" for rank in range(world_size)]
-    print(results[0])
-    for result in results:
-        assert result["losses"] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_losses_are_those_of_the_cpu(ranks, device_library, expected, stage, world_size):
+    runs = ranks.run(world_size, run_deepspeed, device_library, stage, {})
+    assert [run.device for run in runs] == [f"sim:{rank}" for rank in range(world_size)]
+    for run in runs:
+        assert run.losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_overflows_skip_the_same_steps_as_on_the_cpu(ranks, device_library, stage, world_size):
+    config = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+    on_device = ranks.run(world_size, run_deepspeed, device_library, stage, config)
+    on_cpu = ranks.run(world_size, run_deepspeed, None, stage, config)
+    for run, other in zip(on_device, on_cpu, strict=True):
+        assert run.losses == pytest.approx(other.losses, rel=1e-3)
+        assert run.skipped == other.skipped
+        assert run.skipped[0] == 1, "the first step overflows"
+
+
+def test_bf16_gives_the_losses_of_the_cpu(ranks, device_library):
+    config = {"bf16": {"enabled": True}}
+    on_device = ranks.run(2, run_deepspeed, device_library, 1, config)
+    on_cpu = ranks.run(2, run_deepspeed, None, 1, config)
+    assert on_device[0].losses == pytest.approx(on_cpu[0].losses, rel=1e-2)

@@ -1,14 +1,15 @@
-"""The simulated device behaves as a GPU does, and shows what a CPU hides: each property, and a planted defect for it."""
+"""The simulated device behaves as a GPU does, at its least convenient: each property, with a planted defect."""
 
 from __future__ import annotations
 
 import io
 
 import pytest
-import simulated_device
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+import simulated_device
 from simulated_device import on_device
 
 DEVICE = "sim"
@@ -47,6 +48,13 @@ def test_a_copy_to_the_device_reads_its_pinned_source_late():
 
 
 @on_device
+def test_a_buffer_that_a_stream_fills_can_be_read_by_the_same_stream():
+    through = torch.empty(3, pin_memory=True)
+    through.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
+    assert through.to(DEVICE, non_blocking=True).add(1).tolist() == [2, 2, 2]
+
+
+@on_device
 def test_an_event_is_not_ready_at_the_first_queries():
     arrived = torch.empty(3, pin_memory=True)
     arrived.copy_(torch.ones(3, device=DEVICE), non_blocking=True)
@@ -76,15 +84,25 @@ def test_waiting_for_a_stream_that_waits_for_the_copy_is_enough():
 
 @on_device
 def test_only_pinned_memory_is_copied_without_a_wait():
-    values = torch.ones(3, device=DEVICE)
+    values, arrived = torch.ones(3, device=DEVICE), torch.empty(3)
     simulated_device.reset()
-    assert values.to("cpu", non_blocking=True).tolist() == [1, 1, 1]
+    arrived.copy_(values, non_blocking=True)
+    assert arrived.tolist() == [1, 1, 1]
     torch.ones(3).to(DEVICE, non_blocking=True)
     assert simulated_device.host_synchronisations() == {"copy to the host": 1, "copy from the host": 1}
     assert not torch.ones(3).is_pinned()
     pinned = torch.ones(3).pin_memory()
     assert pinned[1:].is_pinned()
     assert not pinned.clone().is_pinned()
+
+
+@on_device
+def test_a_tensor_sent_to_the_host_without_blocking_is_not_there_yet():
+    early = torch.ones(3, device=DEVICE).to("cpu", non_blocking=True)  # torch pins the result
+    assert early.is_pinned()
+    assert early.isnan().all()
+    torch.accelerator.synchronize()
+    assert early.tolist() == [1, 1, 1]
 
 
 # ---- Streams race ----
@@ -215,12 +233,14 @@ def test_host_synchronisations_are_counted_by_name():
     values[values > 1]
     torch.equal(values, values)
     torch.tensor([1.0], device=DEVICE)
+    values[torch.tensor([0, 1])]
     torch.accelerator.synchronize()
     torch.accelerator.current_stream().synchronize()
-    assert simulated_device.host_synchronisations() == {
-        **dict.fromkeys(("item", "nonzero", "index", "equal"), 1),
-        **dict.fromkeys(("copy from the host", "synchronize", "Stream.synchronize"), 1),
-    }
+    counted = simulated_device.host_synchronisations()
+    assert counted == {
+        **{"item": 1, "nonzero": 2, "equal": 1, "copy from the host": 2},
+        **{"synchronize": 1, "Stream.synchronize": 1},
+    }, counted
 
 
 @on_device
@@ -257,7 +277,6 @@ def test_torch_accelerator():
 
 @on_device
 def test_modules_keep_their_parameters_and_files_their_tensors():
-    import io
 
     model = torch.nn.Linear(3, 3)
     weight, expected = model.weight, model.weight.detach().clone()

@@ -7,6 +7,7 @@ import types
 from contextlib import AbstractContextManager
 
 import torch
+
 from simulated_device import NAME
 
 _module = types.ModuleType(f"torch.{NAME}", __doc__)
@@ -50,6 +51,12 @@ def get_device_name(device=None) -> str:
 def get_device_properties(device=None) -> types.SimpleNamespace:
     _, total = torch.accelerator.get_memory_info(_index(device))
     return types.SimpleNamespace(name=get_device_name(), total_memory=total, multi_processor_count=1)
+
+
+@_export
+def device(device) -> AbstractContextManager:
+    """Within it, a device is the current one."""
+    return torch.accelerator.device_index(_index(device))
 
 
 @_export
