@@ -107,13 +107,13 @@ def test_losses_are_those_of_the_cpu(ranks, device_library, expected, stage, wor
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_overflows_skip_the_same_steps_as_on_the_cpu(ranks, device_library, stage, world_size):
-    config = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+    config = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
     on_device = ranks.run(world_size, run_deepspeed, device_library, stage, config)
     on_cpu = ranks.run(world_size, run_deepspeed, None, stage, config)
     for run, other in zip(on_device, on_cpu, strict=True):
         assert run.losses == pytest.approx(other.losses, rel=1e-3)
         assert run.skipped == other.skipped
-        assert run.skipped[0] == 1, "the first step overflows"
+        assert 0 < run.skipped[0] <= run.skipped[-1] < STEPS, "some steps overflow, and some do not"
 
 
 def test_bf16_gives_the_losses_of_the_cpu(ranks, device_library):
