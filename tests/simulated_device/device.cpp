@@ -96,7 +96,8 @@ std::map<Stream, int64_t> stream_queries; // of a stream, that have answered "no
 Clock host;                               // what the host knows to be complete
 auto& pending = *new std::vector<PendingCopy>;  // never destroyed: its tensors would be freed after the rest
 std::map<const char*, Block*> blocks;     // by address
-std::vector<std::string> races;           // seen where nothing can be raised
+struct Use { Stream stream; int64_t operation; size_t bytes; };
+std::map<Stream, std::vector<Use>> freed;  // uses of blocks that the next operation of a stream may reuse
 std::map<std::string, int64_t> counts;    // host synchronisations, by the operation that waited
 int64_t query_delay = 2;
 int64_t streams_created = 0;
@@ -112,11 +113,13 @@ std::string name_of(Stream stream) {
   return c10::str("stream ", stream % kStreamsPerDevice, " of device ", stream / kStreamsPerDevice);
 }
 
-void raise_races() {
-  if (races.empty()) return;
-  auto first = races.front();
-  races.clear();
-  TORCH_CHECK(!checks_races, first);
+// The stream may reuse blocks that were freed: their other users must come before its next operation.
+void check_reuse(Stream stream) {
+  for (auto use : std::exchange(freed[stream], {}))
+    TORCH_CHECK(
+        !checks_races || includes(streams[stream], use.stream, use.operation), "race: a block of ", use.bytes,
+        " bytes was freed, to be reused by ", name_of(stream), ", while ", name_of(use.stream),
+        " still needs it; call record_stream");
 }
 
 // Run the copies that are ordered before `clock`: those to the device, and what they read; all if the host has waited.
@@ -138,7 +141,6 @@ void land(const Clock& clock, bool host_waited) {
 void host_knows(const Clock& clock) {
   advance(host, clock);
   land(host, true);
-  raise_races();
 }
 
 // The host waits here until everything before `clock` is complete.
@@ -150,9 +152,9 @@ void synchronise(const std::string& name, const Clock& clock) {
 
 // Begin an operation on the current stream.
 int64_t launch(Stream stream) {
-  raise_races();
   auto& clock = streams[stream];
   advance(clock, host);
+  check_reuse(stream);
   land(clock, false);
   stream_queries[stream] = 0;
   return ++clock[stream];
@@ -186,15 +188,12 @@ void release(void* context) {
   auto* block = static_cast<Block*>(context);
   auto users = block->read;
   if (block->written.first >= 0) advance(users, {block->written});
-  auto complete = host;  // when the block is reused
-  advance(complete, streams[block->stream]);
-  for (auto stream : block->recorded) advance(complete, streams[stream]);
-  for (auto [stream, operation] : users) {
-    if (!includes(complete, stream, operation))
-      races.push_back(c10::str(
-          "race: a block of ", block->bytes, " bytes was freed, to be reused by ", name_of(block->stream), ", while ",
-          name_of(stream), " still needs it; call record_stream"));
+  for (auto stream : block->recorded) {  // it is not reused before these are done
+    auto& done = streams[stream];
+    for (auto user = users.begin(); user != users.end();)
+      user = includes(done, user->first, user->second) ? users.erase(user) : std::next(user);
   }
+  for (auto user : users) freed[block->stream].push_back({user.first, user.second, block->bytes});
   std::memset(block->data, kPoison, block->bytes);
   blocks.erase(block->data);
   if (!block->owner) std::free(block->data);
@@ -862,7 +861,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("host(Tensor(a) tensor) -> Tensor(a)", torch::dispatch(kAnyDevice, &host_view));
   m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()", torch::dispatch(kAnyDevice, &launch_foreign));
   m.def("host_synchronisations", &host_synchronisations);
-  m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); races.clear(); });
+  m.def("reset", [] { std::lock_guard lock(mutex); counts.clear(); freed.clear(); });
   m.def("refuse_host_synchronisations", [](bool refuse) { refuses_syncs = refuse; });
   m.def("check_races", [](bool check) { checks_races = check; });
   m.def("set_query_delay", [](int64_t queries) { query_delay = queries; });

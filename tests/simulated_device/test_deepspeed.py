@@ -121,3 +121,9 @@ def test_bf16_gives_the_losses_of_the_cpu(ranks, device_library):
     on_device = ranks.run(2, run_deepspeed, device_library, 1, config)
     on_cpu = ranks.run(2, run_deepspeed, None, 1, config)
     assert on_device[0].losses == pytest.approx(on_cpu[0].losses, rel=1e-2)
+
+
+def test_overlapped_collectives_do_not_race(ranks, device_library, expected):
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 10_000}}
+    for run in ranks.run(2, run_deepspeed, device_library, 2, config):
+        assert run.losses == pytest.approx(expected, rel=1e-5)
