@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch.profiler import ProfilerActivity
-
-# Kinds of device for which torch's optimizers have a fused step, with flags for a step to be skipped.
-_FUSED_STEP = ("cpu", "cuda")
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 _WITHOUT_PINNED_MEMORY = ("cpu", "meta", "mps")
 
@@ -86,8 +84,8 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def has_fused_step(device: torch.device) -> bool:
-    """Whether torch's optimizers have a fused step there."""
-    return device.type in _FUSED_STEP
+    """Whether torch's optimizers have a fused step there, with a flag for a step to be skipped."""
+    return device.type in _get_fused_kernels_supported_devices()
 
 
 def decodes_jpeg(device: torch.device) -> bool:

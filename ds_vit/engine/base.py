@@ -119,7 +119,10 @@ class Engine(ABC):
             own.pop("optimizer", None)
         own["zero_allow_untested_optimizer"] = True
         own["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own CPU Adam needs a JIT build
-        own.setdefault("steps_per_print", 2**63 - 1)
+        if "steps_per_print" not in own:
+            own["steps_per_print"] = 2**63 - 1
+            # DeepSpeed's timer waits for the device twice a step, and only that print reads it.
+            own.setdefault("timers", {"throughput": {"enabled": False}})
         arguments = {"model": model, "optimizer": optimizer, "config": own, "dist_init_required": False}
         if groups.layout.pp == 1:  # a pipeline brings its grid
             arguments["mpu"] = groups.grid

@@ -92,7 +92,7 @@ class FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func is F.scaled_dot_product_attention and len(args) >= 3
         if is_attention and args[0].shape[-1] == args[2].shape[-1]:  # values of another width have no such kernel
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
         return func(*args, **(kwargs or {}))
 
 
