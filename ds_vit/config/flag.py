@@ -157,7 +157,8 @@ def problem_of(field: dataclasses.Field, value: Any) -> str:
         return f"{spelling_of(field)} {value} is none of {', '.join(choices)}{near}"
     for rule in (field.metadata["span"], field.metadata["rule"]):
         if rule and not rule.holds(value):
-            shown = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+            items = value if isinstance(value, (tuple, list)) else [value]
+            shown = " ".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
             return f"{spelling_of(field)} {rule.words}, not {shown}"
     try:
         if field.metadata["read"]:

@@ -100,7 +100,7 @@ REFUSED = {
     "--workers some": "--workers",
     "--workers 2.5": "--workers",
     "--drop 0.1 --model-kwargs drop_rate=0.2": "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given; keep one",
-    "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1.0",
+    "--drop-path 1": "--drop-path must be at least 0 and below 1, not 1",
     "--aa rand-m99999": "--aa rand-m99999: the number of 'm99999' must be at most 101",
     "--checkpoint-interval 0m": "--checkpoint-interval 0m: a time must be above 0 and at most 100,000,000 seconds",
     "--checkpoint-interval 99999999999": "must be at least 0 and at most 1,000,000,000 steps, not 99999999999; 0",

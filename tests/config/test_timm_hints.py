@@ -124,7 +124,7 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, capsys):
     assert main(words) == 2
     *lines, remedy = capsys.readouterr().err.splitlines()
     assert lines == ["train.py: error: 9 things are wrong:", *(f"  {problem}" for problem in found)]
-    assert remedy == "ds-vit from-timm 'COMMAND' translates a whole command of timm's"
+    assert remedy == "  (ds-vit from-timm 'COMMAND' translates a whole command of timm's)"
 
     settings = {"epochs": "three", "sched": "cosin", "decoder_dim": 0, "reprob": "x", "scale": [0.1], "mean": [1, "a"]}
     settings |= {"no_aug": 1, "model": ["a"], "lr": True, "max_steps": 1.5, "epoch": 3, "opt": "lamb"}

@@ -18,8 +18,8 @@ from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
         (ImageConfig, {"interpolation": "random"}, "--interpolation random is none of nearest, "),
         (ImageConfig, {"crop_pct": 1.5}, r"--crop-pct must lie in \(0, 1\], not 1.5"),
         (ImageConfig, {"crop_mode": "corner"}, "--crop-mode corner is none of center"),
-        (AugmentConfig, {"scale": (1.0, 0.08)}, "--scale takes two numbers, the smaller first, not 1.0 0.08"),
-        (AugmentConfig, {"ratio": (0.0, 1.0)}, "--ratio must be above 0 and at most 100, not 0.0 1.0"),
+        (AugmentConfig, {"scale": (1.0, 0.08)}, "--scale takes two numbers, the smaller first, not 1 0.08"),
+        (AugmentConfig, {"ratio": (0.0, 1.0)}, "--ratio must be above 0 and at most 100, not 0 1"),
         (AugmentConfig, {"train_crop_mode": "center"}, "--train-crop-mode center is none of rrc"),
         (AugmentConfig, {"hflip": 1.5}, "--hflip must be at least 0 and at most 1, not 1.5"),
         (AugmentConfig, {"color_jitter": (0.1, 0.2)}, "--color-jitter takes 1, 3"),
@@ -35,9 +35,9 @@ from ds_vit.data import AugmentConfig, ImageConfig, MixConfig
         (AugmentConfig, {"aa": "rand-mstdinf"}, "has no section 'mstdinf'"),  # timm passes over it
         (AugmentConfig, {"aa": "rand-p1.5"}, "has no section 'p1.5'"),
         (AugmentConfig, {"aa": "original-m9"}, "original has no section 'm9'"),
-        (MixConfig, {"mixup": -1.0}, "--mixup must be at least 0 and at most 1,000, not -1.0"),
+        (MixConfig, {"mixup": -1.0}, "--mixup must be at least 0 and at most 1,000, not -1"),
         (MixConfig, {"cutmix_minmax": (0.5, 1.2)}, "at most 1"),
-        (MixConfig, {"smoothing": 1.0}, "--smoothing must be at least 0 and below 1, not 1.0"),
+        (MixConfig, {"smoothing": 1.0}, "--smoothing must be at least 0 and below 1, not 1"),
     ],
 )
 def test_bad_values_are_refused_by_flag_and_value(kind, values, message):
