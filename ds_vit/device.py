@@ -25,6 +25,13 @@ def pins_memory(device: torch.device) -> bool:
     return device.type not in _WITHOUT_PINNED_MEMORY
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, by way of pinned memory: from other memory the host would wait for the copy."""
+    if pins_memory(device) and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything that was queued; nothing on a CPU."""
     if is_accelerator(device):

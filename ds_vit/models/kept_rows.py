@@ -31,7 +31,7 @@ from timm.models.vision_transformer import (
 )
 from torch import nn
 
-from ds_vit.device import pins_memory
+from ds_vit.device import send
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.keyed_drop import KeyedDrop, KeyedDropPath, Together, convert, hash_together
 from ds_vit.models.layers import BlockLayer, Layer, block_stacks
@@ -222,7 +222,5 @@ def find_rows(
         return {}
     rows = [places if len(places) else np.zeros(1, np.int64) for places in found.values()]
     together = torch.from_numpy(np.concatenate(rows))
-    if pins_memory(bits.device):  # from pinned memory the copy is only queued
-        together = together.pin_memory()
-    together = together.to(bits.device, non_blocking=True)
+    together = send(together, bits.device)
     return dict(zip(found, together.split([len(places) for places in rows]), strict=True))

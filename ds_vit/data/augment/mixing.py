@@ -21,6 +21,7 @@ from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.augment.draws import seeded
 from ds_vit.data.augment.steps import Size
+from ds_vit.device import send
 
 
 class _BoxRecorder:
@@ -86,9 +87,9 @@ def erase(images: torch.Tensor, boxes: torch.Tensor, keys: torch.Tensor, mode: s
     touched = torch.nonzero(boxes.flatten(1).any(dim=1)).flatten()
     if not len(touched):
         return images
-    rows = touched.to(device, non_blocking=True)
-    row_keys = keys[touched].to(device, non_blocking=True)
-    row_boxes = boxes[touched].to(device, non_blocking=True)
+    rows = send(touched, device)
+    row_keys = send(keys[touched], device)
+    row_boxes = send(boxes[touched], device)
     part = images[rows]
     if mode == "pixel":
         fill = randomness.normal(row_keys, "erase/noise", part.shape[1:])
@@ -158,7 +159,7 @@ def mix_images(images: torch.Tensor, num_rows: int, mix: PairMix) -> torch.Tenso
     device = images.device
     partner = images[mix.partner.to(device, non_blocking=True)]
     is_cutmix = mix.box.any(dim=1)
-    lam = torch.where(is_cutmix, 1.0, mix.lam).to(device, non_blocking=True)[:, None, None, None]
+    lam = send(torch.where(is_cutmix, 1.0, mix.lam), device)[:, None, None, None]
     mixed = own * lam + partner * (1.0 - lam)
     if bool(is_cutmix.any()):
         mask = box_mask(mix.box.to(device, non_blocking=True), (images.shape[2], images.shape[3]))

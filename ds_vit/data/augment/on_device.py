@@ -29,6 +29,7 @@ from ds_vit.data.augment.transforms import FixedTransform, TrainTransform, train
 from ds_vit.data.decode import Box, Jpeg
 from ds_vit.data.decode_on_device import File, decode_on
 from ds_vit.data.settings import ImageConfig
+from ds_vit.device import send
 from ds_vit.fault_tolerance.errors import UserError
 
 FILTERS = ("bilinear", "bicubic", "random")
@@ -155,8 +156,8 @@ def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
     if not groups:
         return images
     counts = [len(rows) for _, rows in groups]
-    all_rows = torch.tensor([row for _, rows in groups for row in rows]).to(device, non_blocking=True).split(counts)
-    all_arguments = torch.tensor(arguments, dtype=torch.float64).to(device, non_blocking=True).split(counts)
+    all_rows = send(torch.tensor([row for _, rows in groups for row in rows]), device).split(counts)
+    all_arguments = send(torch.tensor(arguments, dtype=torch.float64), device).split(counts)
     for (name, _), rows, a in zip(groups, all_rows, all_arguments, strict=True):
         images[rows] = OPERATIONS[name](images[rows], a)
     return images
