@@ -87,12 +87,20 @@ def cost_key(module: nn.Module) -> tuple[Any, ...]:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention by a fused kernel, as on every real device; on the meta device torch would write the scores out."""
+    """Attention by a fused kernel, as on every real device; on the meta device torch would write the scores out.
+
+    Args:
+        kernel: the CPU's keeps what every kernel keeps; torch 2.14 has no count of its operations.
+    """
+
+    def __init__(self, kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu) -> None:
+        super().__init__()
+        self._kernel = kernel
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func is F.scaled_dot_product_attention and len(args) >= 3
         if is_attention and args[0].shape[-1] == args[2].shape[-1]:  # values of another width have no such kernel
-            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+            return self._kernel(*args[:3])[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -265,7 +273,7 @@ def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) 
     """
 
     def count(layer: Layer, inputs: Any) -> tuple[LayerWork, Any]:
-        with _Counter() as forward, FusedAttention():
+        with _Counter() as forward, FusedAttention(torch.ops.aten._scaled_dot_product_flash_attention):
             outputs = layer(inputs)
         with _Counter() as backward:
             outputs = _run_backward(layer, outputs)
