@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from project import ROOT, project_files
 
-SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), *sorted(ROOT.glob("launch/**/*.sbatch")), ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted(ROOT.glob("launch/**/*.sh")), *sorted(ROOT.glob("launch/**/*.sbatch"))]
+SCRIPTS += [ROOT / ".ci" / "run", *sorted(ROOT.glob("docs/**/*.sh"))]
 TEXT = {".py", ".sh", ".md", ".json", ".yaml", ".toml", ".sbatch", ".pbs", ""}
 
 # A folder that exists on somebody's machine only. (The pieces are apart so that this file passes its own test.)

@@ -5,8 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+import simulated_device
+import torch
+import torch.distributed as dist
 from picture_folders import smooth_photo
 from project import ROOT
 
@@ -120,3 +124,96 @@ def test_decoding_on_the_device_is_timed(tmp_path):
     assert "| decoding on the device too | " in done.stdout
     assert "| decoding alone, 3 files at once | images/s |" in done.stdout
     assert "are 0.00 grey levels from Pillow's" in done.stdout
+
+
+def gpu_day(out, *parts, **environ):
+    """docs/benchmarks/gpu_day.sh in its rehearsal."""
+    words = ["bash", str(FOLDER / "gpu_day.sh"), "--rehearse", *parts]
+    environ = {**os.environ, "PYTHON": sys.executable, "OUT": str(out), **environ}
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A Python whose part writes half a result, and then ends as the file beside it says."""
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\necho "{}" >"$4"\n. "$0.ends"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"), [("exit 3", "failed with code 3"), ("exec sleep 60", "ended by its time limit")]
+)
+def test_a_part_without_a_result_leaves_none_and_runs_again(tmp_path, stand_in, ends, why):
+    # Catches: half a result taken for a whole one, a part that keeps the others from theirs, one measured twice.
+    out, ending = tmp_path / "out", stand_in.with_suffix(".ends")
+    ending.write_text(ends)
+    first = gpu_day(out, "decode", "ladder", PYTHON=str(stand_in), LIMIT="1")
+    assert first.returncode == 1
+    assert why in first.stderr
+    assert "without a result: decode ladder" in first.stderr
+    assert not [path for path in out.iterdir() if path.suffix != ".log"]
+    ending.write_text("exit 0")
+    assert gpu_day(out, "decode", PYTHON=str(stand_in)).returncode == 0
+    ending.write_text("exit 3")
+    third = gpu_day(out, "decode", PYTHON=str(stand_in))
+    assert third.returncode == 0, third.stderr
+    assert "decode: skipped" in third.stdout
+
+
+def test_the_time_in_all_is_kept(tmp_path, stand_in):
+    # Catches: a script that takes a lent GPU for longer than was said.
+    stand_in.with_suffix(".ends").write_text("exec sleep 60")
+    begun = time.monotonic()
+    done = gpu_day(tmp_path / "out", PYTHON=str(stand_in), BUDGET="2")
+    assert time.monotonic() - begun < 30
+    assert done.returncode == 1
+    assert "plan: not started, the 2 s are spent" in done.stdout
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    # Catches: a misspelt part that ends a paid hour with nothing measured.
+    done = gpu_day(tmp_path, "steps")
+    assert done.returncode == 2
+    assert "no part steps; there are: tests runs" in done.stderr
+
+
+@pytest.mark.slow
+def test_parts_are_rehearsed(tmp_path):
+    # Catches: the one script for a GPU that fails there first; a rehearsal taken for a measurement.
+    parts = ("tests", "ranks", "decode", "step-base", "plan")
+    pytest.importorskip("torchcodec")
+    done = gpu_day(tmp_path, *parts)
+    assert done.returncode == 0, done.stderr + "".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+    results = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in parts}
+    assert all(result["rehearsal"] for result in results.values())
+    assert set(results["tests"]["cases"].values()) == {"skipped"}
+    assert [(row["layout"], row["verdict"]) for row in results["ranks"]["layouts"]] == [("pp2", "same")]
+    written = run(FOLDER / "gpu_tables.py", "--folder", tmp_path, "--write")
+    assert "no figures of a GPU: decode, plan, ranks, step-base, tests" in written.stdout
+    assert "a rehearsal is not written" in written.stderr
+    assert "| test_vit, 2 images, fp32 | cpu_zero1_fp32 | " in written.stdout
+
+
+def exchange(library):
+    """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
+    from simulated_device.collectives import SimulatedBackend
+
+    simulated_device.start(library)
+    sys.path.insert(0, str(FOLDER))
+    import one_gpu
+
+    def refuse(self, *args):
+        raise AssertionError("gloo would take the address of the device for one of the host's")
+
+    SimulatedBackend.send = SimulatedBackend.recv = refuse
+    one_gpu.send_by_way_of_the_host()
+    tensor = torch.full((3,), dist.get_rank() + 1.0, device="sim")
+    dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+    return tensor.tolist()
+
+
+def test_ranks_on_one_gpu_exchange_by_way_of_the_host(ranks, device_library):
+    # Catches: a pipeline on one GPU that ends in "Bad address".
+    assert ranks.run(2, exchange, device_library) == [[1.0] * 3, [1.0] * 3]

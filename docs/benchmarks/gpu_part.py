@@ -1,0 +1,250 @@
+"""Measure one part of docs/benchmarks/gpu_day.sh and write it as one JSON object.
+
+    python docs/benchmarks/gpu_part.py step-base --output step-base.json [--rehearse]
+
+A part is a program of this project with fixed arguments. `--rehearse` takes the smallest ones that run on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+CONFIGS = ROOT / "ds_configs"
+CLI = ("-m", "ds_vit.cli")
+TINY = ("--model", "test_vit", "--img-size", "32")
+
+
+def run(*words: object, codes: Sequence[int] = (0,), cwd: Path = ROOT) -> str:
+    """What a Python program says on stdout; its stderr goes to the log."""
+    command = [sys.executable, *map(str, words)]
+    print("$", shlex.join(command), file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=cwd, env={**os.environ, "COLUMNS": "200"})
+    print(done.stdout, file=sys.stderr, flush=True)
+    if done.returncode not in codes:
+        raise SystemExit(f"{words[0]} ended with code {done.returncode}")
+    return done.stdout
+
+
+def json_of(*words: object) -> Any:
+    """The JSON object in the last line of `ds-vit`'s output."""
+    return json.loads(run(*CLI, *words).splitlines()[-1])
+
+
+# ---- the parts -------------------------------------------------------------------------------------------------------
+
+
+def marked_tests(rehearse: bool, *, whole_runs: bool, only: str = "") -> dict[str, Any]:
+    """Tests marked `gpu`: case → passed, failed (also on setting up) or skipped.
+
+    Args:
+        rehearse: without a GPU all are skipped.
+        whole_runs: those of tests/training/test_gpu.py, else all others.
+        only: pytest's `-k`.
+    """
+    whole = ROOT / "tests" / "training" / "test_gpu.py"
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [whole] if whole_runs else [path for path in marked if path != whole]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-m", "pytest", "-v", "-m", "gpu", "-k", only, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        run(*words, *files, codes=(0, 1))  # a test that fails is a result
+        cases = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcome = {"error": "failed", "failure": "failed", "skipped": "skipped"}
+            kinds = [outcome[child.tag] for child in case if child.tag in outcome]
+            cases[f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"] = (kinds or ["passed"])[0]
+    if not rehearse and "passed" not in cases.values():
+        raise SystemExit("no test passed")
+    return {"cases": cases}
+
+
+def ranks(rehearse: bool) -> dict[str, Any]:
+    """Two and four ranks on the one GPU, by launch/parity.py: the deviations of each layout from one reference."""
+    words = ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", "--dataset", "digits", "--img-size", "32"]
+    words += ["--model", "vit_tiny_patch16_224", "--model-kwargs", "patch_size=4", "depth=4", "num_heads=4"]
+    words += ["embed_dim=32" if rehearse else "embed_dim=192", "--workers", "0", "-b", "8"]
+    words += ["--steps", 1 if rehearse else 5]
+    compared = {2: "pp2"} if rehearse else {2: "zero3, tp2, pp2", 4: "zero3, tp2, pp2 tp2"}
+    found = []
+    for count, layouts in compared.items():
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+        launcher = shlex.join([*torchrun, str(FOLDER / "one_gpu.py")])
+        more = ["-n", count, "--launcher", launcher, "--layouts", layouts]
+        with tempfile.TemporaryDirectory() as folder:  # parity.py leaves its runs where it is started
+            said = run(ROOT / "launch" / "parity.py", *words, *more, codes=(0, 1), cwd=Path(folder))
+        rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+        columns = ("layout", "loss", "grad_norm", "weights", "worst_tensor", "verdict")
+        found += [{"ranks": count, **dict(zip(columns, row, strict=True))} for row in rows]
+    if not found:
+        raise SystemExit("parity.py printed no table")
+    return {"layouts": found}
+
+
+def decode(rehearse: bool) -> dict[str, Any]:
+    """JPEG files decoded on the device: the tables of decode_on_device.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = write_pictures(Path(folder), 6 if rehearse else 512)
+        words = ["--data-dir", folder, "--workers", "8"]
+        if rehearse:
+            words = ["--data-dir", folder, "--workers", "1", "--device", "cpu", "--img-size", "16"]
+            words += ["--batch", "3", "--images", "6", "--turns", "1"]
+        said = run(FOLDER / "decode_on_device.py", *words)
+    return {"pictures": pictures, "markdown": said.strip()}
+
+
+def write_pictures(folder: Path, number: int) -> str:
+    """JPEG files in two classes below train/: ImageNet's where the tests' data is there, else noise; says which."""
+    archive = Path(os.environ.get("DS_VIT_TEST_DATA", ROOT.parent / "shared" / "data")) / "imagenet-sample/images.tar"
+    if archive.is_file():
+        with tarfile.open(archive) as tar:
+            files = [tar.extractfile(member).read() for member in tar if member.isreg()]  # type: ignore[union-attr]
+        what = "of ImageNet"
+    else:
+        from PIL import Image
+
+        files, what = [], "noise"
+        for width in (400, 500):
+            memory = io.BytesIO()
+            Image.effect_noise((width, 375), 60).convert("RGB").save(memory, "JPEG")
+            files.append(memory.getvalue())
+    for n in range(number):
+        path = folder / "train" / "ab"[n % 2] / f"{n}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(files[n % len(files)])
+    return what
+
+
+# Of each size: timm's name, images of a step, and which of ours are measured in one process with which peers: all sides
+# of a process are in memory together.
+ALL = [(("zero0_bf16", "zero1_bf16", "zero3_bf16"), ("timm-compiled", "ddp", "fsdp2"))]
+STEPS = {
+    "base": ("vit_base_patch16_224", 128, ALL),
+    "large": ("vit_large_patch16_224", 64, ALL),
+    "huge": (
+        *("vit_huge_patch14_224", 32),
+        [(("zero1_bf16",), ("timm-compiled", "ddp")), (("zero3_bf16",), ("fsdp2",))],
+    ),
+}
+
+
+def step(rehearse: bool, *, size: str) -> dict[str, Any]:
+    """`ds-vit bench step --json` of ours against DDP, FSDP2 and compiled timm on one GPU."""
+    model, images, sides = STEPS[size]
+    words = ["--model", model, "-b", images, "--turns", "6"]
+    if rehearse:
+        words, sides = [*TINY, "-b", "2", "--turns", "1", "--steps", "1"], [(("cpu_zero1_fp32",), ("ddp",))]
+    return {"benches": [bench(words, names, peers) for names, peers in sides]}
+
+
+def bench(words: Sequence[object], names: Sequence[str], peers: Sequence[str]) -> dict[str, Any]:
+    """One process of `ds-vit bench step --json`."""
+    configs = [CONFIGS / f"{name}.json" for name in names]
+    return json_of("bench", "step", "--json", *words, "--deepspeed_config", *configs, "--against", *peers)
+
+
+def ladder(rehearse: bool) -> dict[str, Any]:
+    """`ds-vit bench ladder --json`."""
+    words = ["--deepspeed_config", CONFIGS / "zero1_fp32.json", "--model", "vit_base_patch16_224", "-b", "64"]
+    if rehearse:
+        words = ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", *TINY, "-b", "2", "--steps", "1"]
+    return {"bench": json_of("bench", "ladder", "--json", *words, "--turns", "1" if rehearse else "6")}
+
+
+def plan(rehearse: bool) -> dict[str, Any]:
+    """`ds-vit plan --calibrate`, and with its figures the planned memory and step next to measured ones."""
+    from ds_vit.launching.process import Process
+    from ds_vit.planner.hardware import accelerator
+    from ds_vit.tools.bench import resolve_engine
+    from ds_vit.training.cost import Cost
+
+    names = ("cpu_zero1_fp32",) if rehearse else ("zero0_bf16", "zero1_bf16", "zero3_bf16")
+    models = [[*TINY, "-b", "2"]]
+    if not rehearse:
+        models = [["--model", model, "-b", str(images)] for model, images, _ in (STEPS["base"], STEPS["large"])]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "here.yaml"
+        figures = json_of("plan", "--calibrate", file, "--json")
+        calibrated = accelerator(str(file))
+    found = []
+    for words in models:
+        turns = ["--turns", "1", "--steps", "1"] if rehearse else ["--turns", "6"]
+        measured = bench([*words, *turns], names, ["timm"])
+        for name in names:
+            flags = [*words, "--deepspeed_config", str(CONFIGS / f"{name}.json")]
+            config = resolve_engine(flags, Process("none", 0, 1, 0, 1))
+            cost, side = Cost(config), measured["ours"][name]
+            found.append(
+                {
+                    "model": measured["model"],
+                    "side": name,
+                    "images": side["images"],
+                    "planned_seconds": cost.step_time(calibrated).seconds,
+                    "measured_seconds": min(side["seconds"]),
+                    "planned_bytes": cost.fullest(config.batch).together,
+                    "measured_bytes": side["memory_bytes"],
+                }
+            )
+    return {"calibrated": figures, "steps": found}
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "tests": partial(marked_tests, whole_runs=False),
+    "runs": partial(marked_tests, whole_runs=True, only="not optimizers"),
+    "optimizers": partial(marked_tests, whole_runs=True, only="optimizers"),
+    "ranks": ranks,
+    "decode": decode,
+    **{f"step-{size}": partial(step, size=size) for size in STEPS},
+    "ladder": ladder,
+    "plan": plan,
+}
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--output", required=True, metavar="FILE")
+    parser.add_argument("--rehearse", action="store_true", help="the smallest form, on a CPU")
+    arguments = parser.parse_args()
+    import torch
+
+    if not arguments.rehearse and not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} finds no GPU; --rehearse runs the smallest form on a CPU")
+    device = "a CPU" if arguments.rehearse else torch.cuda.get_device_name()
+    begun = time.monotonic()
+    found = PARTS[arguments.part](arguments.rehearse)
+    header = {
+        "part": arguments.part,
+        "rehearsal": arguments.rehearse,
+        "device": device,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **{k: version(k) for k in ("torch", "timm", "deepspeed")}},
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+    Path(arguments.output).write_text(json.dumps({**header, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Tables of Markdown from the JSON files of docs/benchmarks/gpu_day.sh.
+
+    python docs/benchmarks/gpu_tables.py [--folder docs/benchmarks/gpu] [--write]
+
+`--write` puts them into docs/performance.md, between its two comments. A rehearsal's figures are of no GPU: they are
+printed under a warning, and never written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER.parent / "performance.md"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def between(page: str, name: str, text: str) -> str:
+    """A page with another text between `<!-- name -->` and `<!-- end of name -->`."""
+    before, found, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not (found and end):
+        raise SystemExit(f"the page has no comments <!-- {name} --> and <!-- end of {name} -->")
+    return f"{before}{found}\n{text}\n\n{end}{after}"
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results by part."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+# ---- a table a kind of part ------------------------------------------------------------------------------------------
+
+
+def of_tests(parts: Sequence[dict[str, Any]]) -> str:
+    """How many tests passed."""
+    rows = []
+    for part in parts:
+        outcomes = Counter(part["cases"].values())
+        rows.append([part["part"], outcomes["passed"], outcomes["failed"], outcomes["skipped"], part["seconds"]])
+    failed = [f"- `{case}` failed" for part in parts for case, outcome in part["cases"].items() if outcome == "failed"]
+    return "\n".join([table(("tests", "passed", "failed", "skipped", "seconds"), rows), "", *failed]).rstrip()
+
+
+def of_ranks(part: dict[str, Any]) -> str:
+    """The layouts' deviations from the reference."""
+    columns = ("ranks", "layout", "loss", "grad_norm", "weights", "verdict")
+    return table(columns, [[row[column] for column in columns] for row in part["layouts"]])
+
+
+def of_steps(parts: Sequence[dict[str, Any]]) -> str:
+    """The sides of all benches, each of ours with its ratio to each peer."""
+    benches = [bench for part in parts for bench in part["benches"]]
+    peers = list(dict.fromkeys(peer for bench in benches for peer in bench["peers"]))
+    rows = []
+    for bench in benches:
+        for name, side in {**bench["peers"], **bench["ours"]}.items():
+            ratios = bench["ratios"].get(name, {})
+            row = [f"{bench['model']}, {side['images']} images, {bench['precision']}", name, *figures_of(side)]
+            rows.append([*row, *(of_ratio(ratios.get(peer)) for peer in peers)])
+    return table(("model", "side", "images/s", "MFU", "GB at the peak", *(f"of {peer}" for peer in peers)), rows)
+
+
+def figures_of(side: dict[str, Any]) -> list[str]:
+    """Images a second, MFU and gigabytes; "" for what is not known."""
+    memory, mfu = side["memory_bytes"], side["mfu"]
+    return [
+        f"{side['images_per_second']:,.1f}",
+        f"{mfu:.1%}" if mfu else "",
+        f"{memory / 1e9:.1f}" if memory else "",
+    ]
+
+
+def of_ratio(ratio: dict[str, float] | None) -> str:
+    """A ratio with its range over the turns."""
+    return f"{ratio['images_per_second']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" if ratio else ""
+
+
+def of_ladder(part: dict[str, Any]) -> str:
+    """The rungs, each over the one before and over the first."""
+    bench = part["bench"]
+    rows = [
+        [
+            name,
+            *figures_of(side),
+            *(of_ratio(bench["ratios"].get(name, {}).get(k)) for k in ("the one before", "the first")),
+        ]
+        for name, side in bench["ours"].items()
+    ]
+    return table((bench["model"], "images/s", "MFU", "GB at the peak", "of the one before", "of the first"), rows)
+
+
+def of_plan(part: dict[str, Any]) -> str:
+    """Planned and measured steps and memory."""
+    rows = []
+    for one in part["steps"]:
+        seconds, memory = ([one[f"{kind}_{what}"] for kind in ("planned", "measured")] for what in ("seconds", "bytes"))
+        row = [f"{one['model']}, {one['images']} images", one["side"], f"{seconds[0]:.4f}", f"{seconds[1]:.4f}"]
+        row += [f"{seconds[0] / seconds[1]:.2f}", f"{memory[0] / 1e9:.2f}"]
+        row += [f"{memory[1] / 1e9:.2f}", f"{memory[0] / memory[1]:.2f}"] if memory[1] else ["", ""]
+        rows.append(row)
+    columns = ("model", "side", "planned s", "measured s", "planned / measured", "planned GB", "measured GB")
+    return table((*columns, "planned / measured"), rows)
+
+
+def tables(parts: dict[str, dict[str, Any]]) -> str:
+    """All tables, each under what it shows."""
+    kinds = {kind: [parts[name] for name in parts if name.partition("-")[0] == kind] for kind in KINDS}
+    blocks = []
+    for kind, found in kinds.items():
+        of_kind, what = KINDS[kind]
+        blocks += [f"{what}, {date_of(part)}:\n\n{of_kind(part)}" for part in found]
+    if found := [part for part in parts.values() if "cases" in part]:
+        blocks.insert(0, f"Tests marked `gpu`, {date_of(found[0])}:\n\n{of_tests(found)}")
+    return "\n\n".join(blocks)
+
+
+def date_of(part: dict[str, Any]) -> str:
+    """When, on what, with which versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in part["versions"].items())
+    return f"{part['date']}, {part['device']}, {versions}"
+
+
+KINDS = {
+    "ranks": (of_ranks, "Ranks that share one GPU over gloo, deviations from one reference"),
+    "decode": (lambda part: part["markdown"], "JPEG files decoded on the device"),
+    "step": (lambda part: of_steps([part]), "A training step, fastest turn"),
+    "ladder": (of_ladder, "The ladder"),
+    "plan": (of_plan, "Planned with the figures of `ds-vit plan --calibrate`, and measured"),
+}
+
+
+def main() -> None:
+    """Print the tables, and write them where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER / "gpu", help="of the JSON files [%(default)s]")
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    arguments = parser.parse_args()
+    parts = read(arguments.folder)
+    if not parts:
+        raise SystemExit(f"{arguments.folder} has no result; docs/benchmarks/gpu_day.sh makes them")
+    rehearsed = [name for name, part in parts.items() if part["rehearsal"]]
+    if rehearsed:
+        print(f"Rehearsed on a CPU, no figures of a GPU: {', '.join(rehearsed)}\n")
+    print(tables(parts))
+    if arguments.write and rehearsed:
+        raise SystemExit("a rehearsal is not written into docs/performance.md")
+    if arguments.write:
+        PAGE.write_text(between(PAGE.read_text(), "gpu tables", tables(parts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Run a program as one of several ranks that share one accelerator; torchrun starts the ranks.
+
+    torchrun --nproc_per_node 2 docs/benchmarks/one_gpu.py launch/train.py FLAGS    # or, as one rank:
+    python docs/benchmarks/one_gpu.py launch/train.py FLAGS
+
+NCCL refuses two ranks on a device, and DeepSpeed has no setting for another backend on a GPU. So DeepSpeed receives an
+accelerator whose backend is gloo and whose only device is the first. gloo reduces and gathers a GPU's tensors by way of
+pinned memory. Its point-to-point transfers would take the GPU's address for one of the host's ("Bad address"), so they
+go through host memory here. This shows correctness only; the speed says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator, set_accelerator
+
+
+def shared(kind: type[DeepSpeedAccelerator]) -> DeepSpeedAccelerator:
+    """An accelerator of this kind of which every rank has the first device."""
+
+    class Shared(kind):  # type: ignore[valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._communication_backend_name = "gloo"
+
+        def device_name(self, device_index: int | None = None) -> str:
+            return super().device_name(None if device_index is None else 0)
+
+        def device(self, device_index: int | None = None) -> torch.device:
+            return super().device(None if device_index is None else 0)
+
+        def set_device(self, device_index: int) -> None:
+            super().set_device(0)
+
+    return Shared()
+
+
+def send_by_way_of_the_host() -> None:
+    """Replace torch's blocking point-to-point transfers, which DeepSpeed's pipeline uses."""
+    send, recv = dist.send, dist.recv
+
+    def send_from_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        send(tensor.cpu(), *args, **kwargs)
+
+    def recv_on_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+        received = torch.empty_like(tensor, device="cpu")
+        source = recv(received, *args, **kwargs)
+        tensor.copy_(received)
+        return source
+
+    dist.send, dist.recv = send_from_host, recv_on_host
+
+
+def main() -> None:
+    """Prepare this rank and become the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", help="a Python file")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="its arguments")
+    arguments = parser.parse_args()
+    set_accelerator(shared(type(get_accelerator())))
+    send_by_way_of_the_host()
+    sys.argv = [arguments.program, *arguments.words]
+    runpy.run_path(arguments.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
