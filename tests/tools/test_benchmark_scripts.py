@@ -196,6 +196,15 @@ def test_parts_are_rehearsed(tmp_path):
     assert "| test_vit, 2 images, fp32 | cpu_zero1_fp32 | " in written.stdout
 
 
+def test_status_lists_the_tests_that_there_are():
+    # Catches: a test for another device that the page does not know, one that it calls run and is not.
+    counted = run(FOLDER / "status_table.py")
+    assert counted.returncode == 0, counted.stderr
+    page = (ROOT / "docs" / "status.md").read_text()
+    hint = "the page is of other tests: python docs/benchmarks/status_table.py --write"
+    assert counted.stdout.strip() in page, hint
+
+
 def exchange(library):
     """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
     from simulated_device.collectives import SimulatedBackend
