@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from project import ROOT
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -48,6 +49,7 @@ for wrong in (
 """
 
 
+@pytest.mark.slow
 def test_the_page_runs_in_one_process(tmp_path):
     # Catches: a page that lags behind the program; a second call that finds what the first one left in the process.
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

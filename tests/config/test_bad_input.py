@@ -152,6 +152,7 @@ def test_image_that_cannot_be_decoded(ranks, tmp_path, folder):
     model.load_state_dict(load_file(str(output / "model.safetensors")), strict=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_bad_image_costs_no_step(ranks, tmp_path, folder, accumulation):
     """Steps that are lost to an image that one rank alone meets; one that a rank says of its own; a resume that is
@@ -180,6 +181,7 @@ def test_a_bad_image_costs_no_step(ranks, tmp_path, folder, accumulation):
     assert_same_curve(whole, read_rows(output), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_too_many_bad_images_end_the_run_saved(ranks, tmp_path, folder):
     """A count that depends on the layout or on what was saved when; a run that ends again once the file is repaired;
     a limit that nobody can raise."""

@@ -114,7 +114,7 @@ def complaint(case: Case, verdict: Verdict, reference: Verdict | None) -> str | 
     return None
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [*chunks(SAMPLE), *(pytest.param(cases, marks=pytest.mark.exhaustive) for cases in chunks(OTHERS))],

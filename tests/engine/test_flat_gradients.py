@@ -128,6 +128,7 @@ def train_bf16_both_ways(argv, folder, breaks=False):
     return in_copies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "more"), [(1, []), (2, ["--grad-accum-steps", "2"])])
 def test_bf16_sums_are_deepspeeds_to_the_last_bit(ranks, tmp_path, world, more):
     """A sum that is not divided by the ranks, or divided on one rank; a group whose gradients are left out."""

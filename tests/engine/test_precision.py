@@ -202,7 +202,7 @@ def test_pure_bf16(ranks, cifar32, tmp_path, stage):
 ROTARY = [KINDS["Eva with rotary tables"], KINDS["learned rotary frequencies"], KINDS["DINOv3"]]
 
 
-@pytest.mark.parametrize(("name", "stage"), zip(ROTARY, (1, 3, 3), strict=True))
+@pytest.mark.parametrize(("name", "stage"), [*zip(ROTARY, (1, 3, 3), strict=True)])
 def test_rotary_models_in_bf16(ranks, cifar32, tmp_path, name, stage):
     """DeepSpeed casts parameters and leaves buffers: the rotary table would meet bf16 tokens in fp32."""
     config = tmp_path / "config.json"

@@ -123,6 +123,7 @@ def train_until(argv, stop):
         return run_quietly(argv)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", ["evaluation", "step"])
 def test_an_epoch_is_saved_before_it_is_evaluated(ranks, tmp_path, stop):
     """An epoch that is lost to an error of its evaluation; an evaluation that a resumed run leaves out, repeats though

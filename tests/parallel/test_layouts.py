@@ -311,6 +311,7 @@ def test_offloaded(ranks, folders, reference, optimizer, stage, tmp_path):
     assert_same(reference("plain", optimizer), found, optimizer)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("layout", "optimizer", "persists"), [("dp2", "sgd", 100), ("dp4", "lamb", 0)])
 def test_secondary_partition(ranks, folders, layout, optimizer, persists, tmp_path):
     """One `zero.Init` a layer, and so the groups made twice; a copy that outlives a step, an average or a resume.

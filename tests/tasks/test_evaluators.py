@@ -260,6 +260,7 @@ def counted_evaluations(settings):
     return found
 
 
+@pytest.mark.slow
 def test_evaluations_leave_nothing_behind(ranks, data, tmp_path):
     """A pass over a split whose loader process, or its shared memory, stays after it."""
     settings = {

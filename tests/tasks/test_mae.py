@@ -140,6 +140,7 @@ def test_the_curve_is_that_of_a_plain_loop(ranks, expected, tmp_path, layout):
     assert_curve(train(ranks, tmp_path, layout), expected(LAYOUTS[layout][4]))
 
 
+@pytest.mark.slow
 def test_resumed_in_another_layout(ranks, expected, tmp_path):
     """A checkpoint without the decoder, or without its optimizer state."""
     words = ["--checkpoint-interval", 5, "--output", tmp_path / "run"]

@@ -47,6 +47,7 @@ def run(script, *words, code=START):
     return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_help():
     # Catches: minutes of measuring for somebody who asked what it does, and a package that only tests need.
     scripts = sorted(FOLDER.glob("*.py"))

@@ -165,6 +165,7 @@ def slow_compiler(argv):
     return train_counting(argv, before=sleep)
 
 
+@pytest.mark.slow
 def test_the_watchdog_waits_for_the_compiler(ranks, tmp_path):
     """A run that is ended as stalled while it compiles."""
     argv = [*words(tmp_path / "run"), "--compile", "--max-steps", "1", "--stall-seconds", "2"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import timm
 import torch
 from curves import assert_same_curve, train_in
@@ -54,6 +55,7 @@ def notes(argv: list[str]) -> str:
     return "\n".join(resolved(argv).notes)
 
 
+@pytest.mark.slow
 def test_pretrained_from_a_cache_without_a_network(tmp_path):
     # Catches: a network that is asked though the file is there, weights of another name, a new head that nobody hears
     # of, pixels normalised for other weights.
