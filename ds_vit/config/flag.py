@@ -119,7 +119,7 @@ def flag(
         choices: its valid words.
         metavar: as argparse's.
         const: the value of a flag that is written without one, and of a recipe's `true`.
-        task: the task that it belongs to; empty for all.
+        task: the tasks that it belongs to, separated by spaces; empty for all.
         key: the dotted key of the DeepSpeed JSON that holds the same value.
     """
     meta: dict[str, Any] = {"help": text, "scope": scope, "section": section, "span": span, "rule": rule, "read": read}

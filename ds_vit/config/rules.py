@@ -131,6 +131,7 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("pp_partition", lambda c: c.pp == 1, "without --pp"),
     ("data_weights", lambda c: isinstance(c.data_dir, str), "with one --data-dir"),
     ("data_dir val_split dataset_download", lambda c: c.dataset == "digits", "with --dataset digits"),
+    ("data_dir val_split dataset_download", lambda c: c.dataset == "glyphs", "with --dataset glyphs"),
     ("dataset_download", lambda c: not c.dataset.startswith("torch/"), "unless --dataset is a torch/… name"),
     ("warmup_lr", lambda c: 0 in (c.warmup_steps, c.warmup_epochs), "without warm-up"),
     ("min_lr", lambda c: c.sched == "constant", "with --sched constant"),

@@ -141,6 +141,10 @@ class ModelSettings:
     decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
     decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
+    tokenizer: str = flag("bytes", "--task clip, siglip: bytes (UTF-8)", WEIGHTS, task="clip siglip")
+    context_length: int | None = flag(
+        None, "--task clip, siglip: tokens of a caption (256)", WEIGHTS, span=Range(2, 2**16), task="clip siglip"
+    )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
     model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")
     num_classes: int | None = flag(None, "classes of the head (default: the data's)", WEIGHTS, span=Range(1, 10**7))
@@ -178,7 +182,9 @@ class ModelSettings:
 class DataSettings:
     """The images and how they are read."""
 
-    dataset: str = flag("", "digits, torch/cifar10, wds/SHARDS, hfds/FOLDER; empty: folders in --data-dir", RECORDED)
+    dataset: str = flag(
+        "", "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER; empty: folders in --data-dir", RECORDED
+    )
     data_dir: str | Sequence[str] = flag(
         "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
     )
@@ -339,8 +345,8 @@ def names_with(scope: Scope) -> tuple[str, ...]:
 
 
 def names_of_task(task: str) -> frozenset[str]:
-    """The flags that belong to one task only."""
-    return frozenset(name for name, f in FIELDS.items() if f.metadata["task"] == task)
+    """The flags that belong to this task, but not to all."""
+    return frozenset(name for name, f in FIELDS.items() if task in f.metadata["task"].split())
 
 
 def number_or_auto(word: Any) -> int | str:

@@ -4,6 +4,7 @@
     sampler.py     which sample is at which row of which step, and on which rank
     settings.py    the model's input: size, normalisation, evaluation's crop
     decode.py      an image file's bytes to pixels
+    text.py        a caption to token ids
     augment/       the transforms, erasing and mixing; each random step is a keyed draw and its application
     batches.py     what a micro-batch holds
     loader.py      micro-batches read in worker processes
@@ -16,13 +17,14 @@ step, share), whatever the number of ranks and workers.
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_valid
+from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_texts, finish_valid
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source, unreadable_classes
+from ds_vit.data.text import Tokenizer, build_tokenizer
 
 __all__ = [
     "AugmentConfig",
@@ -35,12 +37,15 @@ __all__ = [
     "SampleOrder",
     "Share",
     "Source",
+    "Tokenizer",
+    "build_tokenizer",
     "eval_loader",
     "evaluation_keys",
     "evaluation_rows",
     "finish_images",
     "finish_keys",
     "finish_targets",
+    "finish_texts",
     "finish_valid",
     "hold_out",
     "mixed",

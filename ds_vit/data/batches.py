@@ -1,7 +1,7 @@
-"""What a rank reads for each micro-step: rows of images and targets, a pure function of the step's number.
+"""What a rank reads for each micro-step: rows of images, targets and texts, a pure function of the step's number.
 
 Shapes: B own rows of a micro-batch, R >= B rows read (the own rows, then partners that other micro-batches own),
-C classes.
+C classes, L tokens of a caption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
-from ds_vit.data.augment.draws import shielded
+from ds_vit.data.augment.draws import shielded, uniform
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix
 from ds_vit.data.augment.on_device import Crops, Cut, CuttingTransform, packed
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
@@ -28,6 +28,7 @@ from ds_vit.data.decode import ImageDecodeError, open_image
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows
 from ds_vit.data.slots import Slots
 from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError
 
 _REPLACEMENTS_TRIED = 16
@@ -48,6 +49,7 @@ class MicroBatch(NamedTuple):
         num_rows: B.
         skipped: (number in the source, reason) of each own row whose image could not be decoded. Every rank that reads
             a row counts it.
+        texts: token ids of a caption, int64 [R, L], or None when not loaded.
     """
 
     keys: torch.Tensor
@@ -59,6 +61,7 @@ class MicroBatch(NamedTuple):
     mix: PairMix | None
     num_rows: int
     skipped: Sequence[tuple[int, str]] = ()
+    texts: torch.Tensor | None = None
 
     @property
     def num_skipped(self) -> int:
@@ -71,7 +74,7 @@ Transform = TrainTransform | FixedTransform | CuttingTransform
 
 @dataclass
 class Reader:
-    """Reads rows of a source: decoded and transformed images, targets, and which images could not be decoded.
+    """Reads rows of a source: decoded and transformed images, targets, captions, and which images are damaged.
 
     Attributes:
         source: of the samples.
@@ -82,6 +85,7 @@ class Reader:
         decoder: one of `decode.DECODERS`.
         slots: shared memory where workers put images.
         reading: shared by the workers: the sample that each one is reading.
+        tokenizer: of the captions; None where none are read.
     """
 
     source: Source
@@ -93,6 +97,7 @@ class Reader:
     decoder: str = "exact"
     slots: Slots | None = None
     reading: torch.Tensor | None = None
+    tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
         if self.on_bad_image not in ("error", "skip"):
@@ -119,13 +124,16 @@ class Reader:
             targets = torch.zeros((len(indices), self.source.num_classes), dtype=torch.float32)
         elif self.load_targets:
             targets = torch.zeros(len(indices), dtype=torch.int64)
+        texts = None
+        if self.tokenizer is not None:
+            texts = torch.from_numpy(self.tokenizer.encode("")).repeat(len(indices), 1)
         skipped: list[tuple[int, str]] = []
         for row, (index, key) in enumerate(zip(indices.tolist(), keys.tolist(), strict=True)):
             if not is_valid[row]:
                 continue
             if self.reading is not None:
                 self.reading[get_worker_info().id] = index
-            # Which sample replaces a bad image decides the target too, so that skipping always decodes.
+            # Which sample replaces a bad image decides target and text too, so that skipping always decodes.
             read_index: int | None = index
             if self.load_images or self.skips:
                 pixels, read_index, reason = self._image(index, key, replace=valid is None)
@@ -137,8 +145,11 @@ class Reader:
                     images[row] = pixels
             if read_index is None:
                 is_valid[row] = False
-            elif targets is not None:
+                continue
+            if targets is not None:
                 targets[row] = torch.as_tensor(self.source.target(read_index))
+            if texts is not None:
+                texts[row] = self._text(read_index, key if valid is None else None)
         if self.load_images and self.cuts:  # of training, where every row is valid
             images = packed(cuts, self.img_size, _zeros((sum(cut.data.size for cut in cuts),)))
         return MicroBatch(
@@ -151,11 +162,19 @@ class Reader:
             mix=None,
             num_rows=num_rows,
             skipped=skipped,
+            texts=texts,
         )
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         worker = get_worker_info()
         return _zeros(shape) if worker is None or self.slots is None else self.slots.zeros(worker.id, shape)
+
+    def _text(self, index: int, key: int | None) -> torch.Tensor:
+        """Token ids [L] of one of a sample's captions: drawn by the key, or the first without one."""
+        assert self.tokenizer is not None, "this reader has no tokenizer"
+        captions = self.source.captions(index)
+        drawn = 0 if key is None else int(uniform(key, "caption") * len(captions))
+        return torch.from_numpy(self.tokenizer.encode(captions[drawn]))
 
     def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | Cut | None, int | None, str]:
         """The pixels of a sample, or of the first of its keyed replacements that can be decoded; its number; why."""

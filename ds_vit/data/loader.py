@@ -34,6 +34,7 @@ from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
 from ds_vit.data.slots import PREFETCHED, InSlot, shared_memory_advice
 from ds_vit.data.sources.source import Source
+from ds_vit.data.text import Tokenizer
 from ds_vit.fault_tolerance.errors import UserError, WorkerLost
 from ds_vit.fault_tolerance.signals import ignore_in_worker
 
@@ -204,6 +205,7 @@ def train_loader(
     sizes: ImageSizes | None = None,
     load_images: bool = True,
     load_targets: bool = True,
+    tokenizer: Tokenizer | None = None,
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -225,6 +227,8 @@ def train_loader(
         load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
             unless bad images are skipped: then a target depends on what can be decoded.
         load_targets: likewise; a pipeline's last stage needs them.
+        tokenizer: of the captions, for a rank that needs them: of each sample one is drawn by its key, in evaluation
+            the first is taken. None reads no captions.
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
@@ -239,7 +243,16 @@ def train_loader(
         factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
         raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
     transform = worker_transform(image, augment)
-    reader = Reader(source, transform, image.img_size, load_images, load_targets, on_bad_image, augment.decode)
+    reader = Reader(
+        source,
+        transform,
+        image.img_size,
+        load_images,
+        load_targets,
+        on_bad_image,
+        augment.decode,
+        tokenizer=tokenizer,
+    )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
         size: worker_transform(replace(image, img_size=(size, size)), augment)
@@ -258,6 +271,7 @@ def eval_loader(
     dp_size: int = 1,
     load_images: bool = True,
     load_targets: bool = True,
+    tokenizer: Tokenizer | None = None,
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -268,6 +282,7 @@ def eval_loader(
     Every rank gets the same number of batches of `batch` rows. Under `on_bad_image="skip"` a row that cannot be
     decoded is not valid, and counted. The other arguments are those of `train_loader`.
     """
-    reader = Reader(source, eval_transform(image), image.img_size, load_images, load_targets, on_bad_image)
+    transform = eval_transform(image)
+    reader = Reader(source, transform, image.img_size, load_images, load_targets, on_bad_image, tokenizer=tokenizer)
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
     return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_vit.config import RunConfig, default_of, spelling
-from ds_vit.config.schema import is_asked_for
+from ds_vit.config.schema import FIELDS, is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.classification import Classification
@@ -45,8 +45,12 @@ def task_of(values: Mapping[str, Any]) -> type[Task]:
 
 def idle_flags(task: type[Task]) -> dict[str, str]:
     """The flags that have no effect for a task, those of other tasks only and those that it rejects → the reason."""
-    others = TASKS.values()
-    idle = {flag: f"; it is of --task {other.name}" for other in others for flag in sorted(other.flags - task.flags)}
+    tasks_of = {name: field.metadata["task"].split() for name, field in FIELDS.items()}
+    idle = {
+        flag: f"; it is of --task {' and '.join(tasks)}"
+        for flag, tasks in tasks_of.items()
+        if tasks and flag not in task.flags
+    }
     return idle | {flag: f": {reason}; drop it" for flag, reason in task.refused_flags.items()}
 
 

@@ -263,7 +263,8 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
         source: the training split.
 
     Raises:
-        UserError: images with several labels, fewer images than neighbours, or no training split to learn from.
+        UserError: images with several labels or without any, fewer images than neighbours, or no training split to
+            learn from.
     """
     chosen: list[tuple[str, Figure, Callable[..., Metrics]]] = []
     if config.eval_knn:
@@ -273,6 +274,8 @@ def chosen_evaluators(config: RunConfig, source: Source) -> tuple[Evaluator, ...
     for flag, _, _ in chosen:
         if source.multi_label:
             raise UserError(f"{flag} needs one class an image, and these have several labels; drop it")
+        if not source.class_names:
+            raise UserError(f"{flag} needs a class for each image, and these have captions only; drop it")
         if not config.train_split:
             raise UserError(f"{flag} learns from the training split, and --train-split '' names none")
     if config.eval_knn > len(source):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
-from ds_vit.data import ImageConfig, MicroBatch, Source, finish_images, finish_targets
+from ds_vit.data import ImageConfig, MicroBatch, Source, Tokenizer, finish_images, finish_targets, finish_texts
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
 from ds_vit.parallel.groups import Groups
@@ -102,14 +102,14 @@ class Field:
     Attributes:
         name: its key in a `Batch`.
         stage: the pipeline stage that needs it: the first (the model's input) or the last (the loss's).
-        reads: what has to be read of a sample for it: its image is decoded, or only its target.
+        reads: what has to be read of a sample for it: its image is decoded, or only its target or a caption is read.
         shape: of one sample.
         dtype: of the tensor; None for the type that the model takes its input in.
     """
 
     name: str
     stage: Literal["first", "last"]
-    reads: Literal["images", "targets"]
+    reads: Literal["images", "targets", "texts"]
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
@@ -126,6 +126,7 @@ class Task(ABC):
     Attributes:
         evaluators: rate the features of the images, in addition to the task's metrics.
         evaluates_outputs: whether the task's metrics are computed.
+        tokenizer: of the captions; set by a task whose fields read texts.
 
     Raises:
         UserError: an evaluator that does not support this data, or an --eval-metric that nothing evaluates.
@@ -144,6 +145,9 @@ class Task(ABC):
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
+    has_text: ClassVar[bool] = False
+    """Whether a field reads texts, so that the images must have captions."""
+    tokenizer: Tokenizer | None = None
     figures: tuple[Figure, ...]
     """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
     puts that of --eval-metric first."""
@@ -242,6 +246,8 @@ class Task(ABC):
         if any(field.reads == "targets" for field in fields):
             mix = self.mix if training else None
             made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
+        if any(field.reads == "texts" for field in fields):
+            made["texts"] = finish_texts(micro_batch, device=device)
         return {field.name: made[field.reads].to(field.dtype or made[field.reads].dtype) for field in fields}
 
     def check(self) -> None:

@@ -284,6 +284,7 @@ class InputPipeline:
             "image": self.config.task.image,
             "load_images": any(field.reads == "images" for field in fields),
             "load_targets": any(field.reads == "targets" for field in fields),
+            "tokenizer": self.config.task.tokenizer if any(field.reads == "texts" for field in fields) else None,
             "on_bad_image": self.config.on_bad_image,
             "num_workers": self.config.workers,
             "pin_memory": pins_memory(device),

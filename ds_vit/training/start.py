@@ -63,7 +63,9 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
         blocks = "each block" if interval == 1 else f"every {interval} blocks"
         layout += f", {blocks} recomputed" + (" from inputs kept in host memory" if deepspeed.checkpointing.cpu else "")
         layout += " except matrix products and attention" if deepspeed.checkpointing.selective else ""
-    images = f"{len(data.train_source):,} images in {data.train_source.num_classes} classes"
+    source = data.train_source
+    labels = f"in {source.num_classes} classes" if source.class_names else "with captions"
+    images = f"{len(source):,} images {labels}"
     left = len(data.train_source) - data.order.steps_per_epoch * data.batch.global_batch
     if resolved.optimizer is not None and left > 0 and not (data.order.aug_repeats or data.order.mixture):
         images += f" ({left:,} of them fill no global batch, others in each epoch)"

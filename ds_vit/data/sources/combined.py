@@ -36,6 +36,10 @@ class _View(Source):
         source, number = self._locate(index)
         return source.target(number)
 
+    def captions(self, index: int) -> tuple[str, ...]:
+        source, number = self._locate(index)
+        return source.captions(number)
+
     def describe(self, index: int) -> str:
         source, number = self._locate(index)
         return source.describe(number)
@@ -56,6 +60,7 @@ class Subset(_View):
         self._source = source
         self._numbers = numbers
         self.class_names = source.class_names
+        self.has_captions = source.has_captions
         self.multi_label = source.multi_label
         self.left_out = source.left_out
 
@@ -160,6 +165,7 @@ class MixedSource(_View):
         self._sources = tuple(sources)
         self._starts = np.cumsum([0, *map(len, sources)])
         self.class_names = tuple(classes) if classes is not None else sources[0].class_names
+        self.has_captions = all(source.has_captions for source in sources)
         self.multi_label = sources[0].multi_label
         self._numbers = [self._class_numbers(source) for source in sources]
         self.left_out = dict(sum((Counter(source.left_out) for source in sources), Counter()))
@@ -197,7 +203,11 @@ class MixedSource(_View):
 
     def target(self, index: int) -> int | np.ndarray:
         target = super().target(index)
-        return target if self.multi_label else int(self._numbers[self._number_of_source(index)][target])
+        return (
+            target
+            if self.multi_label or not self.class_names
+            else int(self._numbers[self._number_of_source(index)][target])
+        )
 
     def identity(self) -> tuple[np.ndarray, ...]:
         prints = np.array([source.fingerprint for source in self._sources], dtype=np.bytes_)

@@ -1,7 +1,7 @@
 """What a source of images is, and what all kinds of sources share.
 
-A source is a finite list of (image, target) pairs with named classes. It is opened once, in the main process, and read
-in any number of worker processes.
+A source is a finite list of (image, target) pairs with named classes, or of images with captions. It is opened once, in
+the main process, and read in any number of worker processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from PIL import Image
 from timm.utils.misc import natural_key
 
 from ds_vit.data.decode import ImageDecodeError, Jpeg, open_image
+from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
 
 # timm lists .png, .jpg and .jpeg only, so that a folder of WebP files looks empty to it; Pillow reads all of these.
@@ -40,16 +41,18 @@ _THREADS = 8  # Pillow decodes outside the interpreter's lock, and folders are o
 
 
 class Source(ABC):
-    """A finite, indexable set of labelled images.
+    """A finite, indexable set of images with labels, captions or both.
 
     Attributes:
-        class_names: the classes, in the order of their numbers.
+        class_names: the classes, in the order of their numbers; empty for images without labels, whose targets are 0.
+        has_captions: whether its images have captions.
         multi_label: whether a target is a multi-hot vector (float32 [C]) in place of a class number.
         left_out: how many files were found that are not images we read, by suffix ("" for none).
         mixture: (images, rows of an epoch) of each part of a weighted mixture (`SampleOrder`).
     """
 
     class_names: tuple[str, ...]
+    has_captions: bool = False
     multi_label: bool = False
     left_out: Mapping[str, int] = {}
     mixture: tuple[tuple[int, int], ...] = ()
@@ -61,7 +64,7 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of which samples these are: their names within the data set and their labels, not their pixels.
+        """A hash of which samples these are: their names within the data set, labels and captions, not their pixels.
 
         The same for the same images in a folder that was moved, or in a tar of it. A million names take 0.1 s.
         """
@@ -73,8 +76,11 @@ class Source(ABC):
         return digest.hexdigest()
 
     def identity(self) -> tuple[np.ndarray, ...]:
-        """What `fingerprint` hashes, in the order of the samples; by default their targets."""
-        return (np.array([self.target(index) for index in range(len(self))]),)
+        """What `fingerprint` hashes, in the order of the samples; by default their targets and captions."""
+        targets = np.array([self.target(index) for index in range(len(self))])
+        if not self.has_captions:
+            return (targets,)
+        return targets, *Captions(self.captions(index) for index in range(len(self))).identity()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -102,6 +108,10 @@ class Source(ABC):
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:
         """The class number, or the float32 multi-hot vector [C]; nothing is decoded for it."""
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        """All captions of one image, where `has_captions`; nothing is decoded for it."""
+        raise LookupError(f"{self.describe(index)} has no captions")
 
     @abstractmethod
     def describe(self, index: int) -> str:
@@ -250,7 +260,8 @@ def unreadable_classes(source: Source) -> dict[str, str]:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         errors = pool.map(first_error, np.split(order, starts[1:]))
-        return {source.class_names[number]: error for number, error in zip(classes, errors, strict=True) if error}
+        names = source.class_names or ("all",)
+        return {names[number]: error for number, error in zip(classes, errors, strict=True) if error}
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------

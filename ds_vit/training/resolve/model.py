@@ -82,6 +82,7 @@ def resolve_model(
     Raises:
         UserError: no such model, or classes, weights, degrees or a batch that do not fit it.
     """
+    _check_labels(task_type, data)
     num_classes = _num_classes(config, task_type, data)
     sizes = all_sizes(config.img_size_schedule, config.train_img_sizes)
     if sizes:
@@ -163,6 +164,16 @@ def _unseen_pixels(whole: TimmViT) -> list[str]:
         f"images of {height} x {width} pixels: timm's PatchEmbed drops those that fill no patch of {patch[0]} x "
         f"{patch[1]}, {dropped}: use --img-size {nearest}"
     ]
+
+
+def _check_labels(task_type: type[Task], data: DataConfig) -> None:
+    """Raise UserError if the task needs classes or captions that the images lack."""
+    for source in filter(None, (data.train_source, data.val_source)):
+        where = f"the data of {source.describe(0)}"
+        if task_type.has_classes and not source.class_names:
+            raise UserError(f"--task {task_type.name} needs a class for each image; {where} has captions only")
+        if task_type.has_text and not source.has_captions:
+            raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
 
 
 def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:

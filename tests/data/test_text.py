@@ -1,0 +1,195 @@
+"""Captions: tokens, the built-in glyphs, and the same texts for any number of ranks and workers and from any step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from micro_batches import in_global_order, load
+from PIL import Image
+
+from ds_vit.data import (
+    AugmentConfig,
+    ImageConfig,
+    MixConfig,
+    Share,
+    Source,
+    build_tokenizer,
+    eval_loader,
+    finish_texts,
+    mixed,
+    open_source,
+)
+from ds_vit.data.decode import undecodable
+from ds_vit.data.sources.captions import Captions
+from ds_vit.data.sources.glyphs import drawn, read_names
+from ds_vit.fault_tolerance.errors import UserError
+
+BYTES = build_tokenizer("bytes", 24)
+SETTINGS = {"image": ImageConfig((8, 8)), "augment": AugmentConfig(no_aug=True), "mix": MixConfig()}
+LAYOUTS = [Share(0, 1, 12), Share(0, 1, 3, 4), Share(0, 3, 2, 2)]
+
+
+class Pairs(Source):
+    """30 images of one grey, each with 1 to 3 captions that name it; every fifth cannot be decoded."""
+
+    class_names = ()
+    has_captions = True
+
+    def __init__(self, texts: Sequence[Sequence[str]] | None = None) -> None:
+        made = ([f"{number}, caption {c}" for c in range(1 + number % 3)] for number in range(30))
+        self.table = Captions(texts or made)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def image(self, index: int) -> Image.Image:
+        if index % 5 == 4:
+            raise undecodable(self.describe(index), ValueError("damaged"))
+        return Image.new("RGB", (8, 8), (8 * index, 0, 0))
+
+    def target(self, index: int) -> int:
+        return 0
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        return self.table[index]
+
+    def describe(self, index: int) -> str:
+        return f"pair {index}"
+
+
+def text_of(ids: torch.Tensor) -> str:
+    """The text of a row of the bytes tokenizer."""
+    assert ids[0] == BYTES.start_id
+    end = ids.tolist().index(BYTES.end_id)
+    assert set(ids.tolist()[end + 1 :]) <= {BYTES.pad_id}
+    return bytes(ids.tolist()[1:end]).decode()
+
+
+def loaded(share: Share, start: int = 0, stop: int = 6, **options) -> torch.Tensor:
+    """The texts of some steps, [steps, 12, 24]."""
+    options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": BYTES, **options}
+    batches = load(Pairs(), share, start, stop, **options)
+    return in_global_order(batches, share, lambda batch: finish_texts(batch, device="cpu"))
+
+
+def test_bytes():
+    """Would catch a lost end token, an id outside of the vocabulary, or padding that is a byte."""
+    ids = BYTES.encode("aß")
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [257, 97, 195, 159, 258, *[256] * 19]
+    assert BYTES.encode("x" * 100).tolist() == [257, *[120] * 22, 258]
+    assert [BYTES.is_cut("x" * n) for n in (22, 23)] == [False, True]
+    assert BYTES.vocab_size == 1 + max(BYTES.start_id, BYTES.end_id, BYTES.pad_id)
+    assert BYTES.encode("").tolist() == [257, 258, *[256] * 22]
+    with pytest.raises(UserError, match="no --tokenizer words"):
+        build_tokenizer("words", 8)
+
+
+def test_captions_in_arrays():
+    """Would catch a shifted boundary, beside an image without a caption too."""
+    texts = [("a", "ßß"), (), ("",), ("the end",)]
+    table = Captions(texts)
+    assert [table[index] for index in range(len(table))] == texts
+    assert len(Captions([])) == 0
+
+
+def test_neither_layout_nor_workers_nor_the_first_step_change_a_text():
+    """Would catch a draw that depends on the rank, a replaced image with the bad one's text, and texts that decode."""
+    whole = loaded(LAYOUTS[0])
+    for share, options in (
+        *((share, {}) for share in LAYOUTS[1:]),
+        (LAYOUTS[2], {"start": 2, "num_workers": 2}),
+        (LAYOUTS[1], {"load_images": False, "load_targets": False, "start": 1, "stop": 4}),
+    ):
+        steps = slice(options.get("start", 0), options.get("stop", 6))
+        assert torch.equal(loaded(share, **options), whole[steps]), options
+    texts = [text_of(row) for row in whole.flatten(0, 1)]
+    assert {text.split(",")[0] for text in texts} <= {str(n) for n in range(30) if n % 5 != 4}
+    assert len({text for text in texts if text.startswith("2,")}) > 1, "an image's captions are never drawn"
+
+
+def test_images_go_with_their_texts():
+    """Would catch a replacement that brings only one of the two, in training and in evaluation."""
+    options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": BYTES}
+    batches = load(Pairs(), LAYOUTS[0], **options)
+    batches += eval_loader(Pairs(), image=SETTINGS["image"], batch=12, on_bad_image="skip", tokenizer=BYTES)
+    for batch in batches:
+        for image, ids in zip(batch.images[batch.valid], batch.texts[batch.valid], strict=True):
+            assert text_of(ids).startswith(f"{int(image[0, 0, 0]) // 8}, ")
+    texts = [text_of(ids) for batch in batches[-3:] for ids in batch.texts[batch.valid]]
+    assert texts == [f"{n}, caption 0" for n in range(30) if n % 5 != 4], "evaluation takes the first caption"
+
+
+def test_texts_that_nothing_reads_cost_nothing():
+    """Would catch captions that are read for a task of images only."""
+    pairs = Pairs()
+    pairs.captions = lambda index: pytest.fail("a caption was read")
+    batches = load(pairs, LAYOUTS[0], **SETTINGS, on_bad_image="skip")
+    assert {batch.texts for batch in batches} == {None}
+
+
+def test_captions_are_part_of_the_fingerprint_and_pass_through():
+    """Would catch a run that resumes with other texts, and a part or a mixture that loses them."""
+    source = Pairs()
+    other = Pairs([[text.upper() for text in source.captions(number)] for number in range(30)])
+    assert source.fingerprint == Pairs().fingerprint != other.fingerprint
+    both = mixed([source, other], (1, 2))
+    assert both.has_captions
+    assert both.captions(31) == ("1, CAPTION 0", "1, CAPTION 1")
+    assert both.target(31) == 0
+    assert both.fingerprint != mixed([source, source], (1, 2)).fingerprint
+    assert not mixed([source, source], classes=()).class_names
+    assert not open_source("digits", None, "train").has_captions
+    with pytest.raises(LookupError, match="has no captions"):
+        open_source("digits", None, "train").captions(0)
+    part = open_source("glyphs", None, "train[:1%]")
+    whole = open_source("glyphs", None, "train")
+    assert part.has_captions
+    assert part.captions(3) in {whole.captions(index) for index in range(len(whole))}
+
+
+# Glyphs
+
+
+def test_the_list_of_glyphs_is_fixed():
+    """Would catch another list, another split or another numbering, by a new version of Python or NumPy."""
+    names = read_names()
+    assert len(names) == len({name for _, name in names}) == 5810
+    assert dict(names)["á"] == "latin small letter a with acute"
+    train, val = (open_source("glyphs", None, split) for split in ("train", "validation"))
+    assert (len(train), len(val)) == (9 * 5230, 580)
+    assert train.captions(9 * 60) == train.captions(9 * 60 + 8)
+    listed = "\n".join(val.captions(index)[0] for index in range(len(val)))
+    assert hashlib.blake2b(listed.encode(), digest_size=8).hexdigest() == "51ca72c1af7a1eaa"
+
+
+def test_held_out_glyphs_are_new_combinations_of_known_words():
+    """Would catch a name or a word that evaluation alone has, and a name on both sides."""
+    train, val = (open_source("glyphs", None, split) for split in ("train", "validation"))
+    known = {train.captions(index)[0] for index in range(0, len(train), 9)}
+    held_out = [val.captions(index)[0] for index in range(len(val))]
+    assert not known & {*held_out}
+    assert {word for name in held_out for word in name.split()} <= {word for name in known for word in name.split()}
+    assert min(len(name.split()) for name in held_out) > 1
+
+
+def test_glyphs_are_pictures_of_their_characters():
+    """Would catch an empty or clipped picture, one for several characters, and variants that are alike.
+
+    Pixels are not recorded: FreeType's versions differ in them.
+    """
+    val = open_source("glyphs", None, "validation")
+    ink = [255 - np.asarray(val.image(index))[..., 0] for index in range(len(val))]
+    assert {(image.shape, int(image.max()) > 100) for image in ink} == {((32, 32), True)}
+    middle = [np.average(np.indices(image.shape), axis=(1, 2), weights=image) for image in ink]
+    assert np.abs(np.mean(middle, axis=0) - 15.5).max() < 1
+    assert len({image.tobytes() for image in ink}) > 0.95 * len(ink)
+    assert len({drawn("R", variant).tobytes() for variant in range(9)}) == 9
+    sizes = [(np.asarray(drawn("R", variant)) < 128).sum() for variant in (1, 4, 7)]
+    assert sizes == sorted(sizes)
+    assert drawn("R", 3).tobytes() == drawn("R", 3).tobytes()
+    assert np.asarray(drawn(" ", 4)).min() == 255
