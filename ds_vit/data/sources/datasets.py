@@ -15,6 +15,7 @@ from timm.data import create_dataset
 from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
+from ds_vit.data.sources.glyphs import GlyphSource
 from ds_vit.data.sources.hugging_face import open_hugging_face
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, ArraySource, Source, shortened
@@ -165,10 +166,11 @@ def open_source(
     """Open one split of a data set.
 
     Args:
-        dataset: "digits", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where that is
-            given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or with
-            images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
-        data_dir: the folder of the data; not read for "digits". `wds/PATH` and `hfds/PATH` are accepted here too.
+        dataset: "digits", "glyphs", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where
+            that is given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or
+            with images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
+        data_dir: the folder of the data; not read for "digits" and "glyphs". `wds/PATH` and `hfds/PATH` are accepted
+            here too.
         split: its name; timm's synonyms (train/training, val/validation/...) replace each other. `train[:10%]` is a
             part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
@@ -184,10 +186,10 @@ def open_source(
         dataset, data_dir = data_dir, None
     kind, _, name = dataset.partition("/")
     source: Source
-    if dataset == "digits":
+    if dataset in ("digits", "glyphs"):
         if split not in (*TRAIN_NAMES, *VAL_NAMES):
-            raise UserError(f"digits has no split {split!r}; it has train and validation")
-        source = DigitsSource(train=split in TRAIN_NAMES)
+            raise UserError(f"{dataset} has no split {split!r}; it has train and validation")
+        source = (DigitsSource if dataset == "digits" else GlyphSource)(train=split in TRAIN_NAMES)
     elif kind == "torch" and name in TORCH_NAMES:
         if not data_dir:
             raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
@@ -202,7 +204,7 @@ def open_source(
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
         source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
     else:
-        known = ["digits", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
+        known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
         near = did_you_mean(dataset, known)
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
     if classes is not None:
