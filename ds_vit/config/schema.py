@@ -141,9 +141,19 @@ class ModelSettings:
     decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
     decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
-    tokenizer: str = flag("bytes", "--task clip, siglip: bytes (UTF-8)", WEIGHTS, task="clip siglip")
+    tokenizer: str = flag(
+        "bytes",
+        "--task clip, siglip: bytes (UTF-8), clip or a tokenizer.json",
+        WEIGHTS,
+        task="clip siglip",
+        metavar="bytes|clip|PATH",
+    )
     context_length: int | None = flag(
-        None, "--task clip, siglip: tokens of a caption (256)", WEIGHTS, span=Range(2, 2**16), task="clip siglip"
+        None,
+        "--task clip, siglip: tokens of a caption (bytes: 256, else 77 and 64)",
+        WEIGHTS,
+        span=Range(2, 2**16),
+        task="clip siglip",
     )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
     model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")

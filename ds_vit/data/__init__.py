@@ -24,7 +24,7 @@ from ds_vit.data.settings import ImageConfig
 from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source, unreadable_classes
-from ds_vit.data.text import Tokenizer, build_tokenizer
+from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length, describe_cut_captions
 
 __all__ = [
     "AugmentConfig",
@@ -39,6 +39,8 @@ __all__ = [
     "Source",
     "Tokenizer",
     "build_tokenizer",
+    "default_context_length",
+    "describe_cut_captions",
     "eval_loader",
     "evaluation_keys",
     "evaluation_rows",

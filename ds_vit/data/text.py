@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.data.sources.source import Source
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
 
-BYTES_CONTEXT_LENGTH = 256
-"""Of the `bytes` tokenizer, by default."""
+_BYTES_CONTEXT_LENGTH = 256
+_MOST_COUNTED = 5_000
+_PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 
 
 class Tokenizer(ABC):
@@ -64,16 +69,106 @@ class ByteTokenizer(Tokenizer):
         return text.encode()
 
 
+class ClipTokenizer(Tokenizer):
+    """CLIP's byte-pair encoding of cleaned lower-case text (Radford et al. 2021), as open_clip has it; padded with 0.
+
+    Raises:
+        UserError: open_clip is not installed.
+    """
+
+    name = "clip"
+    pad_id = 0
+
+    def __init__(self, context_length: int) -> None:
+        super().__init__(context_length)
+        try:
+            from open_clip.tokenizer import SimpleTokenizer
+        except ImportError as error:
+            missing = f"--tokenizer clip needs open_clip_torch ({first_line(error)})"
+            raise UserError(f"{missing}: pip install open_clip_torch, or pass --tokenizer bytes") from None
+        self._bpe = SimpleTokenizer()
+        self.vocab_size = self._bpe.vocab_size
+        self.start_id, self.end_id = self._bpe.sot_token_id, self._bpe.eot_token_id
+
+    def tokens(self, text: str) -> list[int]:
+        """As `Tokenizer.tokens`."""
+        return self._bpe.encode(text)
+
+
+class FileTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`. The file's post-processor names the start and end tokens.
+
+    The padding token is the one that the file pads with, else one of the usual names, else the end token.
+
+    Raises:
+        UserError: tokenizers is not installed, no such file, or one that does not end a text with one token.
+    """
+
+    def __init__(self, path: str, context_length: int) -> None:
+        super().__init__(context_length)
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise UserError(
+                f"--tokenizer {path} needs tokenizers, which is not installed: pip install tokenizers"
+            ) from None
+        try:
+            content = Path(path).read_bytes()
+            self._library = Library.from_str(content.decode())
+        except Exception as error:  # the library raises plain ones
+            raise UserError(f"--tokenizer {path} cannot be read as a tokenizer.json ({first_line(error)})") from None
+        self.name = f"tokenizer.json {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+        padding = self._library.padding
+        self._library.no_padding()
+        self._library.no_truncation()
+        vocabulary = self._library.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values())
+        own, whole = self.tokens("a"), self._library.encode("a").ids
+        starts = next((n for n in range(2) if whole[n:-1] == own), None)
+        if not own or starts is None:
+            form = f'"a" is {whole}, and {own} without special tokens'
+            raise UserError(f"--tokenizer {path} must add one end token and at most one start token to a text; {form}")
+        self.start_id, self.end_id = whole[0] if starts else None, whole[-1]
+        usual = next((vocabulary[name] for name in _PADDING if name in vocabulary), self.end_id)
+        self.pad_id = padding["pad_id"] if padding else usual
+
+    def tokens(self, text: str) -> list[int]:
+        """As `Tokenizer.tokens`."""
+        return self._library.encode(text, add_special_tokens=False).ids
+
+
+def default_context_length(tokenizer: str, of_text_model: int) -> int:
+    """The context length without `--context-length`: 256 for `bytes`, else that of the published text model."""
+    return _BYTES_CONTEXT_LENGTH if tokenizer == "bytes" else of_text_model
+
+
 def build_tokenizer(name: str, context_length: int) -> Tokenizer:
     """The tokenizer of `--tokenizer`.
 
     Args:
-        name: "bytes".
+        name: "bytes", "clip" or the path of a `tokenizer.json`.
         context_length: as for `Tokenizer`.
 
     Raises:
-        UserError: there is no such tokenizer.
+        UserError: there is no such tokenizer, or its library is not installed.
     """
     if name == "bytes":
         return ByteTokenizer(context_length)
-    raise UserError(f"there is no --tokenizer {name}; there is bytes")
+    if name == "clip":
+        return ClipTokenizer(context_length)
+    if not os.path.isfile(name):
+        near = did_you_mean(name, ["bytes", "clip"])
+        raise UserError(f"--tokenizer {name} is none of bytes and clip, and no file{near}")
+    return FileTokenizer(name, context_length)
+
+
+def describe_cut_captions(source: Source, tokenizer: Tokenizer) -> list[str]:
+    """A line for people if captions are too long for the tokenizer; of a large source, of evenly spaced images."""
+    images = np.linspace(0, len(source) - 1, min(len(source), _MOST_COUNTED)).astype(np.int64)
+    captions = [caption for image in images.tolist() for caption in source.captions(image)]
+    num_cut = sum(map(tokenizer.is_cut, captions))
+    if not num_cut:
+        return []
+    some = "" if len(images) == len(source) else f" of {len(images):,} images, of {len(source):,},"
+    counted = f"{num_cut:,} of the {len(captions):,} captions{some}"
+    return [f"{counted} are longer than --context-length {tokenizer.context_length} and lose their last tokens"]

@@ -209,7 +209,8 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
-        return {name: getattr(self.config, name) for name in sorted(self.flags)}
+        values = {name: getattr(self.config, name) for name in sorted(self.flags)}
+        return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """The parameters that the end of a run writes apart from `model.safetensors`, by the name of their file."""

@@ -27,7 +27,7 @@ _REMEDIES = {
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
     "mixture": "give the same folders in --data-dir, with the same --data-weights",
-    "samples": "give the same images under the same names in the same classes; the folder itself may be another",
+    "samples": "give the same images under the same names with the same labels and captions; the folder may be another",
     "optimizer": "name the same optimizer in the JSON",
     **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
@@ -198,7 +198,7 @@ def _default_of(name: str) -> Any:
 def _difference(key: str, old: Any, new: Any) -> str:
     """How two values differ that must be the same, for people."""
     if key == "samples":  # hashes, which say nothing to people
-        return "the number of images is the same, and the name or the label of at least one is another"
+        return "the number of images is the same, and the name, label or a caption of at least one is another"
     if key == "class_names":
         old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
     if not isinstance(new, dict):

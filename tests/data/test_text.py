@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from ds_vit.data import (
     Share,
     Source,
     build_tokenizer,
+    default_context_length,
+    describe_cut_captions,
     eval_loader,
     finish_texts,
     mixed,
@@ -85,8 +90,90 @@ def test_bytes():
     assert [BYTES.is_cut("x" * n) for n in (22, 23)] == [False, True]
     assert BYTES.vocab_size == 1 + max(BYTES.start_id, BYTES.end_id, BYTES.pad_id)
     assert BYTES.encode("").tolist() == [257, 258, *[256] * 22]
-    with pytest.raises(UserError, match="no --tokenizer words"):
-        build_tokenizer("words", 8)
+
+
+@pytest.mark.parametrize("length", [8, 77])
+def test_clip_is_open_clip(length):
+    """Would catch another cut, padding or cleaning than that of open_clip, whose weights expect its ids."""
+    reference = pytest.importorskip("open_clip.tokenizer", reason="open_clip_torch is not installed").SimpleTokenizer()
+    tokenizer = build_tokenizer("clip", length)
+    texts = ["", "a photo of a  Cat &amp; dog’s 12 ñandú", "word " * 90, "latin small letter a with acute"]
+    ours = np.stack([tokenizer.encode(text) for text in texts])
+    assert ours.tolist() == reference(texts, context_length=length).tolist()
+    assert [tokenizer.is_cut(text) for text in texts[::2]] == [False, True]
+    assert (tokenizer.vocab_size, tokenizer.end_id) == (49408, 49407)
+
+
+def write_tokenizer(path: Path, template: str, **padding) -> str:
+    """A byte-level tokenizer with the special tokens <s>, </s> and <pad>."""
+    library = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>", "<pad>"]
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel()
+    made.train_from_iterator(["a small cat", "a small dog"], trainer)
+    if template:
+        numbered = list(zip(special, range(3), strict=True))
+        made.post_processor = library.processors.TemplateProcessing(single=template, special_tokens=numbered)
+    if padding:
+        made.enable_padding(**padding)
+    made.enable_truncation(3)
+    made.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "padding", "special"),
+    [("<s> $A </s>", {}, (0, 1, 2)), ("$A </s>", {"pad_id": 1, "pad_token": "</s>", "length": 9}, (None, 1, 1))],
+    ids=["start and end", "end"],
+)
+def test_a_file_is_its_library(tmp_path, template, padding, special):
+    """Would catch the file's own truncation or padding, and a lost special token."""
+    tokenizer = build_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", template, **padding), 12)
+    library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.no_truncation()
+    library.enable_padding(pad_id=special[2], length=12)
+    assert (tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id) == special
+    for text in ("", "a small cat", "ß"):
+        assert tokenizer.encode(text).tolist() == library.encode(text).ids
+    assert tokenizer.encode("zyx" * 9).tolist()[-1] == 1
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    moved = build_tokenizer(write_tokenizer(tmp_path / "other.json", template, **padding), 9)
+    assert moved.name == tokenizer.name
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("dog").tolist() == tokenizer.encode("dog").tolist()
+
+
+def test_tokenizers_that_are_refused_in_one_line(tmp_path, monkeypatch):
+    """Would catch a traceback, and a text tower that finds no end token."""
+    with pytest.raises(
+        UserError, match="--tokenizer byte is none of bytes and clip, and no file; the nearest is bytes"
+    ):
+        build_tokenizer("byte", 8)
+    (tmp_path / "text.json").write_text("no tokenizer")
+    with pytest.raises(UserError, match=r"text.json cannot be read as a tokenizer.json"):
+        build_tokenizer(str(tmp_path / "text.json"), 8)
+    for template in ("", "<s> $A", "<s> <s> $A </s>"):
+        with pytest.raises(UserError, match="must add one end token and at most one start token"):
+            build_tokenizer(write_tokenizer(tmp_path / "wrong.json", template), 8)
+    monkeypatch.setitem(sys.modules, "open_clip.tokenizer", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs open_clip_torch .*: pip install open_clip_torch"):
+        build_tokenizer("clip", 8)
+    with pytest.raises(UserError, match="needs tokenizers, which is not installed: pip install tokenizers"):
+        build_tokenizer(str(tmp_path / "wrong.json"), 8)
+
+
+def test_captions_that_are_cut_are_counted():
+    """Would catch a run that trains on beginnings of texts and never says so."""
+    pairs = Pairs([["x" * n] for n in range(30)])
+    expected = "7 of the 30 captions are longer than --context-length 24 and lose their last tokens"
+    assert describe_cut_captions(pairs, BYTES) == [expected]
+    assert describe_cut_captions(pairs, build_tokenizer("bytes", 31)) == []
+    assert default_context_length("bytes", 77) == 256
+    assert default_context_length("clip", 64) == 64
 
 
 def test_captions_in_arrays():

@@ -148,7 +148,11 @@ OTHERS = {
         NAMES | {"class_names": ["cat", "hound"]},
         "class 1 is dog there and hound here; give the",
     ),
-    "an image's label": (NAMES, NAMES | {"samples": "5678"}, "label of at least one is another; give the same images"),
+    "an image's label": (
+        NAMES,
+        NAMES | {"samples": "5678"},
+        "label or a caption of at least one is another; give the same images",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.image_sizes import all_sizes
-from ds_vit.data import ImageConfig
+from ds_vit.data import ImageConfig, describe_cut_captions
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
@@ -112,6 +112,8 @@ def resolve_model(
         worker_transform(pixels, config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.check()
+    if task.tokenizer is not None:
+        notes += describe_cut_captions(data.train_source, task.tokenizer)
     if task.teachers and config.model_ema:
         raise UserError(f"--model-ema: --task {task.name} keeps an average of the weights, its teacher; drop the flag")
     if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
