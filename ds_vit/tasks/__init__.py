@@ -10,7 +10,7 @@ from ds_vit.config.schema import FIELDS, is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.classification import Classification
-from ds_vit.tasks.evaluators import Evaluator, FeatureBank
+from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
@@ -31,6 +31,7 @@ __all__ = [
     "Task",
     "find_task",
     "idle_flags",
+    "known_figures",
     "task_of",
 ]
 
@@ -41,6 +42,12 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Mas
 def task_of(values: Mapping[str, Any]) -> type[Task]:
     """The task of a recorded run, from its flags; runs from before there were tasks have the default one."""
     return TASKS[values.get("task", default_of("task"))]
+
+
+def known_figures() -> dict[str, Figure]:
+    """The metrics of all tasks and evaluators, by name."""
+    of_tasks = (figure for task in TASKS.values() for figure in task.figures)
+    return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR)}
 
 
 def idle_flags(task: type[Task]) -> dict[str, str]:

@@ -41,7 +41,10 @@ class ByLoss(Classification):
     """Classification whose best weights are those of the least loss."""
 
     name = "by-loss"
-    figures = (Figure("loss", "loss", digits=5, higher_is_better=False), Figure("margin", "margin", digits=3))
+    figures = (
+        Figure("loss", "loss", digits=5, higher_is_better=False),
+        Figure("margin", "margin of the class", "nats", digits=3),
+    )
 
     def metrics(self, device):
         """As `Task.metrics`."""
@@ -58,8 +61,8 @@ def train_by_loss(argv):
 
 @pytest.mark.parametrize(("world", "stage", "words"), [(2, 1, ["--pp", 2]), (2, 0, ["--tp", 2])], ids=["pp2", "tp2"])
 def test_a_metric_of_its_own(ranks, tmp_path, world, stage, words):
-    # Catches: a list of metrics' names in the trainer, the reporter, the summary or the checkpoints; a "best" that is
-    # always the largest.
+    # Catches: a list of metrics' names in the trainer, the reporter, the report, the summary or the checkpoints; a
+    # "best" that is always the largest.
     config = f"ds_configs/cpu_zero{stage}_fp32.json"
     argv = [*WORDS, "--deepspeed_config", config, "--output", tmp_path / "run", *words]
     assert ranks.run(world, train_by_loss, argv) == [0] * world
@@ -69,6 +72,7 @@ def test_a_metric_of_its_own(ranks, tmp_path, world, stage, words):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["best_loss"], summary["last_loss"]) == (min(losses.values()), rows[-1]["loss"])
     assert (summary["last_margin"], "best_top1" in summary) == (rows[-1]["margin"], False)
+    assert "margin of the class on the validation split" in (tmp_path / "run" / "report.html").read_text()
     best = (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
     assert int(best.removeprefix("step-")) == min(losses, key=losses.get)
 

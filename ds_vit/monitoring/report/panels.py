@@ -15,8 +15,8 @@ import numpy as np
 
 from ds_vit.monitoring.report.charts import Panel, Series, heat_map, line_chart, line_widths
 from ds_vit.monitoring.report.record import Record
+from ds_vit.tasks import known_figures
 
-_SHARES = {"top1": "top-1", "top5": "top-5", "knn_top1": "k-NN top-1", "linear_top1": "linear probe top-1"}
 ANY, PERCENT = (-math.inf, math.inf), (0.0, 100.0)
 MAX_CLASSES_IN_MATRIX, MAX_PAIRS, MAX_MISTAKES, MAX_CLASSES = 200, 10, 20, 1000
 _LONG_NAME = 24  # letters of a file name that need the page's whole width
@@ -28,7 +28,9 @@ def metric_label(name: str) -> tuple[str, str]:
     which, _, metric = name.partition("_")
     average = " of the average" if metric.endswith("_ema") else ""
     metric = metric.removesuffix("_ema")
-    return f"{which} {_SHARES.get(metric, metric.replace('_', ' '))}{average}", "%" if metric in _SHARES else ""
+    figure = known_figures().get(metric)
+    label, unit = (figure.label, figure.unit) if figure else (metric.replace("_", " "), "")
+    return f"{which} {label}{average}", unit
 
 
 def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], *, wide: bool = False) -> Panel:
@@ -85,12 +87,13 @@ def curves(records: Sequence[Record]) -> list[Panel]:
         losses.append(("train", "epoch_loss", "mean over the epoch", 1.0))
     charts = [chart("Training loss", *losses)]
     for name in dict.fromkeys(name for kind in ("eval", "eval_ema") for each in records for name in each.metrics(kind)):
-        label = _SHARES.get(name)
+        figure = known_figures().get(name)
+        label, unit = (figure.label, figure.unit) if figure else (name, "")
         parts = [("eval", name, "weights", 1.0)]
         if any(record.points("eval_ema", name) for record in records):
             parts.append(("eval_ema", name, "moving average of the weights", 1.0))
-        title = f"{label or name} on the validation split{', %' * bool(label)}"
-        charts.append(chart(title, *parts, bounds=PERCENT if label else ANY))
+        title = f"{label} on the validation split{f', {unit}' if unit else ''}"
+        charts.append(chart(title, *parts, bounds=PERCENT if unit == "%" else ANY))
     norms = all_values("grad_norm")
     wide = bool(norms) and min(norms) > 0 and max(norms) > 30 * min(norms)
     charts += [
