@@ -12,7 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from project import ROOT
+from project import ROOT, project_files
 
 PACKAGE = ROOT / "ds_vit"
 
@@ -203,3 +203,18 @@ def test_one_module_names_kinds_of_accelerators():
             wrong = [name for name in names if isinstance(name, str) and kinds.fullmatch(name.removeprefix("is_"))]
             found += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in wrong]
     assert not found
+
+
+def test_the_page_on_the_structure_names_what_exists():
+    # Catches: a file or a name that was moved, renamed or removed, and is still on the page.
+    files = [path.relative_to(ROOT).as_posix() for path in project_files()]
+    code = set(re.findall(r"\w+", "\n".join((ROOT / f).read_text() for f in files if f.endswith(".py"))))
+    code.add("_train_schedule")  # DeepSpeed's
+    missing = []
+    for name in set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "architecture.md").read_text())):
+        if "/" in name or name.endswith((".py", ".html")):
+            known = any(f"/{name.rstrip('/')}/" in f"/{file}/" for file in files)
+        else:
+            known = set(re.findall(r"\w+", name)) <= code
+        missing += [] if known else [name]
+    assert not missing
