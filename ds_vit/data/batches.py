@@ -85,7 +85,8 @@ class Reader:
         decoder: one of `decode.DECODERS`.
         slots: shared memory where workers put images.
         reading: shared by the workers: the sample that each one is reading.
-        tokenizer: of the captions; None where none are read.
+        tokenizer: of the captions; None for a task without text.
+        load_texts: whether they are read.
     """
 
     source: Source
@@ -98,12 +99,14 @@ class Reader:
     slots: Slots | None = None
     reading: torch.Tensor | None = None
     tokenizer: Tokenizer | None = None
+    load_texts: bool = True
 
     def __post_init__(self) -> None:
         if self.on_bad_image not in ("error", "skip"):
             raise UserError(f"--on-bad-image {self.on_bad_image} is none of error, skip")
         self.skips = self.on_bad_image == "skip"
         self.cuts = isinstance(self.transform, CuttingTransform)
+        self.has_text = self.tokenizer is not None and self.source.has_captions
 
     def read(self, indices: np.ndarray, keys: np.ndarray, num_rows: int, valid: np.ndarray | None = None) -> MicroBatch:
         """Read a micro-batch, without erasing and mixing.
@@ -125,7 +128,7 @@ class Reader:
         elif self.load_targets:
             targets = torch.zeros(len(indices), dtype=torch.int64)
         texts = None
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and self.load_texts:
             texts = torch.from_numpy(self.tokenizer.encode("")).repeat(len(indices), 1)
         skipped: list[tuple[int, str]] = []
         for row, (index, key) in enumerate(zip(indices.tolist(), keys.tolist(), strict=True)):
@@ -172,9 +175,17 @@ class Reader:
     def _text(self, index: int, key: int | None) -> torch.Tensor:
         """Token ids [L] of one of a sample's captions: drawn by the key, or the first without one."""
         assert self.tokenizer is not None, "this reader has no tokenizer"
-        captions = self.source.captions(index)
+        captions = self._captions(index)
         drawn = 0 if key is None else int(uniform(key, "caption") * len(captions))
         return torch.from_numpy(self.tokenizer.encode(captions[drawn]))
+
+    def _captions(self, index: int) -> tuple[str, ...]:
+        if captions := self.source.captions(index):
+            return captions
+        reason = "its caption is empty or not UTF-8"
+        error = ImageDecodeError(f"{self.source.describe(index)}: {reason}; repair it, or pass --on-bad-image skip")
+        error.reason = reason
+        raise error
 
     def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | Cut | None, int | None, str]:
         """The pixels of a sample, or of the first of its keyed replacements that can be decoded; its number; why."""
@@ -196,6 +207,8 @@ class Reader:
 
     def _pixels(self, index: int, key: int) -> torch.Tensor | Cut | None:
         """A sample's pixels; if no images are loaded None, of an image whose crop can be decoded all the same."""
+        if self.has_text:
+            self._captions(index)  # on the stages without texts too, so that all of them skip the same samples
         data = self.source.encoded(index)
         if data is None:
             pixels = self.transform(self.source.image(index), key)

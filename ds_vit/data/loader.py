@@ -206,6 +206,7 @@ def train_loader(
     load_images: bool = True,
     load_targets: bool = True,
     tokenizer: Tokenizer | None = None,
+    load_texts: bool = True,
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -227,8 +228,10 @@ def train_loader(
         load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
             unless bad images are skipped: then a target depends on what can be decoded.
         load_targets: likewise; a pipeline's last stage needs them.
-        tokenizer: of the captions, for a rank that needs them: of each sample one is drawn by its key, in evaluation
-            the first is taken. None reads no captions.
+        tokenizer: of the captions, of which a sample draws one by its key; evaluation takes the first. None for a task
+            without text.
+        load_texts: whether this rank needs them. Without them a sample whose captions are damaged is skipped all the
+            same.
         on_bad_image: "error", or "skip" for a keyed replacement.
         num_workers: processes that read; 0 reads in this one.
         pin_memory: page-locked memory for fast copies to a GPU.
@@ -252,6 +255,7 @@ def train_loader(
         on_bad_image,
         augment.decode,
         tokenizer=tokenizer,
+        load_texts=load_texts,
     )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
@@ -272,6 +276,7 @@ def eval_loader(
     load_images: bool = True,
     load_targets: bool = True,
     tokenizer: Tokenizer | None = None,
+    load_texts: bool = True,
     on_bad_image: str = "error",
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -283,6 +288,15 @@ def eval_loader(
     decoded is not valid, and counted. The other arguments are those of `train_loader`.
     """
     transform = eval_transform(image)
-    reader = Reader(source, transform, image.img_size, load_images, load_targets, on_bad_image, tokenizer=tokenizer)
+    reader = Reader(
+        source,
+        transform,
+        image.img_size,
+        load_images,
+        load_targets,
+        on_bad_image,
+        tokenizer=tokenizer,
+        load_texts=load_texts,
+    )
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
     return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)

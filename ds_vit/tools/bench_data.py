@@ -182,6 +182,7 @@ def _loader(inputs: InputConfig, workers: int) -> Loader:
         augment=inputs.task.augment,
         mix=inputs.task.mix,
         stop_step=10**9 // inputs.order.global_batch,
+        tokenizer=inputs.task.tokenizer,
         on_bad_image=inputs.on_bad_image,
         num_workers=workers,
     )
