@@ -100,6 +100,14 @@ _OF_VALIDATION = (
     "val_fraction eval_interval eval_metric validation_batch_size crop_pct crop_mode eval_knn eval_linear_probe "
     "interpolation"
 )
+
+
+def _reads(config: RunConfig, *forms: str) -> bool:
+    """Whether --dataset or --data-dir names data in one of these forms."""
+    folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
+    return any(name.startswith(forms) for name in (config.dataset, *folders))
+
+
 # (flags, the condition under which they have no effect, the end of "--flag has no effect …"); the first reason counts.
 _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     (_AUGMENT_NAMES, lambda c: c.no_aug, "under --no-aug"),
@@ -132,6 +140,17 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("data_weights", lambda c: isinstance(c.data_dir, str), "with one --data-dir"),
     ("data_dir val_split dataset_download", lambda c: c.dataset == "digits", "with --dataset digits"),
     ("data_dir val_split dataset_download", lambda c: c.dataset == "glyphs", "with --dataset glyphs"),
+    ("csv_separator", lambda c: not _reads(c, "csv/"), "without csv/…"),
+    (
+        "csv_img_key",
+        lambda c: not _reads(c, "csv/", "hfds/", "parquet/"),
+        "without csv/…, hfds/… or parquet/…",
+    ),
+    (
+        "csv_caption_key",
+        lambda c: not _reads(c, "csv/", "hfds/", "parquet/", "wds/"),
+        "without csv/…, hfds/…, parquet/… or wds/…",
+    ),
     ("dataset_download", lambda c: not c.dataset.startswith("torch/"), "unless --dataset is a torch/… name"),
     ("warmup_lr", lambda c: 0 in (c.warmup_steps, c.warmup_epochs), "without warm-up"),
     ("min_lr", lambda c: c.sched == "constant", "with --sched constant"),

@@ -52,6 +52,7 @@ _RECOMPUTED = Rule(
 _WORKERS = Range(0, 1024, word="auto")
 _SEVERAL_SIZES = Rule("must be two sizes or more, each once", lambda x: len({*x}) == len(x) > 1)
 _NAME = Rule("must name a folder", lambda text: not text.isspace())
+_SEPARATOR = Rule("must be one character", lambda text: len(text.replace("\\t", "\t")) == 1)
 _CHANNELS = Rule("must be one number or three", lambda x: len(x) in (1, 3))
 
 
@@ -193,10 +194,24 @@ class DataSettings:
     """The images and how they are read."""
 
     dataset: str = flag(
-        "", "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER; empty: folders in --data-dir", RECORDED
+        "",
+        "digits, glyphs, torch/cifar10, wds/SHARDS, hfds/FOLDER, csv/FILE, …; empty: folders in --data-dir",
+        RECORDED,
     )
     data_dir: str | Sequence[str] = flag(
         "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
+    )
+    csv_img_key: str = flag("", "column of images (csv/: filepath)", RECORDED, task="clip siglip", metavar="NAME")
+    csv_caption_key: str = flag(
+        "", "column of captions, or key in .json files (csv/: title)", RECORDED, task="clip siglip", metavar="NAME"
+    )
+    csv_separator: str = flag(
+        r"\t",
+        "--dataset csv/…: separator of the columns",
+        RECORDED,
+        rule=_SEPARATOR,
+        task="clip siglip",
+        metavar="CHAR",
     )
     data_weights: Sequence[float] = flag(
         (),

@@ -21,6 +21,7 @@ from ds_vit.data.device import finish_images, finish_keys, finish_targets, finis
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import ImageConfig
+from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source, unreadable_classes
@@ -28,6 +29,7 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length,
 
 __all__ = [
     "AugmentConfig",
+    "CaptionKeys",
     "ImageConfig",
     "ImageDecodeError",
     "Loader",

@@ -118,7 +118,7 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(folder, monkeypat
     assert sorted(path.name for path in folder.glob("*.npz")) == [f"train-00{n}.tar.index.npz" for n in range(3)]
     scanned = []
     read = shard_index.read_index
-    monkeypatch.setattr(shard_index, "read_index", lambda shard: scanned.append(shard) or read(shard))
+    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     again = open_source("wds/", str(folder), "train")
     assert not scanned
     assert (again.fingerprint, _labels(again)) == (first.fingerprint, _labels(first))
@@ -146,7 +146,7 @@ def test_few_files_are_open_at_a_time_and_none_is_pickled(folder, monkeypatch):
 def test_one_process_makes_an_index(folder, monkeypatch):
     """Would catch every rank scanning every shard: while one does, the others wait and read what it wrote."""
     scanned, read = [], shard_index.read_index
-    monkeypatch.setattr(shard_index, "read_index", lambda shard: scanned.append(shard) or read(shard))
+    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
     shard = str(folder / "train-000.tar")
     pool = ThreadPoolExecutor(3)
     with one_at_a_time(shard):

@@ -46,7 +46,7 @@ class Pairs(Source):
 
     def __init__(self, texts: Sequence[Sequence[str]] | None = None) -> None:
         made = ([f"{number}, caption {c}" for c in range(1 + number % 3)] for number in range(30))
-        self.table = Captions(texts or made)
+        self.table = Captions.of(texts or made)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -179,9 +179,9 @@ def test_captions_that_are_cut_are_counted():
 def test_captions_in_arrays():
     """Would catch a shifted boundary, beside an image without a caption too."""
     texts = [("a", "ßß"), (), ("",), ("the end",)]
-    table = Captions(texts)
+    table = Captions.of(texts)
     assert [table[index] for index in range(len(table))] == texts
-    assert len(Captions([])) == 0
+    assert len(Captions.of([])) == 0
 
 
 def test_neither_layout_nor_workers_nor_the_first_step_change_a_text():

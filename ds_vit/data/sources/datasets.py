@@ -13,10 +13,12 @@ from PIL import Image
 from timm.data import create_dataset
 
 from ds_vit.data.decode import undecodable
+from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
 from ds_vit.data.sources.glyphs import GlyphSource
 from ds_vit.data.sources.hugging_face import open_hugging_face
+from ds_vit.data.sources.pairs import open_pairs, open_table
 from ds_vit.data.sources.shards import open_shards
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES, ArraySource, Source, shortened
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
@@ -25,7 +27,7 @@ from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line
 # (the meaning of --data-dir without --dataset) are left out.
 TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "places365", "imagenet")
 
-_IN_DATA_DIR = ("wds/", "hfds/")  # what --data-dir may begin with in place of --dataset
+_IN_DATA_DIR = ("wds/", "hfds/", "parquet/", "csv/")  # what --data-dir may begin with in place of --dataset
 
 
 def _digits_file() -> Path:
@@ -162,21 +164,24 @@ def open_source(
     classes: Sequence[str] | None = None,
     download: bool = False,
     allow_empty: bool = False,
+    captions: CaptionKeys | None = None,
 ) -> Source:
     """Open one split of a data set.
 
     Args:
-        dataset: "digits", "glyphs", "torch/<name>", "wds/<path of shards>" or "hfds/<folder>" (below `data_dir`, where
-            that is given), or "" for what lies in `data_dir`: `<split>/` with class folders, with one tar a class or
-            with images and a `labels.csv` (multi-label), or `<split>.tar` of class folders.
-        data_dir: the folder of the data; not read for "digits" and "glyphs". `wds/PATH` and `hfds/PATH` are accepted
-            here too.
+        dataset: "digits", "glyphs", "torch/<name>", "wds/<path of shards>", "hfds/<folder>", "parquet/<folder>" or
+            "csv/<table>" (below `data_dir`, where that is given), or "" for what lies in `data_dir`: `<split>/` with
+            class folders, with one tar a class or with images and a `labels.csv` (multi-label), or `<split>.tar` of
+            class folders.
+        data_dir: the folder of the data; not read for "digits" and "glyphs". `wds/PATH` and the like are accepted here
+            too.
         split: its name; timm's synonyms (train/training, val/validation/...) replace each other. `train[:10%]` is a
             part of it, of each class as many images.
         classes: the training split's classes, when this is the validation split: both must have the same ones. A
             multi-label split takes its numbering from them and need not have an example of each.
         download: let torchvision fetch a `torch/` data set that is not there.
         allow_empty: a class folder without images is a class all the same.
+        captions: the keys of captions, for a task that reads them; classes are then not read.
 
     Raises:
         UserError: unknown data set, folder missing or without classes or images, classes that differ.
@@ -194,22 +199,35 @@ def open_source(
         if not data_dir:
             raise UserError(f"--dataset {dataset} needs --data-dir, the folder that holds it or that it is fetched to")
         source = TorchvisionSource(name, data_dir, split, download)
-    elif kind in ("wds", "hfds") and "/" in dataset:
+    elif f"{kind}/" in _IN_DATA_DIR and "/" in dataset:
         if not name and not data_dir:
             raise UserError(f"--dataset {kind}/ needs a path: {kind}/PATH, or --data-dir")
-        open_kind = open_shards if kind == "wds" else open_hugging_face
-        source = open_kind(os.path.join(data_dir or "", name), split, classes)
+        source = _open_path(kind, os.path.join(data_dir or "", name), split, classes, captions)
     elif not dataset:
         if not data_dir:
             raise UserError("no data: pass --data-dir FOLDER (with train/ and val/ in it) or --dataset digits")
-        source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
+        if captions is None:
+            source = open_folder(data_dir, split, classes, allow_empty=allow_empty)
+        else:
+            source = open_pairs(data_dir, split)
     else:
-        known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), "wds/PATH", "hfds/PATH"]
+        known = ["digits", "glyphs", *(f"torch/{name}" for name in TORCH_NAMES), *(f"{k}PATH" for k in _IN_DATA_DIR)]
         near = did_you_mean(dataset, known)
         raise UserError(f"unknown data set {dataset!r}{near}; known are {', '.join(known)}, or --data-dir without it")
     if classes is not None:
         _refuse_differing_classes(tuple(classes), source.class_names)
     return source if percent == 100 else first_part(source, percent)
+
+
+def _open_path(kind: str, path: str, split: str, classes: Sequence[str] | None, captions: CaptionKeys | None) -> Source:
+    """A split of `wds/PATH`, `hfds/PATH`, `parquet/PATH` or `csv/PATH`."""
+    if kind == "wds":
+        return open_shards(path, split, classes, captions)
+    if kind != "csv":
+        return open_hugging_face(path, split, classes, captions)
+    if captions is None:
+        raise UserError(f"--dataset csv/{path} has captions and no classes; it is for tasks with text")
+    return open_table(path, split, captions)
 
 
 def _refuse_differing_classes(train: tuple[str, ...], val: tuple[str, ...]) -> None:

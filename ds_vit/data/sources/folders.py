@@ -89,7 +89,7 @@ def _holds_classes(folder: str) -> bool:
     return not has_split and any(is_image(name) for path in inside for name in os.listdir(path))
 
 
-def _walk(root: str) -> list[str]:
+def walk(root: str) -> list[str]:
     """All regular files under `root`, as paths relative to it with forward slashes.
 
     Links are followed, except one to a folder that it lies in: it would list the same images again and again.
@@ -120,7 +120,7 @@ def _walk(root: str) -> list[str]:
     return paths
 
 
-class _FileSource(ArraySource):
+class FileSource(ArraySource):
     """Images in separate files, below one folder."""
 
     def __init__(self, root: str, paths: list[str], targets: np.ndarray) -> None:
@@ -136,7 +136,7 @@ class _FileSource(ArraySource):
         return os.path.join(self._root, self.path(index))
 
 
-class ImageFiles(_FileSource):
+class ImageFiles(FileSource):
     """Images by their paths, without labels. A file that cannot be read counts as one that cannot be decoded."""
 
     class_names = ()
@@ -170,7 +170,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         if not os.path.isdir(path):
             found.append(path)
             continue
-        files = _walk(path)
+        files = walk(path)
         images = in_natural_order(filter(is_image, files))
         if not images:
             raise UserError(f"{path} holds no images ({len(files)} other files; {SUPPORTED})")
@@ -178,7 +178,7 @@ def find_images(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     return found
 
 
-class FolderSource(_FileSource):
+class FolderSource(FileSource):
     """An ImageFolder: `root/<class>/**/<image>`.
 
     Args:
@@ -190,7 +190,7 @@ class FolderSource(_FileSource):
     """
 
     def __init__(self, root: str, *, allow_empty: bool = False) -> None:
-        labels = {path: posixpath.basename(posixpath.dirname(path)) for path in _walk(root)}
+        labels = {path: posixpath.basename(posixpath.dirname(path)) for path in walk(root)}
         images, self.left_out = list_images(labels, root)
         empty = _empty_classes(root, images)
         if empty and not allow_empty:
@@ -218,7 +218,7 @@ def _empty_classes(root: str, images: Sequence[str]) -> list[str]:
     return found
 
 
-class MultiLabelSource(_FileSource):
+class MultiLabelSource(FileSource):
     """Images with any number of labels each: `root/labels.csv` of `file,labels` with labels joined by `;`.
 
         file,labels
@@ -236,7 +236,7 @@ class MultiLabelSource(_FileSource):
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
         table = os.path.join(root, LABELS_FILE)
         rows = dict(_rows_of_table(table))
-        files = set(_walk(root)) - {LABELS_FILE}
+        files = set(walk(root)) - {LABELS_FILE}
         if not rows:
             raise UserError(f"{table} lists no images")
         if missing := sorted(set(rows) - files):

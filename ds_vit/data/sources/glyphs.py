@@ -106,7 +106,7 @@ class GlyphSource(Source):
         self._numbers = split_names(names)[0 if train else 1]
         self._variants = range(_NUM_VARIANTS) if train else range(_UPRIGHT, _UPRIGHT + 1)
         self._characters = "".join(names[number][0] for number in self._numbers)
-        self._captions = Captions([names[number][1]] for number in self._numbers)
+        self._captions = Captions.of([names[number][1]] for number in self._numbers)
 
     def __len__(self) -> int:
         return len(self._numbers) * len(self._variants)

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 from timm.utils.misc import natural_key
 
+from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
 from ds_vit.data.sources.source import (
     TRAIN_NAMES,
+    VAL_NAMES,
     ArraySource,
     below_common_folder,
     check_labels,
@@ -31,6 +33,8 @@ from ds_vit.data.sources.source import (
 from ds_vit.fault_tolerance.errors import UserError, first_line
 
 _FORMS = ("{}/*.arrow", "{}/*.parquet", "{}-*.arrow", "{}-*.parquet", "data/{}-*.parquet", "{}.arrow", "{}.parquet")
+_OF_ONE_SPLIT = ("*.arrow", "*.parquet")
+_CAPTIONS = ("caption", "captions", "text", "title", "sentence", "sentences")
 _IMAGES, _LABELS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
 _OF = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
 _MADE = ".parquet.arrow"
@@ -38,14 +42,17 @@ _MADE_OF = b"ds_vit made of"  # size and time of change of the parquet file
 _ROWS_AT_ONCE = 256
 
 
-def open_hugging_face(folder: str, split: str, classes: Sequence[str] | None = None) -> HuggingFaceSource:
+def open_hugging_face(
+    folder: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
+) -> HuggingFaceSource:
     """Open one split of a data set on disk.
 
     Args:
-        folder: with a folder or files of each split (`train/*.arrow`, `data/train-*.parquet`, …), or with the Arrow
-            files of a single split, which is then the training split.
+        folder: with a folder or files of each split (`train/*.arrow`, `data/train-*.parquet`, …), or with the files
+            of a single split, which is then the training split.
         split: its name.
         classes: the training split's, when this is the validation split.
+        captions: the columns of data with captions, whose classes are not read; None for data with classes.
 
     Raises:
         UserError: pyarrow is not installed, no such folder or split, or what `HuggingFaceSource` refuses.
@@ -53,51 +60,65 @@ def open_hugging_face(folder: str, split: str, classes: Sequence[str] | None = N
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise UserError("hfds/… is read by pyarrow, which is not installed: pip install pyarrow") from None
+        raise UserError(
+            "hfds/… and parquet/… are read by pyarrow, which is not installed: pip install pyarrow"
+        ) from None
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; give hfds/FOLDER with what datasets' save_to_disk wrote")
     forms = [form.format(name) for name, form in itertools.product(synonyms_of(split), _FORMS)]
-    for form in [*forms, "*.arrow"] if split in TRAIN_NAMES else forms:
+    for form in [*forms, *_OF_ONE_SPLIT] if split in TRAIN_NAMES else forms:
         found = glob.glob(os.path.join(glob.escape(folder), form))
-        # Without what `datasets` or `_as_arrow` derived from them.
-        own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith("cache-")]
+        # Without what `datasets` or `_as_arrow` derived from them, and without another split.
+        others = ("cache-", *(() if form in forms else (*VAL_NAMES, "test")))
+        own = [path for path in found if not path.endswith(_MADE) and not os.path.basename(path).startswith(others)]
         if own:
-            return HuggingFaceSource(sorted(own, key=natural_key), classes)
+            return HuggingFaceSource(sorted(own, key=natural_key), classes, captions)
     raise no_such_split(folder, split, f"{split}/ and no {split}-*.parquet")
 
 
 class HuggingFaceSource(ArraySource):
-    """Rows of Arrow or parquet files with an image column (bytes of files) and a column of class numbers.
+    """Rows of Arrow or parquet files with an image column (bytes of files) and a column of class numbers or captions.
 
     Args:
         files: in their order.
         classes: the training split's, when this is the validation split: what its class numbers mean where the files
             do not say.
+        captions: the columns of data with captions; None for data with classes.
 
     Raises:
         UserError: a file is missing or damaged, has no such columns, or a label that is none of the classes.
     """
 
-    def __init__(self, files: Sequence[str], classes: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, files: Sequence[str], classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
+    ) -> None:
         _check_all_there(files)
         self._files = [_as_arrow(path) if path.endswith(".parquet") else path for path in files]
         tables = self._map()
         schema = tables[0].schema
         features = _features(schema)
-        label = _column(schema, features, "ClassLabel", _LABELS, files[0])
-        self._image = _column(schema, features, "Image", _IMAGES, files[0])
+        named = _named(schema, captions.image, "--csv-img-key", files[0]) if captions else ""
+        self._image = named or _column(schema, features, "Image", _IMAGES, files[0])
         for path, table in zip(files, tables, strict=True):
             if table.schema.names != schema.names:
                 raise UserError(f"{path} has other columns than {files[0]}")
         self._bounds = np.cumsum([0, *(table.num_rows for table in tables)])
-        self._targets = np.concatenate([_numbers(table[label], label, files[0]) for table in tables])
-        if not len(self):
+        if not self._bounds[-1]:
             raise UserError(f"{files[0]} holds no rows")
+        if captions is None:
+            self._read_classes(tables, features, classes)
+        else:
+            self.set_captions(_captions(tables, captions, files[0]))
+        self._find_pieces(tables)
+
+    def _read_classes(self, tables: Sequence[Any], features: dict[str, Any], classes: Sequence[str] | None) -> None:
+        where = self._files[0]
+        label = _column(tables[0].schema, features, "ClassLabel", _LABELS, where)
+        self._targets = np.concatenate([_numbers(table[label], label, where) for table in tables])
         known = features.get(label, {}).get("names") or classes
         self.class_names = tuple(known or map(str, range(int(self._targets.max()) + 1)))
         valid = (self._targets >= 0) & (self._targets < self.num_classes)
         check_labels(self, self._targets, valid, self.class_names)
-        self._find_pieces(tables)
 
     def _map(self) -> list[Any]:
         """Map the files into memory; a forked worker has them, one that was spawned maps them itself."""
@@ -131,7 +152,7 @@ class HuggingFaceSource(ArraySource):
         piece = int(np.searchsorted(self._starts, index, side="right")) - 1
         value = self._pieces[piece][index - int(self._starts[piece])].as_py()
         data = value.get("bytes") if isinstance(value, dict) else value
-        if data is None:
+        if not isinstance(data, bytes):
             raise UserError(f"{self.describe(index)} holds no image, only a path; save the data set with its images")
         return data
 
@@ -140,9 +161,9 @@ class HuggingFaceSource(ArraySource):
         for piece in self._pieces:
             named = hasattr(piece.type, "get_field_index") and piece.type.get_field_index("path") >= 0
             if not named or piece.field("path").null_count:
-                return (self._targets,)  # no names, or not for each
+                return super().identity()  # no names, or not for each
             paths += map(os.fsencode, piece.field("path").to_pylist())
-        return below_common_folder(np.array(paths, dtype=np.bytes_)), self._targets
+        return below_common_folder(np.array(paths, dtype=np.bytes_)), *super().identity()
 
     def describe(self, index: int) -> str:
         file = int(np.searchsorted(self._bounds, index, side="right")) - 1
@@ -157,6 +178,31 @@ def _numbers(column: Any, name: str, where: str) -> np.ndarray:
         kind = f"the column {name} is of {column.type}, not of whole numbers"
         raise UserError(f"{where}: {kind}; datasets' class_encode_column makes numbers of names")
     return column.cast(pa.int64()).fill_null(-1).to_numpy()
+
+
+def _captions(tables: Sequence[Any], keys: CaptionKeys, where: str) -> Captions:
+    """The captions of each row: a text, or a list of texts."""
+    import pyarrow as pa
+
+    schema = tables[0].schema
+    usual = [name for name in _CAPTIONS if name in schema.names]
+    name = _named(schema, keys.caption, "--csv-caption-key", where) or (usual[0] if usual else "")
+    if not name:
+        names = f"none of the names {', '.join(_CAPTIONS)}; it has {', '.join(schema.names)}"
+        raise UserError(f"{where} has no column of captions by {names}: name it by --csv-caption-key")
+    kind = schema.field(name).type
+    text = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
+        raise UserError(f"{where}: the column {name} is of {kind}, not of texts or lists of texts")
+    values = (value for table in tables for piece in table[name].chunks for value in piece.to_pylist())
+    return Captions.of(clean_captions([value] if isinstance(value, str) else value or ()) for value in values)
+
+
+def _named(schema: Any, name: str, flag: str, where: str) -> str:
+    """A column that a flag names; "" where it names none."""
+    if name and name not in schema.names:
+        raise UserError(f"{where} has no column {name}, as {flag} says; it has {', '.join(schema.names)}")
+    return name
 
 
 def _check_all_there(files: Sequence[str]) -> None:

@@ -1,5 +1,7 @@
 """The index next to a WebDataset shard (`train-000.tar.index.npz`): where each sample's image lies, and its label.
 
+With captions in place of labels it is `train-000.tar.captions.npz`.
+
 Read from the tar once, so that any sample is one positioned read from then on. A shard is a tar whose files are grouped
 by their name up to the first dot: `cat/1.jpg` and `cat/1.cls` are one sample (github.com/webdataset/webdataset).
 """
@@ -15,17 +17,19 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import BinaryIO, NamedTuple
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS, SUPPORTED, one_at_a_time, written_whole
 from ds_vit.fault_tolerance.errors import UserError
 
-SUFFIX = ".index.npz"
+SUFFIX, SUFFIX_OF_CAPTIONS = ".index.npz", ".captions.npz"
 DOT = "%2E"
 """A dot in the name of a file that `ds-vit shards` packed; a bare one would end the sample's key there."""
 DOT_OF_SUFFIX = "%2e"
@@ -33,7 +37,7 @@ DOT_OF_SUFFIX = "%2e"
 
 _FORMAT = 1
 _JSON_LABELS = ("label", "cls")
-_LABEL_SUFFIXES = (".cls", ".json")
+_LABEL_SUFFIXES, _TEXT_SUFFIXES = (".cls", ".json"), (".txt", ".json")
 _MOST_PROCESSES = 16  # each rank of a machine may be at it
 _OF_WEBDATASET = re.compile(r"(?:^|/)__[^/]*__(?:$|[/.])")  # names that its writers reserve
 _KEY = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)")
@@ -48,6 +52,7 @@ class ShardIndex(NamedTuple):
         labels: class numbers int64 [N], or class names in UTF-8, bytes [N].
         left_out: how many files were found that are not read, by suffix.
         state: the shard's size and time of change (`state_of`) when it was read.
+        captions: of the images, whose labels are then 0; None in an index of labels.
     """
 
     paths: np.ndarray
@@ -56,6 +61,7 @@ class ShardIndex(NamedTuple):
     labels: np.ndarray
     left_out: dict[str, int]
     state: tuple[int, int]
+    captions: Captions | None = None
 
 
 class _File(NamedTuple):
@@ -66,23 +72,27 @@ class _File(NamedTuple):
     size: int
 
 
-def open_indexes(shards: Sequence[str]) -> list[ShardIndex]:
+def open_indexes(shards: Sequence[str], captions: CaptionKeys | None = None) -> list[ShardIndex]:
     """The indexes of shards; one that is missing, or made of another state of its shard, is made anew.
 
     Where nothing can be written next to a shard, its index serves this process only.
 
+    Args:
+        shards: the tars.
+        captions: the key of captions in .json files, where captions are read; None to read labels.
+
     Raises:
-        UserError: a shard is no whole uncompressed tar, or a sample has no label.
+        UserError: a shard is no whole uncompressed tar, or a sample has no label or caption, or no image.
     """
-    found = {shard: load_index(shard) for shard in shards}
+    found = {shard: load_index(shard, captions) for shard in shards}
     missing = [shard for shard, index in found.items() if index is None]
     if len(missing) < 2:
-        made = list(map(make_index, missing))
+        made = [make_index(shard, captions) for shard in missing]
     else:
         processes = min(len(missing), os.cpu_count() or 1, _MOST_PROCESSES)
         try:
             with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-                made = list(pool.map(make_index, missing))
+                made = list(pool.map(partial(make_index, captions=captions), missing))
         except BrokenProcessPool:
             lost = f"a process that indexed {missing[0]} and others was killed; the machine may lack memory"
             raise UserError(f"{lost}. Finished indexes are kept: start again to continue") from None
@@ -96,20 +106,24 @@ def state_of(file: BinaryIO) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def make_index(shard: str) -> ShardIndex:
+def make_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
     """Read a shard's index from the tar, and write it next to it if that is possible."""
     with one_at_a_time(shard):
-        index = load_index(shard)  # another rank's, meanwhile
+        index = load_index(shard, captions)  # another rank's, meanwhile
         if index is None:
-            index = read_index(shard)
+            index = read_index(shard, captions)
             with contextlib.suppress(OSError):  # a read-only folder
-                save_index(shard, index)
+                save_index(shard, index, captions)
         return index
 
 
-def save_index(shard: str, index: ShardIndex) -> None:
+def save_index(shard: str, index: ShardIndex, captions: CaptionKeys | None = None) -> None:
     """Write an index next to its shard, whole or not at all; any number of processes may do so at once."""
-    with written_whole(shard + SUFFIX) as partial, open(partial, "wb") as file:
+    texts: dict[str, Any] = {}
+    if captions is not None and index.captions is not None:
+        names = ("text", "starts", "firsts")
+        texts = {"caption_key": np.array(captions.caption), **dict(zip(names, index.captions.identity(), strict=True))}
+    with written_whole(_name_of_index(shard, captions)) as temporary, open(temporary, "wb") as file:
         np.savez(
             file,
             state=np.array([_FORMAT, *index.state], dtype=np.int64),
@@ -117,25 +131,35 @@ def save_index(shard: str, index: ShardIndex) -> None:
             places=np.stack([index.offsets, index.sizes]),
             labels=index.labels,
             left_out=np.array(json.dumps(index.left_out)),
+            **texts,
         )
 
 
-def load_index(shard: str) -> ShardIndex | None:
+def _name_of_index(shard: str, captions: CaptionKeys | None) -> str:
+    return shard + (SUFFIX if captions is None else SUFFIX_OF_CAPTIONS)
+
+
+def load_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex | None:
     """The index next to a shard; None if there is none that fits it."""
     with open(shard, "rb") as file:
         state = state_of(file)
     try:
-        with np.load(shard + SUFFIX) as arrays:
+        with np.load(_name_of_index(shard, captions)) as arrays:
             if arrays["state"].tolist() != [_FORMAT, *state]:
                 return None
             offsets, sizes = arrays["places"]
             left_out = json.loads(str(arrays["left_out"]))
-            return ShardIndex(arrays["paths"], offsets, sizes, arrays["labels"], left_out, state)
+            texts = None
+            if captions is not None:
+                if str(arrays["caption_key"]) != captions.caption:
+                    return None
+                texts = Captions(arrays["text"], arrays["starts"], arrays["firsts"])
+            return ShardIndex(arrays["paths"], offsets, sizes, arrays["labels"], left_out, state, texts)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
-def read_index(shard: str) -> ShardIndex:
+def read_index(shard: str, captions: CaptionKeys | None = None) -> ShardIndex:
     """Read a shard's index from the tar."""
     with open(shard, "rb") as file:
         state = state_of(file)
@@ -143,7 +167,8 @@ def read_index(shard: str) -> ShardIndex:
         kept = [key for key, files in samples.items() if _image_suffix(files) is not None]
         if not kept:
             raise UserError(f"{shard} holds no images ({SUPPORTED})")
-        labels = [_label(samples[key], file, shard) for key in kept]
+        texts = None if captions is None else _captions(samples, kept, captions.caption, file, shard)
+        labels = [_label(samples[key], file, shard) if texts is None else 0 for key in kept]
     bare = [key for key, label in zip(kept, labels, strict=True) if label in (None, "")]
     if bare:
         counted = f"{len(bare)} of {len(kept)} samples have no label, the first is {bare[0]}"
@@ -155,7 +180,8 @@ def read_index(shard: str) -> ShardIndex:
     left_out: Counter[str] = Counter()
     for files in samples.values():
         image = _image_suffix(files)
-        left_out.update(suffix for suffix in files if image is None or suffix not in (image, *_LABEL_SUFFIXES))
+        read = (image, *(_LABEL_SUFFIXES if texts is None else _TEXT_SUFFIXES))
+        left_out.update(suffix for suffix in files if image is None or suffix not in read)
     images = [samples[key][_image_suffix(samples[key]) or ""] for key in kept]
     return ShardIndex(
         np.array([os.fsencode(_unpacked_name(image.name)) for image in images], dtype=np.bytes_),
@@ -164,6 +190,7 @@ def read_index(shard: str) -> ShardIndex:
         label_array,
         dict(left_out),
         state,
+        texts,
     )
 
 
@@ -212,16 +239,57 @@ def _label(files: dict[str, _File], shard: BinaryIO, shard_name: str) -> int | s
     label_file = next((files[suffix] for suffix in _LABEL_SUFFIXES if suffix in files), None)
     if label_file is None:
         return None
-    data = os.pread(shard.fileno(), label_file.size, label_file.offset)
+    data = _content(label_file, shard)
     if ".cls" in files:
         text = data.decode(errors="replace").strip()
         return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
     name = f"{shard_name}:{label_file.name}"
+    fields = _fields(data, name)
+    found = [fields[key] for key in _JSON_LABELS if key in fields]
+    if found and (isinstance(found[0], bool) or not isinstance(found[0], (int, str))):
+        raise UserError(f"{name}: the label {found[0]!r} is neither a class number nor a class name")
+    return found[0] if found else None
+
+
+def _content(file: _File, shard: BinaryIO) -> bytes:
+    return os.pread(shard.fileno(), file.size, file.offset)
+
+
+def _fields(data: bytes, name: str) -> dict[str, Any]:
+    """The content of a .json file; empty if it is no table."""
     try:
         fields = json.loads(data)
     except ValueError as error:
         raise UserError(f"{name} is no JSON ({error})") from None
-    found = [fields[key] for key in _JSON_LABELS if key in fields] if isinstance(fields, dict) else []
-    if found and (isinstance(found[0], bool) or not isinstance(found[0], (int, str))):
-        raise UserError(f"{name}: the label {found[0]!r} is neither a class number nor a class name")
-    return found[0] if found else None
+    return fields if isinstance(fields, dict) else {}
+
+
+def _captions(
+    samples: Mapping[str, dict[str, _File]], keys: Sequence[str], json_key: str, shard: BinaryIO, shard_name: str
+) -> Captions:
+    """The captions of the samples with an image: from .txt files, a caption a line, else a key of .json files.
+
+    Args:
+        samples: key of a sample → suffix → file.
+        keys: of the samples with an image.
+        json_key: of a caption or a list of captions in .json files, which then go before .txt files; "" for `caption`.
+        shard: opened.
+        shard_name: of the shard, for messages.
+    """
+    suffixes = (".json", ".txt") if json_key else (".txt", ".json")
+    captions: dict[str, tuple[str, ...]] = {}
+    for key, files in samples.items():
+        suffix = next((suffix for suffix in suffixes if suffix in files), None)
+        if suffix == ".txt":
+            captions[key] = caption_lines(_content(files[suffix], shard))
+        elif suffix == ".json":
+            name = f"{shard_name}:{files[suffix].name}"
+            value = _fields(_content(files[suffix], shard), name).get(json_key or "caption")
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                if value is not None:
+                    raise UserError(f"{name}: {json_key or 'caption'} is neither a text nor a list of texts")
+                continue
+            captions[key] = clean_captions(texts)
+    check_matches(shard_name, [key for key in keys if key not in captions], captions.keys() - {*keys}, len(keys))
+    return Captions.of(captions[key] for key in keys)

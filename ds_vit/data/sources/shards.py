@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from timm.utils.misc import natural_key
 
+from ds_vit.data.sources.captions import CaptionKeys, Captions
 from ds_vit.data.sources.shard_index import open_indexes, state_of
 from ds_vit.data.sources.source import check_labels, no_such_split, number_classes, synonyms_of
 from ds_vit.data.sources.tars import PackedSource
@@ -30,7 +31,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _NUMBERED = re.compile(r"(.*?)(\d+)\.tar")
 
 
-def open_shards(location: str, split: str, classes: Sequence[str] | None = None) -> ShardSource:
+def open_shards(
+    location: str, split: str, classes: Sequence[str] | None = None, captions: CaptionKeys | None = None
+) -> ShardSource:
     """Open one split of WebDataset shards.
 
     Args:
@@ -38,6 +41,7 @@ def open_shards(location: str, split: str, classes: Sequence[str] | None = None)
         split: its name: `train` is `DIR/train-*.tar`, else `DIR/train/*.tar`, else `DIR/train.tar`. Or its shards
             (`val-{00..07}.tar`), from the folder.
         classes: the training split's, when this is the validation split.
+        captions: as for `open_indexes`; the images then have captions and no classes.
 
     Raises:
         UserError: no such folder or split, a shard is missing, or what `ShardSource` refuses.
@@ -49,6 +53,8 @@ def open_shards(location: str, split: str, classes: Sequence[str] | None = None)
         shards = _expanded(location)
     else:
         shards = _of_split(folder or ".", split)
+    if captions is not None:
+        return ShardSource(shards, captions=captions)
     return ShardSource(shards, _class_names(os.path.dirname(shards[0])), classes)
 
 
@@ -133,15 +139,20 @@ class ShardSource(PackedSource):
         names: the class names in the order of their numbers, where something says so. Without it, class numbers are
             their names, and class names are numbered in natural order.
         classes: the training split's, when this is the validation split: it need not have an example of each.
+        captions: as for `open_indexes`.
 
     Raises:
-        UserError: shards that are damaged, a sample without a label, a label that is none of the classes.
+        UserError: shards that are damaged, a sample without a label or caption, a label that is none of the classes.
     """
 
     def __init__(
-        self, shards: Sequence[str], names: Sequence[str] | None = None, classes: Sequence[str] | None = None
+        self,
+        shards: Sequence[str],
+        names: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
+        captions: CaptionKeys | None = None,
     ) -> None:
-        indexes = open_indexes(shards)
+        indexes = open_indexes(shards, captions)
         super().__init__(
             shards,
             np.repeat(np.arange(len(shards), dtype=np.int32), [len(index.paths) for index in indexes]),
@@ -150,11 +161,14 @@ class ShardSource(PackedSource):
             np.concatenate([index.sizes for index in indexes]),
         )
         self.left_out = dict(sum((Counter(index.left_out) for index in indexes), Counter()))
+        self._states = [index.state for index in indexes]
+        if texts := [index.captions for index in indexes if index.captions is not None]:
+            self.set_captions(Captions.joined(texts))
+            return
         labels = [index.labels for index in indexes]
         if any(part.dtype.kind == "S" for part in labels):
             labels = [part.astype(np.bytes_) for part in labels]
         self.class_names, self._targets = self._number(np.concatenate(labels), names if names is not None else classes)
-        self._states = [index.state for index in indexes]
 
     def _number(self, labels: np.ndarray, known: Sequence[str] | None) -> tuple[tuple[str, ...], np.ndarray]:
         """Class names, and each sample's number among them."""

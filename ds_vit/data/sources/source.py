@@ -80,7 +80,7 @@ class Source(ABC):
         targets = np.array([self.target(index) for index in range(len(self))])
         if not self.has_captions:
             return (targets,)
-        return targets, *Captions(self.captions(index) for index in range(len(self))).identity()
+        return targets, *Captions.of(self.captions(index) for index in range(len(self))).identity()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -110,7 +110,10 @@ class Source(ABC):
         """The class number, or the float32 multi-hot vector [C]; nothing is decoded for it."""
 
     def captions(self, index: int) -> tuple[str, ...]:
-        """All captions of one image, where `has_captions`; nothing is decoded for it."""
+        """All captions of one image, where `has_captions`; nothing is decoded for it.
+
+        An empty tuple means that they are damaged: the image then counts as damaged too.
+        """
         raise LookupError(f"{self.describe(index)} has no captions")
 
     @abstractmethod
@@ -126,9 +129,18 @@ class ArraySource(Source):
 
     _targets: np.ndarray  # int64 [N]
     _paths: np.ndarray | None = None  # bytes [N], with forward slashes
+    _captions: Captions | None = None
 
     def __len__(self) -> int:
         return len(self._targets)
+
+    def set_captions(self, captions: Captions) -> None:
+        """Give the images captions in place of classes."""
+        self._captions, self.has_captions = captions, True
+        self.class_names, self._targets = (), np.zeros(len(captions), dtype=np.int64)
+
+    def captions(self, index: int) -> tuple[str, ...]:
+        return super().captions(index) if self._captions is None else self._captions[index]
 
     def target(self, index: int) -> int | np.ndarray:
         return int(self._targets[index])
@@ -140,7 +152,7 @@ class ArraySource(Source):
 
     def identity(self) -> tuple[np.ndarray, ...]:
         names = () if self._paths is None else (below_common_folder(self._paths),)
-        return *names, self._targets
+        return *names, self._targets, *(() if self._captions is None else self._captions.identity())
 
 
 def below_common_folder(paths: np.ndarray) -> np.ndarray:

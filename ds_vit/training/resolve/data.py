@@ -9,11 +9,12 @@ from functools import partial
 from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
-from ds_vit.data import NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
+from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
 from ds_vit.data.decode import require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
+from ds_vit.tasks import TASKS
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 
@@ -192,6 +193,7 @@ def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = No
         classes: the training split's, when this is the evaluation split.
     """
     folders = [config.data_dir] if isinstance(config.data_dir, str) else config.data_dir
+    keys = CaptionKeys(config.csv_img_key, config.csv_caption_key, config.csv_separator.replace("\\t", "\t"))
     found, missing = [], None
     for folder in folders:
         try:
@@ -202,6 +204,7 @@ def _open_each(config: RunConfig, split: str, classes: Sequence[str] | None = No
                 classes=classes if len(folders) == 1 else None,
                 download=config.dataset_download,
                 allow_empty=config.allow_empty_classes,
+                captions=keys if TASKS[config.task].has_text else None,
             )
             found.append(source)
         except NoSuchSplit as error:
@@ -235,10 +238,8 @@ def check_readable(config: RunConfig, data: DataConfig) -> list[str]:
         if source is None or source.multi_label or not (bad := unreadable_classes(source)):
             continue
         names = ", ".join([*bad][:5]) + (", ..." if len(bad) > 5 else "")
-        message = (
-            f"{split}: of {len(bad)} of {source.num_classes} classes ({names}) no image can be decoded; the first is "
-            f"{next(iter(bad.values()))}"
-        )
+        whose = f"of {len(bad)} of {source.num_classes} classes ({names}) " if source.class_names else ""
+        message = f"{split}: {whose}no image can be decoded; the first is {next(iter(bad.values()))}"
         if not config.allow_empty_classes:
             raise UserError(f"{message}; repair the files, remove the folders, or pass --allow-empty-classes")
         notes.append(message)
@@ -251,7 +252,7 @@ def _held_out(config: RunConfig, train: Source, val: Source) -> str:
         f"--val-fraction {config.val_fraction:g}: {len(val):,} of the {len(train):,} images of {config.train_split} "
         "are held out for evaluation, the same ones in every run"
     )
-    if train.multi_label:
+    if train.multi_label or not train.class_names:
         return line
     num_classes = len({val.target(number) for number in range(len(val))})
     without = train.num_classes - num_classes

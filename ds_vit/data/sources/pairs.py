@@ -1,0 +1,152 @@
+"""Images with captions in files: a text file beside each image, or a table of paths and captions (`csv/…`)."""
+
+from __future__ import annotations
+
+import csv
+import os
+import posixpath
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ds_vit.data.sources.captions import CaptionKeys, Captions, caption_lines, check_matches, clean_captions
+from ds_vit.data.sources.folders import FileSource, find_split, walk
+from ds_vit.data.sources.source import (
+    SUPPORTED,
+    TRAIN_NAMES,
+    NoSuchSplit,
+    described_counts,
+    in_natural_order,
+    is_image,
+    no_such_split,
+    shortened,
+    suffix_counts,
+    synonyms_of,
+)
+from ds_vit.fault_tolerance.errors import UserError
+
+_THREADS = 16  # files are small, and often on a network
+_TABLES = (".csv", ".tsv")
+
+
+def open_pairs(data_dir: str, split: str) -> TextFileSource:
+    """Open `data_dir/<split>`, a folder of images with a text file beside each.
+
+    Raises:
+        UserError: no such folder, or what `TextFileSource` refuses.
+    """
+    location = find_split(data_dir, split)
+    if os.path.isfile(location):
+        raise UserError(f"{location} is a tar; give images and captions in tars as shards: --dataset wds/{data_dir}")
+    return TextFileSource(location)
+
+
+class TextFileSource(FileSource):
+    """Images of a folder, at any depth, each with a text file of its name: `x/1.jpg` and `x/1.txt`, a caption a line.
+
+    Args:
+        root: the folder.
+
+    Raises:
+        UserError: no images, an image without a text file, or a text file without an image.
+    """
+
+    def __init__(self, root: str) -> None:
+        files = walk(root)
+        images = in_natural_order(filter(is_image, files))
+        if not images:
+            counts = suffix_counts(files)
+            shards = f"; for shards give --dataset wds/{os.path.dirname(root)}" if counts[".tar"] else ""
+            raise UserError(f"{root} holds no images (files found: {described_counts(counts)}; {SUPPORTED}){shards}")
+        texts = {posixpath.splitext(path)[0]: path for path in files if path.lower().endswith(".txt")}
+        stems = [posixpath.splitext(path)[0] for path in images]
+        bare = [path for path, stem in zip(images, stems, strict=True) if stem not in texts]
+        check_matches(root, bare, [texts[stem] for stem in texts.keys() - {*stems}], len(images))
+        self.left_out = dict(suffix_counts(files) - suffix_counts([*images, *texts.values()]))
+        super().__init__(root, images, np.zeros(len(images), dtype=np.int64))
+
+        def read(stem: str) -> tuple[str, ...]:
+            with open(os.path.join(root, texts[stem]), "rb") as file:
+                return caption_lines(file.read())
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self.set_captions(Captions.of(pool.map(read, stems)))
+
+
+def open_table(location: str, split: str, keys: CaptionKeys) -> TableSource:
+    """Open one split of tables.
+
+    Args:
+        location: the table of the training split, or the folder of `train.csv` and `validation.csv` (or .tsv).
+        split: its name, or that of its table in the folder.
+        keys: of the columns.
+
+    Raises:
+        UserError: no such table, or what `TableSource` refuses.
+    """
+    folder = location if os.path.isdir(location) else os.path.dirname(location)
+    if split.endswith(_TABLES):
+        table = os.path.join(folder, split)
+    elif not os.path.isdir(location):
+        table = location
+        if split not in TRAIN_NAMES and os.path.isfile(location):
+            raise NoSuchSplit(f"{location} is the table of training; name that of {split} by --val-split FILE.csv")
+    else:
+        names = [name + suffix for name in synonyms_of(split) for suffix in _TABLES]
+        found = [path for name in names if os.path.isfile(path := os.path.join(folder, name))]
+        if not found:
+            raise no_such_split(folder, split, f"{split}.csv")
+        table = found[0]
+    if not os.path.isfile(table):
+        raise UserError(f"there is no table {table}; give csv/FILE, or csv/FOLDER with train.csv in it")
+    return TableSource(table, keys)
+
+
+class TableSource(FileSource):
+    """Images of a table with a column of paths and one of captions, as open_clip reads it.
+
+    Paths are absolute or relative to the table's folder. Rows of one path are one image with several captions.
+
+    Args:
+        table: the file.
+        keys: of the columns; by default `filepath` and `title`, separated by tabs.
+
+    Raises:
+        UserError: no such columns, a malformed row, or a file that is missing.
+    """
+
+    def __init__(self, table: str, keys: CaptionKeys) -> None:
+        captions: dict[str, list[str]] = {}
+        for path, caption in _rows(table, keys):
+            captions.setdefault(path, []).append(caption)
+        if not captions:
+            raise UserError(f"{table} lists no images")
+        root = os.path.dirname(table)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = list(pool.map(lambda path: os.path.isfile(os.path.join(root, path)), captions))
+        missing = [path for path, is_there in zip(captions, found, strict=True) if not is_there]
+        check_matches(table, (), missing, sum(found))
+        super().__init__(root, list(captions), np.zeros(len(captions), dtype=np.int64))
+        self.set_captions(Captions.of(map(clean_captions, captions.values())))
+
+
+def _rows(table: str, keys: CaptionKeys) -> Iterator[tuple[str, str]]:
+    """(path, caption) of each row."""
+    with open(table, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, delimiter=keys.separator)
+        header = next(reader, [])
+        columns = []
+        for flag, name in (("--csv-img-key", keys.image or "filepath"), ("--csv-caption-key", keys.caption or "title")):
+            if name not in header:
+                has = f"the columns by the separator {keys.separator!r} are {shortened(header)}"
+                raise UserError(f"{table} has no column {name}; {has}; give {flag} and --csv-separator")
+            columns.append(header.index(name))
+        try:
+            for row in filter(None, reader):
+                if len(row) != len(header):
+                    where = f"{table}, line {reader.line_num}"
+                    raise UserError(f"{where}: {len(row)} columns in place of the {len(header)} of the header")
+                yield row[columns[0]], row[columns[1]]
+        except csv.Error as error:
+            raise UserError(f"{table}, line {reader.line_num}: {error}") from None

@@ -1,0 +1,352 @@
+"""Images with captions in every form: the same pairs, what does not match, and what is damaged."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from micro_batches import in_global_order, load
+from picture_folders import encoded, made
+from shards import write_shard
+
+from ds_vit import config as flags
+from ds_vit.data import (
+    AugmentConfig,
+    CaptionKeys,
+    ImageConfig,
+    ImageDecodeError,
+    MixConfig,
+    NoSuchSplit,
+    Share,
+    Source,
+    build_tokenizer,
+    eval_loader,
+    open_source,
+)
+from ds_vit.data.sources import shard_index
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.tasks import TASKS
+from ds_vit.tasks.classification import Classification
+from ds_vit.training.resolve.data import _open_sources
+
+NUM_PAIRS = 14
+NAMES = [f"{('cat', 'dog')[number % 2]}/{number:02}.png" for number in range(NUM_PAIRS)]
+NAMES.sort()
+TEXTS = [tuple(f"ä picture, no. {number} ({c})" for c in range(1 + number % 3)) for number in range(NUM_PAIRS)]
+IMAGES = [encoded(number) for number in range(NUM_PAIRS)]
+DEFAULT = CaptionKeys()
+FORMS = {
+    "folder": ("", "{}/folder", DEFAULT),
+    "csv": ("csv/{}/folder/train", None, CaptionKeys("image", "text", ";")),
+    "txt": ("wds/{}/txt", None, DEFAULT),
+    "json": ("wds/", "{}/json", DEFAULT),
+    "json key": ("", "wds/{}/key", CaptionKeys(caption="said")),
+    "arrow": ("hfds/arrow", "{}", CaptionKeys("picture", "said")),
+    "parquet": ("parquet/{}/parquet", None, DEFAULT),
+}
+SETTINGS = {"image": ImageConfig((8, 8)), "augment": AugmentConfig(no_aug=True), "mix": MixConfig()}
+TOKENIZER = build_tokenizer("bytes", 40)
+
+
+def write_rows(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], separator: str = "\t") -> Path:
+    """A table."""
+    with open(made(path), "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=separator).writerows([header, *rows])
+    return path
+
+
+def write_form(root: Path, form: str, images: list[bytes], texts: list[tuple[str | bytes, ...]]) -> None:
+    """The pairs of `NAMES` in a form; a text that is bytes is not UTF-8."""
+    lines = [b"\n".join(t if isinstance(t, bytes) else t.encode() for t in of_one) for of_one in texts]
+    if form in ("folder", "csv"):
+        for name, image, text in zip(NAMES, images, lines, strict=True):
+            made(root / "folder" / "train" / name).write_bytes(image)
+            (root / "folder" / "train" / name).with_suffix(".txt").write_bytes(text + b"\n\n" if text else b" \n")
+    if form == "csv":
+        rows = [(name, text) for name, of_one in zip(NAMES, texts, strict=True) for text in of_one or ("",)]
+        write_rows(root / "folder" / "train" / "train.csv", ("text", "image"), [(t, n) for n, t in rows], ";")
+    if form in ("txt", "json", "json key"):
+        folder = {"json key": "key"}.get(form, form)
+        for shard, numbers in enumerate((range(5), range(5, NUM_PAIRS))):
+            files: dict[str, bytes] = {}
+            for number in numbers:
+                stem, few = NAMES[number].removesuffix(".png"), texts[number]
+                one_or_all = few[0] if len(few) == 1 else few
+                fields = {"width": 9, "said" if form == "json key" else "caption": one_or_all}
+                own = {".txt": lines[number]} if form == "txt" else {".json": json.dumps(fields).encode()}
+                others = {".txt": b"another"} if form == "json key" else {}
+                files |= {stem + suffix: data for suffix, data in {**own, ".png": images[number], **others}.items()}
+            write_shard(root / folder / f"train-{shard:03}.tar", files)
+    if form in ("arrow", "parquet"):
+        columns = ("picture", "said") if form == "arrow" else ("image", "caption")
+        kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+        rows = [{"bytes": image, "path": name} for image, name in zip(images, NAMES, strict=True)]
+        arrays = [pa.array(rows, kind), pa.array([[*of_one] for of_one in texts], pa.list_(pa.string()))]
+        table = pa.table([*arrays, pa.array(range(NUM_PAIRS))], names=[*columns, "number"])
+        path = made(root / form / f"data-0.{form}")
+        if form == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=4)
+
+
+def open_form(root: Path, form: str, split: str = "train") -> Source:
+    """A form's pairs."""
+    dataset, data_dir, keys = FORMS[form]
+    return open_source(dataset.format(root), data_dir and data_dir.format(root), split, captions=keys)
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("pairs")
+    for form in FORMS:
+        write_form(root, form, IMAGES, TEXTS)
+    return root
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_the_folder(forms, form):
+    """Would catch other pairs, another order, and a source that a worker cannot share or a spawned one not open."""
+    source, folder = open_form(forms, form), open_form(forms, "folder")
+    assert source.has_captions
+    assert (source.class_names, source.target(3)) == ((), 0)
+    assert [source.captions(number) for number in range(NUM_PAIRS)] == TEXTS
+    assert [source.encoded(number) for number in range(NUM_PAIRS)] == IMAGES
+    assert source.fingerprint == folder.fingerprint, "a run of one form resumes on another"
+    again = pickle.loads(pickle.dumps(source))
+    assert again.captions(5) == TEXTS[5]
+    options = {**SETTINGS, "stop": 4, "tokenizer": TOKENIZER}
+    share = Share(0, 1, 5)
+    ours, theirs = load(source, share, num_workers=1, **options), load(folder, share, **options)
+    assert torch.equal(torch.cat([b.texts for b in ours]), torch.cat([b.texts for b in theirs]))
+    assert torch.equal(torch.cat([b.images for b in ours]), torch.cat([b.images for b in theirs]))
+
+
+@pytest.mark.parametrize("form", ["txt", "arrow", "folder"])
+def test_without_a_task_for_text_captions_are_not_read(forms, form):
+    """Would catch a classification that reads captions, or whose index is the one with captions."""
+    dataset, data_dir, _ = FORMS[form]
+    if form == "folder":
+        source = open_source(dataset, data_dir.format(forms), "train")
+        assert source.class_names == ("cat", "dog")
+        assert not source.has_captions
+    else:
+        with pytest.raises(UserError, match=r"label|no Image column"):
+            open_source(dataset.format(forms), data_dir and data_dir.format(forms), "train")
+    with pytest.raises(UserError, match=r"csv/x\.csv has captions and no classes; it is for tasks with text"):
+        open_source("csv/x.csv", None, "train")
+
+
+def test_the_index_of_captions(tmp_path, monkeypatch):
+    """Would catch shards scanned at each start, or captions of another key, or of a shard that has changed."""
+    write_form(tmp_path, "json key", IMAGES, TEXTS)
+    scanned, read = [], shard_index.read_index
+    monkeypatch.setattr(shard_index, "read_index", lambda shard, *args: scanned.append(shard) or read(shard, *args))
+    shard = f"wds/{tmp_path}/key/train-000.tar"
+    for key, expected in (("said", TEXTS[0]), ("said", TEXTS[0]), ("", ("another",))):
+        assert open_source(shard, None, "train", captions=CaptionKeys(caption=key)).captions(0) == expected
+    assert len(scanned) == 2
+    write_shard(tmp_path / "key" / "train-000.tar", {"a.png": IMAGES[0], "a.txt": b"a new one"})
+    assert open_source(shard, None, "train", captions=DEFAULT).captions(0) == ("a new one",)
+
+
+# Pairs that do not match
+
+BARE = r"of 14 images, 1 images have no caption \(cat/02.*\)"
+MISMATCHES = {
+    "folder": [
+        (lambda root: (root / "folder/train/cat/02.txt").unlink(), BARE),
+        (
+            lambda root: [(root / f"folder/train/dog/{n}.png").unlink() for n in ("03", "05")],
+            r"of 12 images, 2 captions have no image \(dog/03.txt, dog/05.txt\); add what is missing",
+        ),
+        (
+            lambda root: shutil.rmtree(root / "folder/train/cat") or shutil.rmtree(root / "folder/train/dog"),
+            "no images",
+        ),
+    ],
+    "csv": [
+        (
+            lambda root: (root / "folder/train/dog/03.png").unlink(),
+            r"train.csv: of 13 images, 1 captions have no image \(dog/03.png\)",
+        ),
+        (
+            lambda root: (root / "folder/train/train.csv").write_text("image;text\na.png\n"),
+            "train.csv, line 2: 1 columns in place of the 2 of the header",
+        ),
+        (lambda root: (root / "folder/train/train.csv").write_text("image;text\n"), "lists no images"),
+        (
+            lambda root: (root / "folder/train/train.csv").write_text("filepath,title\n"),
+            r"has no column image; the columns by the separator ';' are filepath,title; give --csv-img-key and --csv-s",
+        ),
+    ],
+    "txt": [
+        (
+            lambda root: write_shard(root / "txt/train-000.tar", {"a.png": b"", "b/c.txt": b"x", "b/c.cls": b"1"}),
+            r"train-000.tar: of 1 images, 1 images have no caption \(a\) and 1 captions have no image \(b/c\)",
+        ),
+    ],
+    "json key": [
+        (
+            lambda root: write_shard(root / "key/train-000.tar", {"a.png": b"", "a.json": b'{"said": 3}'}),
+            "a.json: said is neither a text nor a list of texts",
+        ),
+        (
+            lambda root: write_shard(root / "key/train-000.tar", {"a.png": b"", "a.json": b'{"caption": "x"}'}),
+            r"1 images have no caption \(a\)",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "number"), [(form, n) for form, cases in MISMATCHES.items() for n in range(len(cases))]
+)
+def test_pairs_that_do_not_match_are_named(tmp_path, form, number):
+    """Would catch a run that hangs or trains on pairs that are none, and an error that names no file."""
+    change, message = MISMATCHES[form][number]
+    write_form(tmp_path, form, IMAGES, TEXTS)
+    change(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        open_form(tmp_path, form)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            CaptionKeys("picture", "title"),
+            "has no column title, as --csv-caption-key says; it has picture, said, number",
+        ),
+        (CaptionKeys("picture", "number"), "the column number is of int64, not of texts or lists of texts"),
+        (CaptionKeys("image"), "has no column image, as --csv-img-key says"),
+        (
+            CaptionKeys("picture"),
+            r"has no column of captions by none of the names caption, .*: name it by --csv-caption",
+        ),
+    ],
+)
+def test_columns_that_are_not_there(forms, keys, message):
+    """Would catch a traceback of pyarrow, or numbers as captions."""
+    with pytest.raises(UserError, match=message):
+        open_source("hfds/arrow", str(forms), "train", captions=keys)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("form", ["folder", "csv", "txt", "json", "parquet"])
+def test_damaged_pairs_are_replaced_alike_on_every_stage(tmp_path, form):
+    """Would catch an empty caption that is trained on, a stage that keeps the pair, and a count of images alone."""
+    images = [b"no image" if number == 4 else image for number, image in enumerate(IMAGES)]
+    texts: list[tuple[str | bytes, ...]] = [() if number % 5 == 2 else text for number, text in enumerate(TEXTS)]
+    if form in ("folder", "txt"):
+        texts[9] = (b"fine", b"\xff\xfe not UTF-8")
+    bad = {n for n, text in enumerate(texts) if not text} | {4} | ({9} if form in ("folder", "txt") else set())
+    write_form(tmp_path, form, images, texts)
+    source = open_form(tmp_path, form)
+    assert {n for n in range(NUM_PAIRS) if not source.captions(n)} == bad - {4}
+    options = {**SETTINGS, "on_bad_image": "skip", "tokenizer": TOKENIZER, "stop": 5}
+    whole = load(source, Share(0, 1, 6), **options)
+    used = [n for batch in whole for n in batch.indices.tolist()]
+    assert sum(batch.num_skipped for batch in whole) == sum(n in bad for n in used) > 2
+    reasons = {reason for batch in whole for n, reason in batch.skipped if n != 4}
+    assert reasons == {"its caption is empty or not UTF-8"}
+    for share, stage in ((Share(0, 2, 3), {"load_images": False}), (Share(0, 1, 2, 3), {"load_texts": False})):
+        part = load(source, share, **options, **stage)
+        assert [n for batch in part for n, _ in batch.skipped if n in bad]
+        for name in ("texts", "images"):
+            if f"load_{name}" not in stage:
+                finish = lambda batch, name=name: getattr(batch, name)  # noqa: E731
+                assert torch.equal(in_global_order(part, share, finish), in_global_order(whole, Share(0, 1, 6), finish))
+    batches = list(eval_loader(source, image=SETTINGS["image"], batch=7, on_bad_image="skip", tokenizer=TOKENIZER))
+    valid = torch.cat([batch.indices[batch.valid] for batch in batches]).tolist()
+    assert valid == [n for n in range(NUM_PAIRS) if n not in bad]
+    for stage in ({}, {"load_images": False}):
+        with pytest.raises(ImageDecodeError, match=r": its caption is empty or not UTF-8; repair it|cannot be decoded"):
+            load(source, Share(0, 1, 6), **SETTINGS, tokenizer=TOKENIZER, **stage)
+
+
+# Splits and flags
+
+
+def test_tables_of_several_splits(forms, tmp_path):
+    """Would catch a validation split that is the training table, and the reverse."""
+    rows = [(str(forms / "folder" / "train" / name), "x") for name in NAMES]
+    train = write_rows(tmp_path / "train.csv", ("filepath", "title"), rows)
+    write_rows(tmp_path / "val.tsv", ("filepath", "title"), rows[:3])
+    write_rows(tmp_path / "more.csv", ("filepath", "title"), rows[:5])
+    for dataset, split, number in (
+        (f"csv/{tmp_path}", "train", 14),
+        (f"csv/{tmp_path}", "validation", 3),
+        (f"csv/{train}", "train[:50%]", 7),
+        (f"csv/{train}", "more.csv", 5),
+    ):
+        assert len(open_source(dataset, None, split, captions=DEFAULT)) == number
+    assert len(open_source("csv/train.csv", str(tmp_path), "train", captions=DEFAULT)) == 14
+    with pytest.raises(
+        NoSuchSplit, match=r"train.csv is the table of training; name that of validation by --val-split"
+    ):
+        open_source(f"csv/{train}", None, "validation", captions=DEFAULT)
+    with pytest.raises(UserError, match="there is no table"):
+        open_source("csv/nowhere.csv", None, "train", captions=DEFAULT)
+
+
+def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
+    """Would catch a run that trains on its evaluation split."""
+    shutil.copy(forms / "parquet" / "data-0.parquet", tmp_path / "test-0.parquet")
+    with pytest.raises(NoSuchSplit):
+        open_source(f"parquet/{tmp_path}", None, "train", captions=DEFAULT)
+
+
+class _WithText(Classification):
+    name = "clip"
+    has_classes = False
+    has_text = True
+
+
+@pytest.mark.parametrize("form", ["csv", "arrow"])
+def test_from_flags(forms, monkeypatch, form):
+    """Would catch flags that do not reach the data, and a mixture of pairs that loses its captions."""
+    monkeypatch.setitem(TASKS, "clip", _WithText)
+    words = {
+        "csv": ["--dataset", f"csv/{forms}/folder/train", "--csv-separator", ";", "--csv-img-key", "image"],
+        "arrow": ["--data-dir", f"hfds/{forms}/arrow", f"hfds/{forms}/arrow", "--csv-img-key", "picture"],
+    }[form]
+    key = {"csv": "text", "arrow": "said"}[form]
+    words += ["--csv-caption-key", key, "--val-fraction", "0.2", "--task", "clip"]
+    config, _ = flags.parse(["--deepspeed_config", "x.json", *words])
+    train, val, (line,) = _open_sources(config)
+    assert (len(train), len(val)) == {"csv": (11, 3), "arrow": (22, 6)}[form]
+    assert {text for n in range(len(train)) for text in train.captions(n)} < {
+        text for of_one in TEXTS for text in of_one
+    }
+    assert line.startswith(f"--val-fraction 0.2: {len(val)} of the {len(train) + len(val)} images")
+    assert "classes" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--csv-separator", ",", "--dataset", "hfds/x"], "--csv-separator has no effect without csv/…; drop it"),
+        (
+            ["--csv-img-key", "x", "--dataset", "wds/x"],
+            "--csv-img-key has no effect without csv/…, hfds/… or parquet/…",
+        ),
+        (["--csv-caption-key", "x", "--data-dir", "x"], "--csv-caption-key has no effect without csv/…"),
+        (["--csv-separator", "||", "--dataset", "csv/x"], r"--csv-separator must be one character, not \|\|"),
+    ],
+)
+def test_flags_without_effect(words, message):
+    """Would catch a flag that is silently ignored."""
+    with pytest.raises(UserError, match=message):
+        flags.parse(["--deepspeed_config", "x.json", *words])
