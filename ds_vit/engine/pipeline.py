@@ -22,7 +22,7 @@ from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import BlockLayer, giving_features, run_layers
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import Batch, Task
+from ds_vit.tasks import MAIN_TOWER, Batch, Task
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,7 +131,8 @@ class StagedViT(PipelineModule):
         )
         # DeepSpeed receives the gradient of every micro-batch in one buffer. With one image in a micro-batch, the
         # gradient of the position table is a view of it, which autograd keeps and the next micro-batch overwrites.
-        outputs[0].register_hook(torch.clone)
+        # Ids of the next tower come first where a stage begins with it.
+        next(tensor for tensor in outputs if tensor.requires_grad).register_hook(torch.clone)
         return outputs
 
 
@@ -221,8 +222,10 @@ class PipeEngine(Engine):
             outputs.reverse()
             chunk.reverse()
             while outputs:
-                main = next(iter(self._staged.outputs_by_tower(outputs.pop()).values()))
-                whole, batch = self._whole(main, features), chunk.pop()
+                batch, context = chunk.pop(), self.context
+                context.outputs = self._staged.outputs_by_tower(outputs.pop())
+                rated = context.outputs[MAIN_TOWER] if features else self._task.outputs(context, batch)
+                whole = self._whole(rated, features)
                 if self.counts_rows:
                     yield whole, batch
 

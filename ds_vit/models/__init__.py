@@ -15,6 +15,14 @@ from ds_vit.models.masked_autoencoder import (
 )
 from ds_vit.models.param_groups import freeze, frozen_names, no_weight_decay_names
 from ds_vit.models.sequential import SequentialViT, Towers, giving_features, run_layers, timm_names
+from ds_vit.models.text_tower import (
+    TEXT_MODELS,
+    ContrastiveModel,
+    TextEmbed,
+    TextSettings,
+    create_contrastive_model,
+    text_settings,
+)
 from ds_vit.models.zoo import (
     ModelSpec,
     TimmViT,
@@ -27,19 +35,24 @@ from ds_vit.models.zoo import (
 
 __all__ = [
     "MAIN_TOWER",
+    "TEXT_MODELS",
     "AutoencoderSettings",
     "BlockLayer",
     "CheckpointFunction",
+    "ContrastiveModel",
     "Layer",
     "MaskedAutoencoder",
     "ModelSpec",
     "SequentialViT",
+    "TextEmbed",
+    "TextSettings",
     "TimmViT",
     "Towers",
     "cast_block_buffers",
     "compute_class_token",
     "compute_kept",
     "create_autoencoder",
+    "create_contrastive_model",
     "create_model",
     "decoder_names",
     "freeze",
@@ -58,6 +71,7 @@ __all__ = [
     "supported_names",
     "take_apart",
     "take_apart_towers",
+    "text_settings",
     "timm_names",
     "tower_of",
 ]

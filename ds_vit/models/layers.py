@@ -257,10 +257,16 @@ class HeadLayer(Layer):
         tokens, keys, *carried = inputs
         with sample_keys(self.keyed_drops(), keys):
             outputs = self.forward_head(self.norm(tokens), pre_logits=self.gives_features)
+        if self.drops_frequencies and self.chained is not None:
+            carried.pop()
+        return self.pass_on(outputs, keys, carried)
+
+    def pass_on(
+        self, outputs: torch.Tensor, keys: torch.Tensor, carried: Sequence[torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What `forward` returns: the outputs, or of a chain what follows from them and what earlier layers passed."""
         if self.chained is None:
             return outputs
-        if self.drops_frequencies:
-            carried.pop()
         return (carried[0], keys, *carried[1:], outputs) if self.chained == "inner" else (*carried, outputs)
 
 

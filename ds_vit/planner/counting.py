@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ds_vit.models import BlockLayer, Layer, TimmViT, image_size, take_apart, take_apart_towers, tower_of
+from ds_vit.models import BlockLayer, Layer, TextEmbed, TimmViT, image_size, take_apart, take_apart_towers, tower_of
 from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.parallel.tensor.region import Entered
@@ -45,19 +45,23 @@ def count_each(
 
     Args:
         model: from `create_model`, for its images.
-        layers: all of them, on the meta device; they are put into training or evaluation mode.
+        layers: all of a tower or of several, on the meta device; they are put into training or evaluation mode.
         count: (layer, inputs) -> (count, outputs).
         images: B.
         dtype: of the images.
         training: the mode.
     """
-    height, width = image_size(model)
     keys = torch.zeros(images, dtype=torch.int64, device="meta")
-    value: Any = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
+    value: Any = None
+    if not isinstance(layers[0], TextEmbed):
+        height, width = image_size(model)
+        value = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
     found: list[tuple[Counted, Any]] = []
     known: tuple[Any, ...] | None = None
     for layer in layers:
         layer.train(training)
+        if isinstance(layer, TextEmbed):  # begins a tower
+            value = (layer.example(images), keys)
         key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
         if key is not None and key == known:  # a block returns the shapes that it received
             found.append((found[-1][0], value))
