@@ -44,7 +44,7 @@ from ds_vit.optim.ema import TeacherAverage
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_rows
 from ds_vit.parallel.tensor import TensorParallel
-from ds_vit.parallel.zero_map import build_zero_map
+from ds_vit.parallel.zero_map import ZeroMap, build_zero_map
 from ds_vit.tasks import Batch, StepContext, Task
 
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
@@ -56,18 +56,28 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(kw_only=True, eq=False)
 class RankContext(StepContext):
-    """What the contexts of both engines have in common; attributes as in `StepContext`."""
+    """What the contexts of both engines have in common; attributes as in `StepContext`.
+
+    Attributes:
+        zero_map: of this rank; None in evaluation only.
+    """
 
     groups: Groups
     device: torch.device
     class_parallel: TensorParallel | None
     accumulation: int
+    zero_map: ZeroMap | None = None
     step: int = 0
     schedules: Mapping[str, float] = field(default_factory=dict)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `StepContext.gather`."""
         return gather_rows(rows, self.groups.dp)
+
+    def masters(self, names: Sequence[str]) -> torch.Tensor:
+        """As `StepContext.masters`."""
+        assert self.zero_map is not None, "there is no optimizer"
+        return self.zero_map.values(names)
 
 
 class Engine(ABC):
@@ -141,6 +151,7 @@ class Engine(ABC):
         if optimizer is not None:
             self._adapt_the_optimizer(plain_sums)
         shared = {"groups": groups, "device": self.device, "accumulation": self.accumulation}
+        shared["zero_map"] = self.zero_map if optimizer is not None else None
         self.context = self._make_context(model, trains=optimizer is not None, class_parallel=class_parallel, **shared)
         task.setup(self.context)
 
@@ -189,8 +200,30 @@ class Engine(ABC):
             judged=self._norm_is_judged(),
             square_norms=self._square_norms if device_judges else None,
         )
+        self._keep_bounds()
         if self.engine.lr_scheduler is not None:
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
+
+    def _keep_bounds(self) -> None:
+        """Clamp the task's bounded parameters in what the optimizer updates; ZeRO then copies them to the model."""
+        bounds, base = self._task.bounds, self.zero_map.base
+        bounded = [
+            (view, bounds[segment.name])
+            for shard in self.zero_map.shards
+            for segment, view in zip(shard.segments, shard.views(), strict=True)
+            if segment.name in bounds
+        ]
+        if not bounded:
+            return
+        take_step = base.step
+
+        def step_and_clamp(*args: Any, **kwargs: Any) -> Any:
+            result = take_step(*args, **kwargs)
+            for view, (low, high) in bounded:
+                view.clamp_(low, high)
+            return result
+
+        base.step = step_and_clamp
 
     @property
     def module(self) -> nn.Module:

@@ -142,9 +142,11 @@ class PlainEngine(Engine):
         self.engine.eval()
         for _ in range(num_batches):
             batch = next(batches)
+            run = partial(self._task.outputs, self.context, batch)
+            if features:
+                run = partial(self.context.forward, MAIN_TOWER, self._inputs(batch)[:1], batch)
             with giving_features(self.module, features):
-                inputs = self._inputs(batch)[:1]  # the main tower's
-                outputs = self.engine(partial(self.context.forward, MAIN_TOWER, inputs, batch))
+                outputs = self.engine(run)
                 outputs = self._whole(outputs, features)
             if self.counts_rows:
                 yield outputs, batch

@@ -111,6 +111,17 @@ class ZeroMap:
         return self.base.state[shard.parameter][key].view(-1)
 
     @torch.no_grad()
+    def values(self, names: Sequence[str]) -> torch.Tensor:
+        """The fp32 values of one-element parameters, [number of names] (a collective of `group`)."""
+        found = torch.zeros(len(names), device=self.device)
+        for shard in (*self.shards, *self.frozen):
+            whole = shard in self.frozen and self.stage < 3  # on every data-parallel rank
+            for segment, view in zip(shard.segments, shard.views(), strict=True):
+                if segment.name in names and self.counts(segment) and not (whole and self.dp_rank):
+                    found[names.index(segment.name)] = view[0]
+        return self.all_reduce(found)
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Bring the values of the flat tensors into the model's own parameters (a collective).
 

@@ -48,7 +48,7 @@ def stage_bounds(partition: str, pp: int, model: torch.nn.Module, frozen: frozen
     else:
         costs = [cost for name, tower in towers.items() for cost in layer_costs(tower_of(model, name), tower)]
         bounds = balance([c.flops for c in costs], [c.activation_bytes for c in costs], pp)
-    if partition != "auto":
+    if partition != "auto" and pp > 1:
         check_trained(bounds, are_trained(layers, frozen))
     return tuple(bounds)
 

@@ -54,11 +54,13 @@ class Metrics(ABC):
         num_samples: of the split, from `expect`.
         by_sample: a row a sample of the split, in its order, zero where this rank has not counted it: they add up over
             the ranks. None where the metrics have none.
+        rows: a float32 row a sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
         pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
     """
 
     num_samples: int = 0
     by_sample: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
     pixels: torch.Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -74,6 +74,13 @@ class StepContext(ABC):
         """
 
     @abstractmethod
+    def masters(self, names: Sequence[str]) -> torch.Tensor:
+        """The values that the optimizer keeps of one-element parameters of the last stage, float32 [number of names].
+
+        A collective of the ranks that call `Task.step`. In a model in 16 bits, the towers compute with rounded ones.
+        """
+
+    @abstractmethod
     def update_teachers(self, momentum: float) -> None:
         """Move the teachers towards their students (a collective); for `Task.after_update`.
 
@@ -143,6 +150,8 @@ class Task(ABC):
     """Towers that `create_model` froze, and whose weights are the moving average of another's: teacher → student."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Names of parameters → the least and the largest value that each update leaves them with."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
@@ -314,6 +323,11 @@ class Task(ABC):
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what `state_dict` gave."""
         assert not state, f"--task {self.name} has no state"
+
+    def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
+        """The forward pass of a micro-batch in evaluation: what `metrics` rate [B, …]; the main tower's outputs."""
+        name = next(field.name for field in self.fields(training=False) if field.stage == "first")
+        return context.forward(MAIN_TOWER, [batch.get(name)], batch)
 
     @abstractmethod
     def metrics(self, device: torch.device) -> Metrics:

@@ -120,6 +120,8 @@ def _count(
         metrics.sums = sums[:-1]
         if metrics.by_sample is not None:
             metrics.by_sample = engine.sum(metrics.by_sample)
+        if metrics.rows is not None:
+            metrics.rows = engine.sum(metrics.rows)
         if metrics.pixels is not None:
             metrics.pixels = engine.sum(metrics.pixels)
         figures |= metrics.compute()
