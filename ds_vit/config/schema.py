@@ -141,6 +141,32 @@ class ModelSettings:
     decoder_dim: int = flag(512, "--task mae: width of the decoder", RECORDED, span=Range(1, 2**16), task="mae")
     decoder_depth: int = flag(8, "--task mae: blocks of the decoder", RECORDED, span=_BLOCKS, task="mae")
     decoder_heads: int = flag(16, "--task mae: attention heads of the decoder", RECORDED, span=_BLOCKS, task="mae")
+    text_model: str = flag(
+        "", "--task clip, siglip: text tower (clip_base, siglip_base)", WEIGHTS, task="clip siglip", metavar="NAME"
+    )
+    text_width: int | None = flag(
+        None, "--task clip, siglip: width of the text tower", WEIGHTS, span=Range(1, 2**16), task="clip siglip"
+    )
+    text_depth: int | None = flag(
+        None, "--task clip, siglip: blocks of the text tower", WEIGHTS, span=_BLOCKS, task="clip siglip"
+    )
+    text_heads: int | None = flag(
+        None, "--task clip, siglip: attention heads of the text tower", WEIGHTS, span=_BLOCKS, task="clip siglip"
+    )
+    text_pool: str = flag(
+        "",
+        "--task clip, siglip: feature of a caption: its end token, its last token, or attention pooling",
+        WEIGHTS,
+        choices=("end", "last", "map"),
+        task="clip siglip",
+    )
+    embed_dim: int | None = flag(
+        None,
+        "--task clip, siglip: width of the features of both towers",
+        WEIGHTS,
+        span=Range(1, 2**16),
+        task="clip siglip",
+    )
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
     tokenizer: str = flag(
         "bytes",

@@ -10,6 +10,7 @@ from ds_vit.config.schema import FIELDS, is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
@@ -35,7 +36,7 @@ __all__ = [
     "task_of",
 ]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding, Clip, SigLip)}
 """From the word of `--task` to the task."""
 
 

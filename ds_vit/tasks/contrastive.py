@@ -1,0 +1,288 @@
+"""Contrastive pretraining of images with captions: CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023).
+
+Both towers run by the seam of coupled tasks. The loss is that of the global batch in every layout: rows of all ranks
+and micro-batches are compared, gradients flow back through the exchange, and no rank holds the matrix of all pairs.
+
+Shapes: B samples of a micro-batch, L tokens of a caption, E common width of both towers, N samples of a split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_vit.config import RunConfig
+from ds_vit.config.schema import names_of_task
+from ds_vit.data import ImageConfig, Source, Tokenizer, build_tokenizer, evaluation_keys
+from ds_vit.data.text import default_context_length
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import (
+    MAIN_TOWER,
+    ContrastiveModel,
+    Layer,
+    ModelSpec,
+    create_contrastive_model,
+    text_settings,
+)
+from ds_vit.models.layers import chain_towers
+from ds_vit.tasks.contrastive_loss import clip_loss, siglip_loss
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.task import Coupled, Field, StepContext, Task
+
+_NO_CLASSES = "its loss is over pairs of an image and a caption, and its model has no classes"
+_ONE_CAPTION = "a caption describes one image, and there are no labels to mix"
+_RANKS = (1, 5, 10)
+_DIRECTIONS = ("image_to_text", "text_to_image")
+
+
+class Contrastive(Task):
+    """What `--task clip` and `--task siglip` have in common.
+
+    A batch has "images" [B, 3, H, W] and "texts" int64 [B, L], both on the first stage.
+    """
+
+    coupled = True
+    has_classes = False
+    has_text = True
+    flags = names_of_task("clip")
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _ONE_CAPTION),
+        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
+        **dict.fromkeys(("linear_probe", "class_parallel"), "its model has no classifier"),
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes"), "its images are of one size"),
+    }
+    figures = (
+        Figure("r1", "mean R@1", "%"),
+        *(
+            Figure(f"{direction}_r{k}", f"{direction.replace('_', ' ')} R@{k}", "%", summed_up=k == 1)
+            for direction in _DIRECTIONS
+            for k in _RANKS
+        ),
+    )
+
+    text_model: ClassVar[str]
+    """The default of --text-model."""
+    initial_logits: ClassVar[tuple[float, ...]]
+    """Initial values of the logit scale (its logarithm) and of the logit bias."""
+    loss: ClassVar[Callable[..., torch.Tensor]]
+    """As `clip_loss`."""
+
+    model: ContrastiveModel
+
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
+        super().__init__(config, image, source, model)
+        self.tokenizer = self._tokenizer(config)
+
+    @classmethod
+    def _tokenizer(cls, config: RunConfig) -> Tokenizer:
+        of_text_model = text_settings(config.text_model or cls.text_model).context_length
+        default = default_context_length(config.tokenizer, of_text_model)
+        return build_tokenizer(config.tokenizer, config.context_length or default)
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> ContrastiveModel:
+        """As `Task.create_model`; layer decay is refused, for the text tower has no place among its layers."""
+        if config.layer_decay not in (None, 1.0):
+            raise UserError(
+                f"--layer-decay {config.layer_decay} has no rate for the text tower of --task {cls.name}; drop it"
+            )
+        tokenizer = cls._tokenizer(config)
+        default = text_settings(config.text_model or cls.text_model)
+        settings = replace(
+            default,
+            width=config.text_width or default.width,
+            depth=config.text_depth or default.depth,
+            heads=config.text_heads or default.heads,
+            embed_dim=config.embed_dim or default.embed_dim,
+            pool=config.text_pool or default.pool,
+            vocab_size=tokenizer.vocab_size,
+            context_length=tokenizer.context_length,
+            end_id=tokenizer.end_id,
+            drop_path=spec.drop_path or 0.0,
+        )
+        return create_contrastive_model(spec, settings, cls.initial_logits, for_training=for_training)
+
+    @classmethod
+    def layers(cls, model: nn.Module) -> list[Layer]:
+        """The layers of both towers, for what counts their memory and time."""
+        return [layer for layers in cls.towers(model).values() for layer in layers]
+
+    def chain(self, towers: Mapping[str, list[Layer]]) -> list[Layer]:
+        """As `Task.chain`: image layers, then text layers."""
+        return chain_towers(towers.values())
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.weight_files`: the text tower apart, so that what is left is timm's model."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {"text": frozenset(name for name in names if name.startswith("text."))}
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------
+
+    def fields(self, *, training: bool) -> tuple[Field, ...]:
+        """As `Task.fields`."""
+        assert self.tokenizer is not None, "the constructor sets it"
+        return (
+            Field("images", "first", "images", (3, *self.image.img_size)),
+            Field("texts", "first", "texts", (self.tokenizer.context_length,), torch.int64),
+        )
+
+    def feature_fields(self) -> tuple[Field, ...]:
+        """As `Task.feature_fields`, with what the second tower of a pipeline takes."""
+        return *self.fields(training=False), Field("targets", "last", "targets", (), torch.int64)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def _features(self, context: StepContext, batch: Batch) -> dict[str, torch.Tensor]:
+        """Normalised features of "images" and "texts", float32 [B, E]; "logits" [1 or 2] in the model's type."""
+        images = context.forward(MAIN_TOWER, [batch.get("images")], batch)
+        texts, logits = context.forward("text", [batch.get("texts")], batch).tensor_split((self.model.common_dim,), 1)
+        with torch.autocast(images.device.type, enabled=False):
+            found = {"images": images, "texts": texts}
+            normalised = {name: F.normalize(features.float(), dim=1) for name, features in found.items()}
+        return normalised | {"logits": logits[0]}
+
+    def _loss(self, context: StepContext, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's share: the mean over the data-parallel ranks is the loss of the global batch."""
+        images, texts, logits = features["images"], features["texts"], features["logits"]
+        with torch.autocast(images.device.type, enabled=False):
+            return type(self).loss(images, texts, logits, context.gather, context.groups.dp_rank * len(images))
+
+    def _logits_in_fp32(self, context: StepContext, logits: torch.Tensor) -> torch.Tensor:
+        """The values that the optimizer has, with the gradient of those that the model computes with."""
+        if logits.dtype == torch.float32:
+            return logits
+        names = ("text.logit_scale", "text.logit_bias")[: len(logits)]
+        return logits.float() + (context.masters(names) - logits.float()).detach()
+
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """As `Task.step`."""
+        features = self._features(context, batch)
+        if piece is None:
+            return self._loss(context, features | {"logits": self._logits_in_fp32(context, features["logits"])})
+        of_pairs = sum((features[name] * piece[name]).sum() for name in ("images", "texts"))
+        # Each micro-batch of each rank has features of its own, and all of them have the same scale and bias.
+        of_logits = (features["logits"].float() * piece["logits"]).sum()
+        return context.groups.layout.dp * context.accumulation * of_pairs + of_logits
+
+    def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As `Task.collect`."""
+        return self._features(context, batch)
+
+    def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
+        """As `Task.couple`."""
+        rows = len(collected[0]["images"])
+        own = {name: torch.cat([features[name] for features in collected]) for name in ("images", "texts")}
+        own["logits"] = self._logits_in_fp32(context, collected[0]["logits"])
+        own = {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
+        with torch.enable_grad():
+            loss = self._loss(context, own)
+            of_images, of_texts, of_logits = torch.autograd.grad(loss, [*own.values()])
+        dp = context.groups.layout.dp
+        pieces = [
+            {"images": images / dp, "texts": texts / dp, "logits": of_logits}
+            for images, texts in zip(of_images.split(rows), of_texts.split(rows), strict=True)
+        ]
+        return Coupled(context.gather(loss.detach()[None]).mean(), pieces)
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
+        """As `Task.outputs`: normalised features of both towers, [B, 2E]."""
+        features = self._features(context, batch)
+        return torch.cat((features["images"], features["texts"]), dim=1)
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """As `Task.metrics`."""
+        return Retrieval(device, self.model.common_dim)
+
+
+class Clip(Contrastive):
+    """`--task clip`: softmax over the captions of the global batch for each image, and the reverse."""
+
+    name = "clip"
+    text_model = "clip_base"
+    initial_logits = (math.log(1 / 0.07),)
+    loss = staticmethod(clip_loss)
+    bounds: ClassVar = {"text.logit_scale": (0.0, math.log(100.0))}
+
+
+class SigLip(Contrastive):
+    """`--task siglip`: whether a caption belongs to an image, for each pair of the global batch."""
+
+    name = "siglip"
+    text_model = "siglip_base"
+    initial_logits = (math.log(10.0), -10.0)
+    loss = staticmethod(siglip_loss)
+
+
+class Retrieval(Metrics):
+    """Recall at 1, 5 and 10 in percent over a whole split, from images to captions and the reverse.
+
+    Features of all ranks are added up into one table; the order of the samples is the split's. Of equally similar
+    candidates the first counts as nearer.
+
+    Args:
+        device: where the features are kept.
+        width: E.
+
+    Attributes:
+        rows: float32 [N, 2E], zero where a sample does not count.
+    """
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        super().__init__(1, device)  # images
+        self._width = width
+        self.rows: torch.Tensor = torch.zeros(0, 2 * width, device=device)
+
+    def expect(self, num_samples: int) -> None:
+        """As `Metrics.expect`."""
+        super().expect(num_samples)
+        self.rows = self.rows.new_zeros(num_samples, 2 * self._width)
+        keys = torch.from_numpy(evaluation_keys(np.arange(num_samples))).to(self.rows.device)
+        self._keys, self._samples = keys.sort()
+
+    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Normalised features of both towers float32 [B, 2E]."""
+        valid = batch["valid"]
+        samples = self._samples[torch.searchsorted(self._keys, batch["keys"][valid])]
+        self.rows[samples] = outputs[valid]
+        self.sums += valid.double().sum()
+
+    def compute(self) -> dict[str, float]:
+        """As `Metrics.compute`."""
+        features = self.rows[self.rows.any(dim=1)].double()
+        images, texts = features.split(self._width, dim=1)
+        found: dict[str, Any] = {}
+        for direction, pair in zip(_DIRECTIONS, ((images, texts), (texts, images)), strict=True):
+            places = places_of_partners(*pair)
+            found |= {
+                f"{direction}_r{k}": 100.0 * (places < k).double().sum().item() / max(1, len(places)) for k in _RANKS
+            }
+        mean = sum(found[f"{direction}_r1"] for direction in _DIRECTIONS) / len(_DIRECTIONS)
+        return {"r1": mean, **found, "images": int(self.sums[0])}
+
+
+def places_of_partners(queries: torch.Tensor, gallery: torch.Tensor, at_once: int = 1 << 22) -> torch.Tensor:
+    """How many rows of the gallery are nearer to query i than row i, int64 [N].
+
+    Args:
+        queries, gallery: [N, E] each, the pairs in the same order.
+        at_once: similarities that are computed at a time.
+    """
+    number, found = len(queries), [torch.zeros(0, dtype=torch.int64, device=queries.device)]
+    columns = torch.arange(number, device=queries.device)
+    for rows in columns.split(max(1, at_once // max(1, number))):
+        similarities = queries[rows] @ gallery.T
+        own = similarities.gather(1, rows[:, None])
+        nearer = (similarities > own) | ((similarities == own) & (columns < rows[:, None]))
+        found.append(nearer.sum(dim=1))
+    return torch.cat(found)

@@ -1,0 +1,411 @@
+"""The contrastive losses against open_clip's, and the tasks `clip` and `siglip` in every layout."""
+
+import functools
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curves import assert_same_curve, largest_deviation, read_rows, train_in
+from pairwise import cover
+from project import write_config
+from runs import refusal, resolved
+from safetensors.torch import load_file
+
+from ds_vit.tasks.contrastive import places_of_partners
+from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
+
+LOSSES = {
+    "clip": (clip_loss, (math.log(1 / 0.07),)),
+    "siglip": (siglip_loss, (math.log(10.0), -10.0)),
+}
+
+
+def pairs(number, width=32, dtype=torch.float64):
+    """Normalised features of images and of texts that resemble them."""
+    generator = torch.Generator().manual_seed(number)
+    images, noise = torch.randn(2, number, width, generator=generator, dtype=torch.float64)
+    return [F.normalize(rows).to(dtype).requires_grad_() for rows in (images, images + noise)]
+
+
+def gradients_of(loss, features, logits):
+    """A loss, and its gradients with respect to features, scale and bias."""
+    return [loss.detach(), *torch.autograd.grad(loss, [*features, logits])]
+
+
+def theirs(task, features, logits):
+    """open_clip's loss, in one process."""
+    open_clip_loss = pytest.importorskip("open_clip.loss")
+    if task == "clip":
+        return open_clip_loss.ClipLoss()(*features, logits[0].exp())
+    return open_clip_loss.SigLipLoss()(*features, logits[0].exp(), logits[1])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("task", LOSSES)
+def test_loss_and_gradients_equal_open_clips(task, dtype, tolerance, monkeypatch):
+    # Catches: a factor, a sign, a chunk left out or counted twice, a gradient of scale or bias of one chunk only.
+    monkeypatch.setattr("ds_vit.tasks.contrastive_loss.ROWS_AT_ONCE", 24)  # the last chunk is smaller
+    loss, initial = LOSSES[task]
+    features, logits = pairs(64, dtype=dtype), torch.tensor(initial, dtype=dtype, requires_grad=True)
+    expected = gradients_of(theirs(task, features, logits), features, logits)
+    found = gradients_of(loss(*features, logits, lambda rows: rows, 0), features, logits)
+    for ours, other in zip(found, expected, strict=True):
+        assert torch.linalg.norm(ours - other) <= tolerance * torch.linalg.norm(other)
+
+
+@pytest.mark.parametrize("task", LOSSES)
+def test_the_mean_over_ranks_is_the_loss_of_all_pairs(task):
+    # Catches: labels without the rank's offset, a share that is divided by another number than the others.
+    loss, initial = LOSSES[task]
+    features, logits = pairs(48), torch.tensor(initial, dtype=torch.float64, requires_grad=True)
+    expected = gradients_of(loss(*features, logits, lambda rows: rows, 0), features, logits)
+    shares = []
+    for first in (0, 16, 32):
+        own = [rows[first : first + 16] for rows in features]
+        whole = {id(part): rows for part, rows in zip(own, features, strict=True)}
+        shares.append(loss(*own, logits, lambda part, whole=whole: whole[id(part)], first))
+    found = gradients_of(sum(shares) / 3, features, logits)
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-15)
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest number of elements that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("task", LOSSES)
+def test_memory_grows_linearly(task, dp):
+    # Catches: a matrix of all pairs, in the forward or the backward pass, or saved between them.
+    loss, initial = LOSSES[task]
+    saved = {}
+    for number in (512, 1024):
+        features, logits = pairs(number, dtype=torch.float32), torch.tensor(initial, requires_grad=True)
+        own = [rows[: number // dp] for rows in features]
+        whole = {id(part): rows for part, rows in zip(own, features, strict=True)}
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with LargestTensor() as largest:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                value = loss(*own, logits, lambda part, whole=whole: whole[id(part)], 0)
+            value.backward()
+        assert largest.numbers <= max(ROWS_AT_ONCE * number, number * 32)
+        assert largest.numbers < number**2
+        saved[number] = sum(kept.values())
+    assert saved[1024] <= 2 * saved[512] + 64
+
+
+# ---- in every layout -------------------------------------------------------------------------------------------------
+
+GLOBAL_BATCH, STEPS, RTOL = 48, 10, 1e-5
+WORDS = [
+    *("--dataset", "glyphs", "--model", "vit_tiny_patch16_224", "--img-size", 16, "--workers", 0, "--val-split", ""),
+    *("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "--drop-path", 0.2),
+    *("--text-width", 24, "--text-depth", 2, "--text-heads", 2, "--context-length", 24, "--embed-dim", 16),
+    *("--epochs", 1, "--max-steps", STEPS, "--log-interval", 1, "--warmup-steps", 2, "--checkpoint-interval", 0),
+]
+ADAMW = {"type": "AdamW", "params": {"lr": 0.001, "eps": 1e-6, "weight_decay": 0.05}}
+SGD = {"type": "SGD", "params": {"lr": 0.0003}}
+
+
+def command(folder, task, world, stage, accumulation, *words, optimizer=ADAMW, clip=0.5, blocks=None):
+    """The command line of a run."""
+    given = dict(itertools.pairwise(words))
+    dp = world // given.get("--pp", 1) // given.get("--tp", 1)
+    blocks = {"optimizer": optimizer, "gradient_clipping": clip, **(blocks or {})}
+    argv = [*WORDS, "--task", task, "--deepspeed_config", write_config(folder.with_suffix(".json"), stage, **blocks)]
+    argv += ["-b", GLOBAL_BATCH // dp // accumulation, "--grad-accum-steps", accumulation, "--output", folder]
+    return [str(word) for word in [*argv, *words]]
+
+
+def train(ranks, folder, task, world, *layout, breaks=None, **settings):
+    """The rows of a run; `breaks` names one of the breakages."""
+    argv = command(folder, task, world, *layout, **settings)
+    if breaks is None:
+        return train_in(ranks, world, argv)
+    assert ranks.run(world, train_broken, argv, breaks) == [0] * world
+    return read_rows(folder)
+
+
+def train_broken(argv, breaks):
+    """On a rank: the exit code of a run with a breakage."""
+    from ds_vit.train import main
+
+    with BREAKAGES[breaks]():
+        return main(argv)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    """Of a task: one rank without accumulation and ZeRO, where torch differentiates the whole batch at once."""
+    folder = tmp_path_factory.mktemp("references")
+
+    @functools.cache
+    def get(task, by_sgd=False):
+        settings = {"optimizer": SGD, "clip": 0.0} if by_sgd else {}
+        return train(ranks, folder / f"{task}-{by_sgd}", task, 1, 0, 1, **settings)
+
+    return get
+
+
+FACTORS = {"task": [*LOSSES], "dp": [1, 2, 3, 4], "accumulation": [1, 4], "stage": [0, 1, 2, 3]}
+# Ranks, ZeRO stage, accumulation, further flags.
+OTHERS = {
+    "tp 2": (2, 1, 1, "--tp", 2),
+    "tp 2, accumulation": (2, 1, 4, "--tp", 2),
+    "tp 2 x dp 2, ZeRO-3": (4, 3, 4, "--tp", 2),
+    "tp 2, sequence parallel": (2, 1, 4, "--tp", 2, "--sequence-parallel"),
+    "pp 2": (2, 1, 1, "--pp", 2),
+    "pp 2, accumulation": (2, 0, 4, "--pp", 2),
+    "pp 2 x dp 2, accumulation": (4, 1, 4, "--pp", 2),
+    "pp 2 x tp 2": (4, 1, 4, "--pp", 2, "--tp", 2),
+    "pp 2, stages of one tower": (2, 1, 4, "--pp", 2, "--pp-partition", "0,4,8"),
+    "pp 4, recomputed": (4, 1, 4, "--pp", 4, "--grad-checkpointing", 1),
+    "recomputed": (1, 1, 1, "--grad-checkpointing", "full"),
+    "dp 2, recomputed selectively": (2, 2, 4, "--grad-checkpointing", "selective"),
+}
+
+
+def full_product():
+    """Every combination of tasks, ranks, accumulation and ZeRO."""
+    return [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        exhaustive = metafunc.config.getoption("--exhaustive")
+        cases = full_product() if exhaustive else cover(full_product(), lambda case: case["dp"] * case["accumulation"])
+        metafunc.parametrize("case", cases, ids=lambda case: ", ".join(f"{key} {case[key]}" for key in case))
+
+
+@pytest.mark.sampled(4)
+def test_same_curve(ranks, tmp_path, reference, case):
+    # Catches: negatives of one rank or micro-batch only, a gather without gradient, factors of dp and accumulation,
+    # scale and bias counted once a rank or not at all, pieces of another micro-batch, parameters that ZeRO-3 freed.
+    rows = train(ranks, tmp_path / "run", case["task"], case["dp"], case["stage"], case["accumulation"])
+    assert_same_curve(reference(case["task"]), rows, rtol=RTOL)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("task", LOSSES)
+def test_same_curve_in_slices_and_stages(ranks, tmp_path, reference, task, layout):
+    # Catches: a mask that is not causal in a slice, places of end tokens lost between stages, ids that cross as floats,
+    # a stage that begins with a tower, drop-path that is off in the pass that collects.
+    rows = train(ranks, tmp_path / "run", task, *OTHERS[layout])
+    assert_same_curve(reference(task), rows, rtol=RTOL)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("task", LOSSES)
+def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
+    # Catches: a text tower, a scale or a bias that a checkpoint lacks.
+    train(ranks, tmp_path / "run", task, 4, 2, 1, "--max-steps", 5, "--checkpoint-interval", 5)
+    rows = train(ranks, tmp_path / "run", task, 1, 3, 4, "--resume", "auto")
+    assert_same_curve(reference(task), rows, rtol=RTOL)
+
+
+def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path):
+    # Catches: a scale rounded to bf16 (the loss would move by 1e-2), and features compared in bf16.
+    def rows(name, *layout):
+        bf16 = {"bf16": {"enabled": True}}
+        return train(ranks, tmp_path / name, "siglip", *layout, "--drop-path", 0, blocks=bf16)
+
+    one, pieces, ranks2 = rows("one", 1, 1, 1), rows("pieces", 1, 1, 4), rows("dp", 2, 2, 4)
+    allowed = largest_deviation(one, pieces, "loss")
+    assert 0 < allowed < 1e-2
+    assert largest_deviation(one, ranks2, "loss") <= 2 * allowed
+
+
+# ---- one plain process -----------------------------------------------------------------------------------------------
+
+
+def train_plainly(argv, *, lr, clip, bound):
+    """Losses and norms of torch's AdamW, open_clip's loss and the towers, without DeepSpeed."""
+    from ds_vit.data import finish_images, finish_texts, train_loader
+    from ds_vit.models import SequentialViT, initialise, no_weight_decay_names, timm_names, tower_of
+    from ds_vit.training.build import input_config
+
+    run = resolved(argv)
+    task, whole, inputs = run.model.task, run.model.whole, input_config(run)
+    towers = {}
+    for name, layers in task.towers(whole).items():
+        initialise(tower_of(whole, name), layers, seed=run.config.seed, device="cpu")
+        towers[name] = SequentialViT(layers).train()
+    undecayed, parameters = no_weight_decay_names(whole), {}
+    for tower in towers.values():
+        names = timm_names(tower)
+        parameters |= {names[local]: parameter for local, parameter in tower.named_parameters()}
+    for name in run.model.frozen:
+        parameters[name].requires_grad_(False)
+    groups = [
+        {"params": [p for name, p in parameters.items() if (name in undecayed) == plain], "weight_decay": decay}
+        for plain, decay in ((True, 0.0), (False, 0.05))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-6)
+    shared = {"order": inputs.order, "share": inputs.share, "image": task.image, "augment": task.augment}
+    loader = train_loader(
+        inputs.train_source, **shared, mix=task.mix, stop_step=STEPS, tokenizer=task.tokenizer, load_targets=False
+    )
+    rows = []
+    for step, batch in enumerate(loader, start=1):
+        images = towers["image"](finish_images(batch, task.image, task.augment, device="cpu"), batch.keys)
+        texts = towers["text"](finish_texts(batch, device="cpu"), batch.keys)[:, : images.shape[1]]
+        logits = [parameters[name][0] for name in ("text.logit_scale", "text.logit_bias") if name in parameters]
+        features = (F.normalize(images), F.normalize(texts))
+        loss = theirs("clip" if len(logits) == 1 else "siglip", features, logits)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+        optimizer.step()
+        if bound:
+            parameters["text.logit_scale"].data.clamp_(0.0, math.log(100.0))
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    return rows, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize(("task", "lr"), [("clip", 0.001), ("siglip", 0.001), ("clip", 0.4)], ids=str)
+def test_equals_a_plain_loop(ranks, tmp_path, task, lr):
+    # Catches: decay of the scale, a scale that is not clamped, or only in the master or only in the model's copy; a
+    # loss of its own making; a clamp that SigLIP's scale has not.
+    layout = (2, 2, 4, "--sched", "constant", "--warmup-steps", 0)
+    if lr > 0.1:  # only the scale moves so far, and from the first step on
+        layout += ("--freeze", "*blocks*", "*embed*", "cls_token", "*head*", "*norm*")
+    optimizer = {**ADAMW, "params": {**ADAMW["params"], "lr": lr}}
+    argv = command(tmp_path / "run", task, *layout, optimizer=optimizer)
+    rows = train_in(ranks, 2, argv)
+    alone = command(tmp_path / "alone", task, 1, 0, 1, *layout[3:], optimizer=optimizer)
+    expected, weights = train_plainly(alone, lr=lr, clip=0.5, bound=task == "clip")
+    assert_same_curve(expected, rows, rtol=RTOL)
+    saved = load_file(tmp_path / "run" / "text.safetensors")
+    torch.testing.assert_close(saved["text.logit_scale"], weights["text.logit_scale"], rtol=1e-5, atol=1e-5)
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def gather_instead(change):
+    """Exchange the features with a change: (gathered by ours, own rows, group) → gathered."""
+    from ds_vit.engine import base
+
+    gather = base.gather_rows
+    return mock.patch.object(base, "gather_rows", lambda rows, group: change(gather(rows, group), rows, group))
+
+
+def backward_instead(change):
+    """Change the gradient that this rank's loss has for all rows, before the ranks' are summed."""
+    from ds_vit.parallel import rows
+
+    backward = rows._GatherRows.backward
+    return mock.patch.object(rows._GatherRows, "backward", staticmethod(lambda ctx, grad: change(backward, ctx, grad)))
+
+
+def own_gradient_only(backward, ctx, gradient):
+    """The part of this rank's gradient that is for its own rows."""
+    import torch.distributed as dist
+
+    return gradient.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def loss_instead(first=None, gather=None):
+    """Give the loss another first row, or another exchange."""
+    from ds_vit.tasks import contrastive
+
+    def changed(images, texts, logits, gathers, at):
+        return clip_loss(images, texts, logits, gather or gathers, at if first is None else first)
+
+    return mock.patch.object(contrastive.Clip, "loss", staticmethod(changed))
+
+
+BREAKAGES = {
+    # stable-pretraining #409
+    "gather without gradient": lambda: gather_instead(lambda gathered, rows, group: gathered.detach()),
+    # transformers #41874
+    "negatives of one rank": lambda: loss_instead(first=0, gather=lambda rows: rows),
+    # open_clip #616, lightly #1977
+    "factor of the world size": lambda: backward_instead(lambda backward, ctx, grad: backward(ctx, 3 * grad)),
+    # open_clip #742
+    "corrupted order": lambda: gather_instead(lambda gathered, rows, group: gathered.roll(len(rows), 0)),
+    # lightly #1528
+    "backward not summed": lambda: backward_instead(own_gradient_only),
+    "labels without offset": lambda: loss_instead(first=0),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("breakage", [None, *BREAKAGES])
+def test_what_is_broken_is_seen(ranks, tmp_path, reference, breakage, accumulation):
+    # With SGD and without clipping, a wrong factor cannot hide.
+    settings = {"optimizer": SGD, "clip": 0.0}
+    rows = train(ranks, tmp_path / "run", "clip", 3, 1, accumulation, breaks=breakage, **settings)
+    expected = reference("clip", by_sgd=True)
+    if breakage is None:
+        assert_same_curve(expected, rows, rtol=RTOL)
+    else:
+        assert max(largest_deviation(expected, rows, key) for key in ("loss", "grad_norm")) > 1e-3
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_partners_are_found_as_by_sorting():
+    # Catches: a block of rows left out, ties that depend on the block, queries and gallery exchanged.
+    queries, gallery = (rows.detach() for rows in pairs(50, width=4))
+    gallery[7] = gallery[3]  # a tie: the first counts as nearer
+    order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
+    expected = (order == torch.arange(50)[:, None]).int().argmax(dim=1)
+    assert torch.equal(places_of_partners(queries, gallery, at_once=120), expected)
+
+
+def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):
+    # Catches: features of one rank only, rows of padding that count, images and captions that are not of one sample.
+    split = ("--val-split", "validation", "--max-steps", 3, "-vb", 7)
+    one, three = (train(ranks, tmp_path / str(n), "clip", n, 1, 1, *split) for n in (1, 3))
+    layers = train(ranks, tmp_path / "pp", "clip", 2, 1, 1, "--pp", 2, *split)
+    rows = [[row for row in run if row["kind"] == "eval"] for run in (one, three, layers)]
+    found = [[{key: value for key, value in row.items() if key != "wall_seconds"} for row in run] for run in rows]
+    assert found[0] == found[1] == found[2]
+    [row] = found[0]
+    assert row["images"] == 580
+    assert row["text_to_image_r10"] > row["text_to_image_r1"]
+
+
+# ---- what is rejected ------------------------------------------------------------------------------------------------
+
+REJECTED = {
+    "--mixup 0.8": "no labels to mix",
+    "--smoothing 0.2": "no classes",
+    "--num-classes 10": "no classes",
+    "--layer-decay 0.7": "text tower",
+    "--text-model clip_bose": "the nearest is clip_base",
+    "--text-heads 5": "--text-width 24 must be a multiple of --text-heads 5; the nearest is 25",
+    "--mask-ratio 0.5": "it is of --task mae",
+    "--dataset digits": "caption",
+}
+
+
+@pytest.mark.parametrize("flags", REJECTED)
+def test_flags_without_effect_are_rejected(capsys, tmp_path, flags):
+    argv = command(tmp_path / "run", "clip", 1, 1, 1, *flags.split())
+    if "digits" in flags:
+        argv = [word for word in argv if word not in ("--val-split", "")]
+    assert REJECTED[flags] in refusal(capsys, argv)
