@@ -113,7 +113,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     text = "one training step without data loading; other flags are those of launch/train.py"
     step = _add(kinds, "step", text, _bench)
     step.add_argument("--output", metavar="FILE", help="draw the rates into a png, svg or pdf")
-    against = "among timm, timm-compiled, ddp, fsdp2 (default: timm on one rank, ddp on several)"
+    against = "among timm, timm-compiled, ddp, fsdp2, open_clip (default: timm or ddp; of clip and siglip open_clip)"
     step.add_argument("--against", nargs="+", metavar="PEER", help=against)
     text = "published steps towards a fast ViT, one after the other; other flags as in training"
     ladder = _add(kinds, "ladder", text, _bench)
@@ -255,8 +255,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         result = bench.climb_ladder(words, config, size, turns=turns, steps=steps)
     else:
         words += ["--batch-size", str(arguments.batch_size)]
-        against = arguments.against or ["timm" if process.world_size == 1 else "ddp"]
-        result = bench.bench_step(words, arguments.deepspeed_config, against, turns=turns, steps=steps)
+        against, configs = arguments.against or (), arguments.deepspeed_config
+        result = bench.bench_step(words, configs, against, turns=turns, steps=steps)
     if process.rank != 0:
         return exit_codes.OK
     _print_result(bench, result, arguments)

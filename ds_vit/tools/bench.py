@@ -36,8 +36,9 @@ from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.figures import new_figure
 from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
+from ds_vit.tasks import find_task
 from ds_vit.tools.counting import StepCounts, count_step
-from ds_vit.tools.peers import check_comparable, check_peer, own_linear, peer_step
+from ds_vit.tools.peers import check_comparable, check_peer, default_peer, own_linear, peer_step
 from ds_vit.training.program import process_group
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def bench_step(
     Args:
         words: flags of a training run, of ours; model, image size, drop-path and optimizer are the peers' too.
         deepspeed_configs: JSON files of one precision; each makes one of ours.
-        peers: of `PEERS`.
+        peers: of `PEERS`; if empty, the one of the task and the number of ranks.
         turns: how often each side is measured; they alternate.
         steps: steps a turn.
 
@@ -172,7 +173,9 @@ def bench_step(
     precisions = sorted({engine.precision.name for engine in ours.values()})
     if len(precisions) > 1:
         raise UserError(f"--deepspeed_config: files of one precision can be compared, not of {', '.join(precisions)}")
-    check_comparable(next(iter(ours.values())))
+    first = next(iter(ours.values()))
+    peers = peers or [default_peer(first.model.task, process.world_size)]
+    check_comparable(first, peers)
     compared = {name: {peer: peer for peer in peers} for name in ours}
     return _measured(words, ours, peers, compared, process, turns, steps)
 
@@ -293,7 +296,10 @@ def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
 
     from ds_vit.training.build import resolve_parts
 
-    config, explicit = flags.parse(["--dataset", "digits", "--num-classes", "1000", "--max-steps", "10", *words])
+    words = ["--max-steps", "10", *words]
+    has_text = find_task(*flags.parse(["--dataset", "digits", *words])).has_text
+    data = ["--dataset", "glyphs"] if has_text else ["--dataset", "digits", "--num-classes", "1000"]
+    config, explicit = flags.parse([*data, *words])
     return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
 
 
@@ -322,7 +328,7 @@ def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.Exit
 
 def _make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
     pixels = _random_batch(config, config.batch.global_batch // dist.get_world_size(), torch.float32, device)
-    return peer_step(name, config, pixels["images"], pixels["targets"])
+    return peer_step(name, config, pixels)
 
 
 def _ratio(ours: Side, peer: Side) -> Ratio:
@@ -349,11 +355,19 @@ def versions() -> dict[str, str]:
 
 
 def _random_batch(config: EngineConfig, rows: int, dtype: torch.dtype, device: torch.device) -> Batch:
-    """A batch of classification: pixels as the model takes them, [rows, 3, height, width]."""
-    height, width = config.model.image.img_size
-    images = torch.randn(rows, 3, height, width, device=device).to(dtype)
-    targets = torch.randint(config.model.task.num_classes, (rows,), device=device)
-    return {"images": images, "targets": targets, "keys": torch.arange(rows, device=device)}
+    """Random values of the task's fields: pixels as the model takes them, classes, and captions of full length."""
+    task, batch = config.model.task, {"keys": torch.arange(rows, device=device)}
+    for field in task.fields(training=True):
+        if field.reads == "images":
+            values = torch.randn(rows, *field.shape, device=device).to(field.dtype or dtype)
+        elif field.reads == "texts":
+            assert task.tokenizer is not None, "a task with text has one"
+            values = torch.randint(min(256, task.tokenizer.vocab_size), (rows, *field.shape), device=device)
+            values[:, -1] = task.tokenizer.end_id
+        else:
+            values = torch.randint(task.num_classes, (rows,), device=device)
+        batch[field.name] = values
+    return batch
 
 
 def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.device) -> dict[str, list[float]]:

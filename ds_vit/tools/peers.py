@@ -1,16 +1,20 @@
-"""Training steps without DeepSpeed, as a good engineer writes them with timm and torch: what ours are compared with."""
+"""Training steps without DeepSpeed, as a good engineer writes them with timm, open_clip and torch: our comparison."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models import ContrastiveModel
+from ds_vit.tasks import Batch, Task
 from ds_vit.training.build_engine import EngineConfig
 
 
@@ -35,7 +39,15 @@ _WRAPPERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
     "ddp": lambda model, half: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
     "fsdp2": _fsdp2,
 }
-PEERS = tuple(_WRAPPERS)
+_OPEN_CLIP = "open_clip"
+PEERS = (*_WRAPPERS, _OPEN_CLIP)
+
+
+def default_peer(task: Task, world_size: int) -> str:
+    """The peer of a task on so many ranks without --against."""
+    if task.has_text:
+        return _OPEN_CLIP
+    return "timm" if world_size == 1 else "ddp"
 
 
 def check_peer(name: str, world_size: int) -> None:
@@ -58,7 +70,7 @@ def own_linear() -> Iterator[None]:
         yield
 
 
-def check_comparable(engine: EngineConfig) -> None:
+def check_comparable(engine: EngineConfig, peers: Sequence[str]) -> None:
     """Refuse what ours would do and the peers would not.
 
     Raises:
@@ -71,10 +83,18 @@ def check_comparable(engine: EngineConfig) -> None:
         "--bce-loss": config.bce_loss,
         "--layer-decay": config.layer_decay not in (None, 1.0),
         "--model-ema": config.model_ema,
-        "--task": config.task != "classification",
+        f"--task {config.task}": config.task not in ("classification", "clip", "siglip"),
     }
     if found := [flag for flag, is_given in ours_alone.items() if is_given]:
         raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; drop it")
+    pairs = engine.model.task.has_text
+    if wrong := [peer for peer in peers if (peer == _OPEN_CLIP) != pairs]:
+        instead = f"--against {_OPEN_CLIP}" if pairs else "one of the other peers"
+        raise UserError(f"bench step: {', '.join(wrong)} cannot train --task {config.task}; pass {instead}")
+    if pairs and engine.model.whole.text.settings.pool == "map":
+        raise UserError("bench step: open_clip has no --text-pool map; drop it")
+    if pairs and config.model_kwargs:
+        raise UserError("bench step: open_clip passes no --model-kwargs to timm; choose another --model instead")
     if "fp16" in precision:
         raise UserError(f"bench step: the peers compute in fp32 or bf16, and the JSON says {precision}")
     assert engine.optimizer is not None, "training has an optimizer"
@@ -82,17 +102,21 @@ def check_comparable(engine: EngineConfig) -> None:
         raise UserError(f"bench step: the peers take Adam, AdamW or SGD, and the JSON says {cls.__name__}")
 
 
-def peer_step(name: str, engine: EngineConfig, images: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+def peer_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     """An optimizer step with the engine's model, optimizer, precision and clipping (a collective of all ranks).
 
     Fused where torch has that for the optimizer; 16 bits by autocast, or by FSDP2's own policy.
 
     Args:
         name: of `PEERS`.
-        engine: of a run of classification.
-        images: of this rank, fp32 [B, C, height, width].
-        targets: int64 [B].
+        engine: of a run.
+        batch: of this rank for the whole step: fp32 "images" [B, C, height, width], and "targets" int64 [B] or "texts"
+            int64 [B, L].
     """
+    return _open_clip_step(engine, batch) if name == _OPEN_CLIP else _classification_step(name, engine, batch)
+
+
+def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     import timm
 
     optimizer, half = engine.optimizer, engine.precision.name != "fp32"
@@ -102,6 +126,7 @@ def peer_step(name: str, engine: EngineConfig, images: torch.Tensor, targets: to
     options |= {"drop_rate": config.drop, **config.model_kwargs}
     if config.img_size:
         options["img_size"] = config.img_size
+    images, targets = batch["images"], batch["targets"]
     model = timm.create_model(config.model, **options).to(images.device).train()
     peer = _WRAPPERS[name](model, half)
     groups = timm.optim.param_groups_weight_decay(peer, optimizer.weight_decay)
@@ -118,5 +143,104 @@ def peer_step(name: str, engine: EngineConfig, images: torch.Tensor, targets: to
         if optimizer.clip:
             nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
         timms.step()
+
+    return step
+
+
+def _open_clip_model(engine: EngineConfig) -> nn.Module:
+    """open_clip's model of the engine's towers, on the CPU.
+
+    Raises:
+        UserError: open_clip is not installed.
+    """
+    try:
+        from open_clip.model import CustomTextCLIP
+    except ImportError as error:
+        raise UserError(f"--against open_clip needs pip install open_clip_torch ({first_line(error)})") from None
+    whole, spec = engine.model.whole, engine.model.spec
+    assert isinstance(whole, ContrastiveModel)
+    text = whole.text.settings
+    image_settings = {
+        "timm_model_name": spec.name,
+        "timm_pool": "",
+        "timm_drop_path": spec.drop_path,
+        "image_size": engine.model.image.img_size,
+    }
+    text_settings = {
+        "context_length": text.context_length,
+        "vocab_size": text.vocab_size,
+        "width": text.width,
+        "heads": text.heads,
+        "layers": text.depth,
+        "mlp_ratio": text.mlp_ratio,
+        "no_causal_mask": not text.causal,
+        "pool_type": "argmax" if text.pool == "end" else "last",
+        "proj_bias": text.projection_bias,
+    }
+    scale, *bias = whole.text.initial_logits
+    return CustomTextCLIP(
+        whole.common_dim,
+        image_settings,
+        text_settings,
+        init_logit_scale=scale,
+        init_logit_bias=bias[0] if bias else None,
+        output_dict=True,
+    )
+
+
+def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+    """A step of open_clip's model, loss and accumulation: it caches the features of all micro-batches, and compares
+    each micro-batch's, computed again, with the cache (`--accum-freq`, `--local-loss`, `--gather-with-grad`).
+    """
+    model, optimizer, device = _open_clip_model(engine), engine.optimizer, batch["images"].device
+    from open_clip.loss import ClipLoss, SigLipLoss
+
+    assert optimizer is not None, "training has an optimizer"
+    world, half = dist.get_world_size(), engine.precision.name != "fp32"
+    ranks = {"rank": dist.get_rank(), "world_size": world}
+    clip_loss = engine.model.task.config.task == "clip"
+    loss = ClipLoss(local_loss=True, gather_with_grad=True, **ranks) if clip_loss else SigLipLoss(**ranks)
+    peer = model.to(device).train()
+    if world > 1:
+        peer = nn.parallel.DistributedDataParallel(peer, gradient_as_bucket_view=True)
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": optimizer.weight_decay}]
+    torchs = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+    pieces = engine.batch.accumulation
+    micro_batches = list(zip(batch["images"].chunk(pieces), batch["texts"].chunk(pieces), strict=True))
+
+    def outputs(number: int) -> dict[str, torch.Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            return peer(*micro_batches[number])
+
+    def backward(of_step: Mapping[str, torch.Tensor]) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            value = loss(**of_step)
+        value.backward()
+
+    def accumulate() -> None:
+        names = ("image_features", "text_features")
+        with torch.no_grad():
+            cached = [outputs(number) for number in range(pieces)]
+        for number in range(pieces):
+            last = number == pieces - 1
+            with contextlib.nullcontext() if last or world == 1 else peer.no_sync():
+                own = outputs(number)
+                parts = [*cached[:number], own, *cached[number + 1 :]]
+                backward(own | {name: torch.cat([part[name] for part in parts]) for name in names})
+
+    def step() -> None:
+        torchs.zero_grad()
+        with own_linear():
+            if pieces == 1:
+                backward(outputs(0))
+            else:
+                accumulate()
+        if optimizer.clip:
+            nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip)
+        torchs.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0.0, math.log(100.0))
 
     return step

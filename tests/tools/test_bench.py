@@ -12,8 +12,10 @@ from project import ROOT
 from runs import run_quietly
 
 from ds_vit.cli import main
-from ds_vit.tools.bench import RUNGS, Ratio, table
+from ds_vit.launching.process import Process
+from ds_vit.tools.bench import RUNGS, Ratio, resolve_engine, table
 from ds_vit.tools.counting import count_step
+from ds_vit.tools.peers import _open_clip_model
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -162,6 +164,32 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
     assert (tmp_path / "rates.png").stat().st_size > 5000
 
 
+PAIRS = ["--task", "clip", "--model", "test_vit", "-b", "4", "--context-length", "24"]
+PAIRS += ["--text-width", "32", "--text-depth", "2", "--text-heads", "2", "--embed-dim", "16"]
+
+
+def test_pairs_are_compared_with_open_clip(ranks, tmp_path):
+    # Catches: a peer with other towers, or one that sees a part of the global batch.
+    pytest.importorskip("open_clip")
+    config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
+    words = ["--json", "--deepspeed_config", config, *PAIRS, *ONCE, "--grad-accum-steps", 2]
+    (code, out, said), _ = bench(ranks, 2, *words)
+    assert code == 0, said
+    result = json.loads(out.splitlines()[-1])
+    assert (result["global_batch"], list(result["peers"])) == (16, ["open_clip"])
+    assert result["peers"]["open_clip"]["images_per_second"] > 0
+
+
+@pytest.mark.parametrize("task", ["clip", "siglip"])
+def test_open_clips_towers_are_ours(tmp_path, task):
+    # Catches: a bias, an embedding or a block that one side lacks.
+    pytest.importorskip("open_clip")
+    words = ["--deepspeed_config", str(config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")), *PAIRS, "--task", task]
+    engine = resolve_engine(words, Process("env", 0, 1, 0, 1))
+    theirs = sum(parameter.numel() for parameter in _open_clip_model(engine).parameters())
+    assert theirs == sum(parameter.numel() for parameter in engine.model.whole.parameters())
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "words", "message"),
     [
@@ -169,6 +197,8 @@ def test_ours_and_its_peers_take_turns_on_two_ranks(ranks, tmp_path, precision):
         ("step", 1, ["--against", "megatron"], "choose among timm, timm-compiled, ddp, fsdp2"),
         ("step", 1, ["--linear-probe", "--bce-loss"], "the peers know nothing of --linear-probe, --bce-loss; drop it"),
         ("step", 1, ["--deepspeed_config", "fp32", "bf16"], "one precision can be compared, not of bf16, fp32"),
+        ("step", 1, ["--against", "open_clip"], "open_clip cannot train --task classification; pass one of the other"),
+        ("step", 1, [*PAIRS, "--against", "timm"], "timm cannot train --task clip; pass --against open_clip"),
         ("ladder", 1, ["--model-kwargs", "depth=2"], "bench ladder sets --model-kwargs"),
     ],
 )
