@@ -73,6 +73,10 @@ class Contrastive(Task):
     """Initial values of the logit scale (its logarithm) and of the logit bias."""
     loss: ClassVar[Callable[..., torch.Tensor]]
     """As `clip_loss`."""
+    compared: ClassVar[tuple[str, ...]] = ("images", "texts")
+    """The features that the loss takes, in its order."""
+    logit_names: ClassVar[tuple[str, ...]] = ("text.logit_scale", "text.logit_bias")
+    """Parameters whose values `initial_logits` are."""
 
     model: ContrastiveModel
 
@@ -145,30 +149,32 @@ class Contrastive(Task):
         """Normalised features of "images" and "texts", float32 [B, E]; "logits" [1 or 2] in the model's type."""
         images = context.forward(MAIN_TOWER, [batch.get("images")], batch)
         texts, logits = context.forward("text", [batch.get("texts")], batch).tensor_split((self.model.common_dim,), 1)
-        with torch.autocast(images.device.type, enabled=False):
-            found = {"images": images, "texts": texts}
-            normalised = {name: F.normalize(features.float(), dim=1) for name, features in found.items()}
-        return normalised | {"logits": logits[0]}
+        return self._normalised((images, texts), logits)
+
+    def _normalised(self, features: Sequence[torch.Tensor], logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `_features` returns: those of `compared` in float32 [B, E], and the first row of the logits."""
+        with torch.autocast(logits.device.type, enabled=False):
+            normalised = [F.normalize(rows.float(), dim=1) for rows in features]
+        return {**dict(zip(self.compared, normalised, strict=True)), "logits": logits[0]}
 
     def _loss(self, context: StepContext, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's share: the mean over the data-parallel ranks is the loss of the global batch."""
-        images, texts, logits = features["images"], features["texts"], features["logits"]
-        with torch.autocast(images.device.type, enabled=False):
-            return type(self).loss(images, texts, logits, context.gather, context.groups.dp_rank * len(images))
+        own = [features[name] for name in self.compared]
+        with torch.autocast(own[0].device.type, enabled=False):
+            return type(self).loss(*own, features["logits"], context.gather, context.groups.dp_rank * len(own[0]))
 
     def _logits_in_fp32(self, context: StepContext, logits: torch.Tensor) -> torch.Tensor:
         """The values that the optimizer has, with the gradient of those that the model computes with."""
         if logits.dtype == torch.float32:
             return logits
-        names = ("text.logit_scale", "text.logit_bias")[: len(logits)]
-        return logits.float() + (context.masters(names) - logits.float()).detach()
+        return logits.float() + (context.masters(self.logit_names[: len(logits)]) - logits.float()).detach()
 
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`."""
         features = self._features(context, batch)
         if piece is None:
             return self._loss(context, features | {"logits": self._logits_in_fp32(context, features["logits"])})
-        of_pairs = sum((features[name] * piece[name]).sum() for name in ("images", "texts"))
+        of_pairs = sum((features[name] * piece[name]).sum() for name in self.compared)
         # Each micro-batch of each rank has features of its own, and all of them have the same scale and bias.
         of_logits = (features["logits"].float() * piece["logits"]).sum()
         return context.groups.layout.dp * context.accumulation * of_pairs + of_logits
@@ -180,16 +186,16 @@ class Contrastive(Task):
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`."""
         rows = len(collected[0]["images"])
-        own = {name: torch.cat([features[name] for features in collected]) for name in ("images", "texts")}
+        own = {name: torch.cat([features[name] for features in collected]) for name in self.compared}
         own["logits"] = self._logits_in_fp32(context, collected[0]["logits"])
         own = {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
         with torch.enable_grad():
             loss = self._loss(context, own)
-            of_images, of_texts, of_logits = torch.autograd.grad(loss, [*own.values()])
+            *of_features, of_logits = torch.autograd.grad(loss, [*own.values()])
         dp = context.groups.layout.dp
         pieces = [
-            {"images": images / dp, "texts": texts / dp, "logits": of_logits}
-            for images, texts in zip(of_images.split(rows), of_texts.split(rows), strict=True)
+            {**dict(zip(self.compared, of_micro_batch, strict=True)), "logits": of_logits}
+            for of_micro_batch in zip(*((gradient / dp).split(rows) for gradient in of_features), strict=True)
         ]
         return Coupled(context.gather(loss.detach()[None]).mean(), pieces)
 
