@@ -170,17 +170,17 @@ class ModelSettings:
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
     tokenizer: str = flag(
         "bytes",
-        "--task clip, siglip: bytes (UTF-8), clip or a tokenizer.json",
+        "--task clip, siglip, bridgetower: bytes (UTF-8), clip or a tokenizer.json",
         WEIGHTS,
-        task="clip siglip",
+        task="clip siglip bridgetower",
         metavar="bytes|clip|PATH",
     )
     context_length: int | None = flag(
         None,
-        "--task clip, siglip: tokens of a caption (bytes: 256, else 77 and 64)",
+        "--task clip, siglip, bridgetower: tokens of a caption (bytes: 256, else 77, 64 and 50)",
         WEIGHTS,
         span=Range(2, 2**16),
-        task="clip siglip",
+        task="clip siglip bridgetower",
     )
     model: str = flag("vit_base_patch16_224", "timm name, hf-hub:ORG/NAME or local-dir:FOLDER", WEIGHTS)
     model_kwargs: Mapping[str, Any] = flag({}, "arguments of the constructor", WEIGHTS, nargs="*", metavar="K=V")

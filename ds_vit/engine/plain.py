@@ -40,7 +40,8 @@ class PlainContext(RankContext):
         model.keys_on_host = batch.get("keys_on_host")
         try:
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-                return model(*inputs, batch["keys"])
+                first, *others = inputs
+                return model(first, batch["keys"], *others)
         finally:
             model.keys_on_host = None
 

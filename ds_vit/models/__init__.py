@@ -1,5 +1,6 @@
 """timm's ViTs as layers that DeepSpeed can train: names, layers, initial values, parameter groups."""
 
+from ds_vit.models.bridge_tower import BridgeTower, BridgeTowerLayer, create_bridge_tower, model_folder
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all, recompute_selectively
 from ds_vit.models.dtypes import cast_block_buffers, norms_in_fp32
 from ds_vit.models.kept_rows import compute_kept
@@ -38,6 +39,8 @@ __all__ = [
     "TEXT_MODELS",
     "AutoencoderSettings",
     "BlockLayer",
+    "BridgeTower",
+    "BridgeTowerLayer",
     "CheckpointFunction",
     "ContrastiveModel",
     "Layer",
@@ -52,6 +55,7 @@ __all__ = [
     "compute_class_token",
     "compute_kept",
     "create_autoencoder",
+    "create_bridge_tower",
     "create_contrastive_model",
     "create_model",
     "decoder_names",
@@ -61,6 +65,7 @@ __all__ = [
     "image_size",
     "initialise",
     "masked_patches",
+    "model_folder",
     "names_and_shapes",
     "no_weight_decay_names",
     "norms_in_fp32",

@@ -104,14 +104,17 @@ class SequentialViT(nn.Module):
         self.checkpoint_interval = checkpoint_interval
         self.checkpoint_function = checkpoint_function or recompute_all
 
-    def forward(self, images: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-        """images [B, C, height, width], keys int64 [B] -> logits [B, num_classes], or another last layer's outputs.
+    def forward(
+        self, images: torch.Tensor, keys: torch.Tensor | None = None, *others: torch.Tensor | None
+    ) -> torch.Tensor:
+        """images [B, C, height, width], keys int64 [B], further inputs of the first layer -> logits [B, num_classes],
+        or another last layer's outputs.
 
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
         return run_layers(
-            self.layers, (images, keys), self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
+            self.layers, (images, keys, *others), self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
         )
 
 

@@ -21,7 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ds_vit.models import BlockLayer, Layer, TextEmbed, TimmViT, image_size, take_apart, take_apart_towers, tower_of
+from ds_vit.models import (
+    BlockLayer,
+    BridgeTowerLayer,
+    Layer,
+    TextEmbed,
+    TimmViT,
+    image_size,
+    take_apart,
+    take_apart_towers,
+    tower_of,
+)
 from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop
 from ds_vit.parallel.tensor.region import Entered
@@ -62,6 +72,8 @@ def count_each(
         layer.train(training)
         if isinstance(layer, TextEmbed):  # begins a tower
             value = (layer.example(images), keys)
+        elif isinstance(layer, BridgeTowerLayer):
+            value = (*value, layer.example(images))
         key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
         if key is not None and key == known:  # a block returns the shapes that it received
             found.append((found[-1][0], value))

@@ -9,6 +9,7 @@ from ds_vit.config import RunConfig, default_of, spelling
 from ds_vit.config.schema import FIELDS, is_asked_for
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER
+from ds_vit.tasks.bridge_tower import BridgeTowerTask
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
@@ -36,7 +37,8 @@ __all__ = [
     "task_of",
 ]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MaskedAutoencoding, Clip, SigLip)}
+_ALL = (Classification, MaskedAutoencoding, Clip, SigLip, BridgeTowerTask)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 """From the word of `--task` to the task."""
 
 

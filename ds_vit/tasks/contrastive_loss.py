@@ -101,6 +101,33 @@ def clip_loss(
     return (of_images + of_texts) / 2
 
 
+def bridge_tower_loss(
+    images: torch.Tensor,
+    texts: torch.Tensor,
+    both: torch.Tensor,
+    logits: torch.Tensor,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    first: int,
+) -> torch.Tensor:
+    """The loss of transformers' `BridgeTowerForContrastiveLearning`: one direction of each of three pairs.
+
+    Texts are compared with images, texts with the embeddings of both together, and images with these.
+
+    Args:
+        images, texts, logits, gather, first: as for `clip_loss`.
+        both: features of image and text together [B, E].
+
+    Returns:
+        As `clip_loss`.
+    """
+    scale = logits[0].exp()
+    none = torch.zeros_like(scale)
+    all_images, all_both = gather(images), gather(both)
+    pairs = ((texts, all_images), (texts, all_both), (images, all_both))
+    losses = [_RowsAgainstColumns.apply(rows, columns, scale, none, first, _softmax) for rows, columns in pairs]
+    return torch.stack(losses).mean()
+
+
 def siglip_loss(
     images: torch.Tensor,
     texts: torch.Tensor,

@@ -22,6 +22,7 @@ from ds_vit.config import RunConfig
 from ds_vit.data import ImageConfig, MicroBatch, Source, Tokenizer, finish_images, finish_targets, finish_texts
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
+from ds_vit.models.zoo import require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
@@ -156,6 +157,8 @@ class Task(ABC):
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False
     """Whether a field reads texts, so that the images must have captions."""
+    takes_pairs: ClassVar[bool] = False
+    """Whether the main tower takes an image and a text together, and nothing with images only."""
     tokenizer: Tokenizer | None = None
     figures: tuple[Figure, ...]
     """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
@@ -185,7 +188,21 @@ class Task(ABC):
         """The names of the classes in the order of the logits; empty for a task without classes."""
         return tuple(self.source.class_names) if self.has_classes else ()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for people about what the task decides."""
+        return ()
+
     # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_model_name(cls, name: str) -> None:
+        """Reject a --model that the task cannot train, before anything else is read.
+
+        Raises:
+            UserError: there is no such model, or it is of another kind.
+        """
+        require_supported_name(name)
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> nn.Module:

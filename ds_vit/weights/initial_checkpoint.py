@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import timm
 import torch
@@ -58,7 +58,13 @@ def require_tensors(contents: Mapping[str, Any]) -> None:
 
 
 def _translate(model: TimmViT, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as timm's filter returns them: resampled, and under timm's names."""
+    """Tensors as timm's filter returns them: resampled, and under timm's names.
+
+    Of another library's model, those that it has; numbers without dimensions get one where the model's have one.
+    """
+    if not isinstance(model, get_args(TimmViT)):
+        wanted = {name: shape for name, shape in names_and_shapes(model).items() if name in tensors}
+        return {name: tensors[name].view(s) if s == (1,) else tensors[name] for name, s in wanted.items()}
     try:
         return _filter_function(model)(tensors, model)
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -130,7 +136,8 @@ class InitialCheckpoint:
         self.left_out = () if decoder else tuple(filter(is_of_decoder, tensors))
         self._wanted = names_and_shapes(model)
         try:
-            check_hf_config(config_beside(path), model)
+            if isinstance(model, get_args(TimmViT)):
+                check_hf_config(config_beside(path), model)
             self._fit(
                 model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed
             )
@@ -154,6 +161,7 @@ class InitialCheckpoint:
         """Translate and compare; UserError for what differs."""
         wanted, decoder = self._wanted, sorted(decoder_names(model))
         self._foreign = not set(tensors) <= set(wanted)
+        self._of_timm = isinstance(model, get_args(TimmViT))
         if not self._foreign:
             require_tensors(tensors)  # among foreign names timm decides which are used
         opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
@@ -171,7 +179,7 @@ class InitialCheckpoint:
                 f"it is of patches of {theirs[0]} x {theirs[1]} pixels, and the model's are {ours[0]} x {ours[1]}; "
                 f"give --model-kwargs patch_size={theirs[0]}, or have its kernels resampled by --resample-patch-embed"
             )
-        if self._foreign:
+        if self._foreign or not self._of_timm:
             self._values = _translate(model, tensors)
             require_tensors(self._values)
         else:
@@ -203,7 +211,7 @@ class InitialCheckpoint:
     def summary(self) -> str:
         """The tensors that are loaded, resampled, newly initialised and ignored, for people."""
         num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
-        how = "under names that timm translates" if self._foreign else "as they are"
+        how = "under names that timm translates" if self._foreign and self._of_timm else "as they are"
         parts = [f"{num_taken} of {len(self._wanted)} tensors taken {how}"]
         adapted = [f"{name} {tuple(s)} in the file to {tuple(self._wanted[name])}" for name, s in self.adapted.items()]
         ignored = [f"{name} {tuple(shape)}" for name, shape in sorted(self.ignored.items())]

@@ -31,8 +31,7 @@ from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import names_and_shapes
-from ds_vit.models.zoo import require_supported_name
+from ds_vit.models import BlockLayer, names_and_shapes
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags
@@ -209,7 +208,7 @@ def resolve_run(
         UserError: one message for people, with the numbers and the way out.
     """
     task_type = find_task(config, explicit)
-    require_supported_name(config.model)  # before the batch, which a misspelt name has nothing to do with
+    task_type.check_model_name(config.model)  # before the batch, which a misspelt name has nothing to do with
     if config.stop_before_seconds is not None and stop_at is None:
         raise UserError(
             "--stop-before-seconds has no effect: no Slurm job says when it ends (SLURM_JOB_END_TIME); "
@@ -223,6 +222,7 @@ def resolve_run(
     if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)
+    _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, data.batch)
     config = model.task.config
     numbers: dict[str, Any] = {}
@@ -244,6 +244,16 @@ def resolve_run(
     changes = check_same_run(resume, resolved.identity, resolved_flags(resolved))
     changes += check_same_schedule(resume, resolved.rates, data.batch.global_batch, allow=config.allow_schedule_change)
     return dataclasses.replace(resolved, changes=tuple(changes))
+
+
+def _check_recomputation(deepspeed: DeepSpeedSettings, model: ModelConfig) -> None:
+    """Reject recomputation of a model without blocks, where it would have no effect."""
+    interval, task = deepspeed.checkpointing.interval, model.task
+    if interval and not any(isinstance(layer, BlockLayer) for layer in task.layers(model.whole)):
+        raise UserError(
+            f"activation_checkpoint_interval {interval} in the JSON has no effect with --task {task.name}, whose model "
+            "has no blocks to recompute; drop it"
+        )
 
 
 def resolved_flags(resolved: Resolved) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def resolve_model(
         worker_transform(pixels, config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.check()
+    notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
     if task.teachers and config.model_ema:

@@ -1,0 +1,114 @@
+"""Fine-tuning of BridgeTower (Xu et al. 2022) on images with captions, with the loss over the global batch.
+
+The model is transformers' `BridgeTowerForContrastiveLearning`, one opaque tower (models/bridge_tower.py); the seam of
+coupled tasks is the one of CLIP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from ds_vit.config import RunConfig
+from ds_vit.config.schema import names_of_task
+from ds_vit.data import Tokenizer, build_tokenizer
+from ds_vit.data.text import default_context_length
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import MAIN_TOWER, BridgeTower, ModelSpec, create_bridge_tower, model_folder
+from ds_vit.tasks.contrastive import Contrastive
+from ds_vit.tasks.contrastive_loss import bridge_tower_loss
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import StepContext
+
+_ONE_LAYER = "transformers' model is one layer here, which is not split"
+_NO_BLOCKS = "transformers' model is one layer here, without timm's blocks"
+_OF_FOLDER = "the config.json in the folder of --model describes the model"
+_NO_FEATURES = "an embedding needs an image and a caption"
+_CONTEXT_LENGTH = 50  # of the paper
+
+
+class BridgeTowerTask(Contrastive):
+    """`--task bridgetower`: texts with images, texts with both, images with both, over the global batch.
+
+    A batch is that of CLIP. Dropout is keyed by the sample; attention dropout is set to 0.
+    """
+
+    name = "bridgetower"
+    takes_pairs = True
+    flags = names_of_task("bridgetower")
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        **Contrastive.refused_flags,
+        **dict.fromkeys(("tp", "pp"), f"{_ONE_LAYER}; ZeRO-3 partitions its parameters"),
+        **dict.fromkeys(("grad_checkpointing", "compile", "drop_path", "drop_path_compute", "layer_decay"), _NO_BLOCKS),
+        **dict.fromkeys(("drop", "model_kwargs"), _OF_FOLDER),
+        **dict.fromkeys(("eval_knn", "eval_linear_probe"), _NO_FEATURES),
+    }
+    compared = ("images", "texts", "both")
+    logit_names = ("logit_scale",)
+    loss = staticmethod(bridge_tower_loss)
+
+    model: BridgeTower
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `Task.notes`."""
+        if not self.model.attention_dropout:
+            return ()
+        rate = f"{self.model.attention_dropout:g}"
+        return (
+            f"attention dropout is 0, in place of {rate} in the folder's config.json: its draws cannot be keyed by "
+            "sample",
+        )
+
+    @classmethod
+    def _tokenizer(cls, config: RunConfig) -> Tokenizer:
+        default = default_context_length(config.tokenizer, _CONTEXT_LENGTH)
+        return build_tokenizer(config.tokenizer, config.context_length or default)
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_model_name(cls, name: str) -> None:
+        """As `Task.check_model_name`."""
+        model_folder(name)
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> BridgeTower:
+        """As `Task.create_model`.
+
+        Raises:
+            UserError: as `create_bridge_tower`; an image size or token ids that the model does not take.
+        """
+        model = create_bridge_tower(spec.name)
+        side = model.patch_embed.img_size[0]
+        if spec.img_size not in (None, side):
+            raise UserError(f"--img-size {spec.img_size}: {spec.name} takes images of {side} pixels; drop the flag")
+        tokenizer, text = cls._tokenizer(config), model.config.text_config
+        if tokenizer.pad_id != text.pad_token_id or tokenizer.vocab_size > text.vocab_size:
+            raise UserError(
+                f"--tokenizer {config.tokenizer} has {tokenizer.vocab_size:,} ids and pads with {tokenizer.pad_id}; "
+                f"{spec.name} has {text.vocab_size:,} and pads with {text.pad_token_id}: pass the folder's "
+                "tokenizer.json"
+            )
+        # Positions are counted from the padding id on.
+        longest = text.max_position_embeddings - text.pad_token_id - 1
+        if tokenizer.context_length > longest:
+            raise UserError(
+                f"--context-length {tokenizer.context_length}: {spec.name} takes captions of at most {longest} tokens"
+            )
+        model.caption_length = tokenizer.context_length
+        return model
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.weight_files`: none."""
+        return {}
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def _features(self, context: StepContext, batch: Batch) -> dict[str, torch.Tensor]:
+        """As `Contrastive`'s, with those of "both" together."""
+        outputs = context.forward(MAIN_TOWER, [batch.get("images"), batch.get("texts")], batch)
+        *features, logits = outputs.split((*(self.model.common_dim,) * 3, 1), dim=1)
+        return self._normalised(features, logits)
