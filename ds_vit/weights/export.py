@@ -17,10 +17,12 @@ import timm
 import torch
 from timm.models._hub import save_config_for_hf
 
+from ds_vit import config as flags
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.weights import hf
+from ds_vit.tasks import task_of
+from ds_vit.weights import bridge_tower, hf
 from ds_vit.weights.files import find_weights, names_as_metadata
 from ds_vit.weights.source import Exported, Predict, load_source
 
@@ -159,7 +161,8 @@ def export(
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         to: "timm" (a folder that `timm.create_model("local-dir:…", pretrained=True)` reads), "hf" (a folder that
-            `ViTForImageClassification.from_pretrained` reads) or "onnx" (model.onnx, batch of any size).
+            `ViTForImageClassification.from_pretrained` reads; of --task bridgetower
+            `BridgeTowerForContrastiveLearning`) or "onnx" (model.onnx, batch of any size).
         weights: "raw", or "ema" for the moving average.
         checkpoint: which one of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
@@ -182,7 +185,15 @@ def export(
     folder = Path(output) if output else stored.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
-    exported = load_source(stored, settings, labels)
+    values = {**(flags.load_recipe(str(stored.recipe)) if stored.recipe else {}), **settings}
+    of_pairs = task_of(values).takes_pairs
+    if of_pairs and to != "hf":
+        raise UserError(f"--to {to} has no counterpart of --task {values['task']}; use --to hf")
+    if of_pairs:
+        tool = tool._replace(write=bridge_tower.write, load=bridge_tower.read)
+        exported = bridge_tower.load(stored, values)
+    else:
+        exported = load_source(stored, settings, labels)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -191,7 +202,8 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         tool.write(exported, partial)
-        largest, scale = _compare(exported.model, tool.load(partial), exported.image.img_size)
+        own = bridge_tower.predict(exported.model) if of_pairs else exported.model
+        largest, scale = _compare(own, tool.load(partial), exported.image.img_size)
         difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale)
         if difference.within:
             partial.replace(folder)

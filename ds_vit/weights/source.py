@@ -80,6 +80,10 @@ def load_source(
     weights.verify()
     stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
     values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}
+    if task_of(values).takes_pairs:
+        raise UserError(
+            f"--task {values['task']}: its model takes an image and a caption together; ds-vit eval rates it"
+        )
     if not task_of(values).has_classes:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)

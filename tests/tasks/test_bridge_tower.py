@@ -170,6 +170,25 @@ def test_dropout_drops(ranks, tmp_path, dropping, folder):
     assert abs(rows[0]["loss"] / dropping[1][0]["loss"] - 1) > 1e-3
 
 
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_transformers_loads_the_export(ranks, tmp_path, dropping):
+    # Catches: a scale of another shape, attention dropout that stays 0, other names, values of another type.
+    from ds_vit.weights import export
+
+    train(ranks, tmp_path / "run", dropping[0], 1, 1, 3, "--max-steps", 1)
+    difference = export(tmp_path / "run", "hf")
+    assert difference.within
+    assert difference.largest < 1e-6
+    model = transformers.BridgeTowerForContrastiveLearning.from_pretrained(difference.folder)
+    text = model.config.text_config
+    assert (text.hidden_dropout_prob, text.attention_probs_dropout_prob) == (0.2, 0.1)
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved[name].view(tensor.shape)), name
+
+
 # ---- what is read and rejected ---------------------------------------------------------------------------------------
 
 
