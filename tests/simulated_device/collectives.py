@@ -47,15 +47,18 @@ class SimulatedBackend(Backend):
         with self.stream:
             torch.ops.simulated.launch(name, list(_tensors(args)), writes)
             done = self.stream.record_event()
-        return SimulatedWork(getattr(self.gloo, name)(*map(_on_host, args)), done, args)
+        work = getattr(self.gloo, name)(*map(_on_host, args))
+        return SimulatedWork(work, self.stream, done, args, writes)
 
 
 class SimulatedWork(dist.Work):
     """A collective that runs; it keeps its tensors, and the current stream waits for it."""
 
-    def __init__(self, work: dist.Work, done: torch.Event, args: tuple) -> None:
+    def __init__(
+        self, work: dist.Work, stream: torch.Stream, done: torch.Event, args: tuple, outputs: list[torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.work, self.done, self.args = work, done, args
+        self.work, self.stream, self.done, self.args, self.outputs = work, stream, done, args, outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.work.wait()
@@ -65,6 +68,14 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self.work.is_completed() and self.done.query()
+
+    def get_future(self) -> torch.futures.Future:
+        """As of NCCL: `wait` makes the current stream wait for the collective."""
+        self.work.wait()
+        future: torch.futures.Future = torch.futures.Future(devices=[self.stream.device])
+        with self.stream:  # behind which the future records its event
+            future.set_result(self.outputs)
+        return future
 
 
 def _collective(name: str):

@@ -66,14 +66,20 @@ bool includes(const Clock& clock, const Clock& other) {
   return true;
 }
 
+struct Use {                              // of a part of a block: bytes begin to end, by one operation
+  Stream stream;
+  int64_t operation;
+  int64_t begin, end;
+  bool writes;
+};
+
 struct Block {
   char* data;
   size_t bytes;
   int device;
   Stream stream;                          // current when it was allocated: a freed block is at its disposal at once
   at::Storage owner;                      // the host's storage that a kernel has returned; else `data` is ours to free
-  std::pair<Stream, int64_t> written{-1, 0};
-  Clock read;                             // by each stream, since it was written
+  std::vector<Use> uses;                  // those that no later one stands for
   std::set<Stream> recorded;              // Tensor.record_stream
 };
 
@@ -96,8 +102,8 @@ std::map<Stream, int64_t> stream_queries; // of a stream, that have answered "no
 Clock host;                               // what the host knows to be complete
 auto& pending = *new std::vector<PendingCopy>;  // never destroyed: its tensors would be freed after the rest
 std::map<const char*, Block*> blocks;     // by address
-struct Use { Stream stream; int64_t operation; size_t bytes; };
-std::map<Stream, std::vector<Use>> freed;  // uses of blocks that the next operation of a stream may reuse
+struct LastUse { Stream stream; int64_t operation; size_t bytes; };
+std::map<Stream, std::vector<LastUse>> freed;  // of blocks that the next operation of a stream may reuse
 std::map<std::string, int64_t> counts;    // host synchronisations, by the operation that waited
 int64_t query_delay = 2;
 int64_t streams_created = 0;
@@ -160,23 +166,22 @@ int64_t launch(Stream stream) {
   return ++clock[stream];
 }
 
-void touch(Block* block, Stream stream, bool writes, const std::string& name) {
-  if (block == nullptr) return;
+// Note that the stream's last operation uses a part of a block, after all other uses of that part.
+void use(Block& block, Stream stream, int64_t begin, int64_t end, bool writes, const std::string& name) {
   auto& clock = streams[stream];
-  auto check = [&](Stream other, int64_t operation, const char* did) {
-    TORCH_CHECK(
-        !checks_races || other < 0 || includes(clock, other, operation), "race: ", name, " on ", name_of(stream),
-        writes ? " writes" : " reads", " a block of ", block->bytes, " bytes that ", name_of(other), " ", did,
-        ", and does not wait for it");
-  };
-  check(block->written.first, block->written.second, "writes");
-  if (writes) {
-    for (auto [other, operation] : block->read) check(other, operation, "reads");
-    block->written = {stream, clock[stream]};
-    block->read.clear();
-  } else {
-    block->read[stream] = clock[stream];
-  }
+  if (checks_races)
+    for (const auto& other : block.uses) {
+      if (other.end <= begin || end <= other.begin || !(writes || other.writes)) continue;
+      TORCH_CHECK(
+          includes(clock, other.stream, other.operation), "race: ", name, " on ", name_of(stream),
+          writes ? " writes" : " reads", " a block of ", block.bytes, " bytes that ", name_of(other.stream), " ",
+          other.writes ? "writes" : "reads", ", and does not wait for it");
+    }
+  std::erase_if(block.uses, [&](const Use& other) {  // whoever waits for this one has waited for those
+    bool within = begin <= other.begin && other.end <= end;
+    return within && (writes || (other.stream == stream && !other.writes));
+  });
+  block.uses.push_back({stream, clock[stream], begin, end, writes});
 }
 
 // ---- Memory ----
@@ -186,8 +191,8 @@ void forget(const Block& block);
 void release(void* context) {
   std::lock_guard lock(mutex);
   auto* block = static_cast<Block*>(context);
-  auto users = block->read;
-  if (block->written.first >= 0) advance(users, {block->written});
+  Clock users;
+  for (const auto& use : block->uses) advance(users, {{use.stream, use.operation}});
   for (auto stream : block->recorded) {  // it is not reused before these are done
     auto& done = streams[stream];
     for (auto user = users.begin(); user != users.end();)
@@ -475,6 +480,15 @@ Block* block_of(const Tensor& tensor) {
   return static_cast<Block*>(tensor.storage().data_ptr().get_context());
 }
 
+// The bytes of its storage from the first to the last element count as used.
+void touch(const Tensor& tensor, Stream stream, bool writes, const std::string& name) {
+  auto* block = block_of(tensor);
+  if (block == nullptr || tensor.numel() == 0) return;
+  int64_t last = 0, bytes = tensor.element_size(), begin = tensor.storage_offset() * bytes;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  use(*block, stream, begin, begin + (last + 1) * bytes, writes, name);
+}
+
 // The same memory as a tensor of the host, which keeps the device's storage alive. Growing, it moves to other memory.
 Tensor host_view(const Tensor& tensor) {
   if (!on_device(tensor)) return tensor;
@@ -567,8 +581,8 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
     advance(streams[other], streams[stream]);
   }
   auto operation = launch(stream);
-  if (!from_host) touch(block_of(self), stream, false, "copy_");
-  if (!to_host) touch(block_of(target), stream, true, "copy_");
+  if (!from_host) touch(self, stream, false, "copy_");
+  if (!to_host) touch(target, stream, true, "copy_");
   auto source = host_view(self), destination = host_view(target);
   // From or to memory that is not pinned, the driver waits for the device.
   bool pinned = (from_host && self.is_pinned()) || (to_host && target.is_pinned());
@@ -592,7 +606,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   c10::DeviceGuard guard(self.device());
   auto stream = current_stream();
   launch(stream);
-  touch(block_of(self), stream, false, "item");
+  touch(self, stream, false, "item");
   synchronise("item", streams[stream]);
   return host_view(self).item();
 }
@@ -617,8 +631,11 @@ class Call {
         name_(schema_.name()),
         stack_(*stack),
         begin_(stack->size() - schema_.arguments().size()) {
+    // One value for a mask is filled in, whose size nobody asks for: (self, indices, values, accumulate).
+    fills_ = puts_by_index(name_) && stack_[begin_ + 2].toTensor().numel() == 1 && !stack_[begin_ + 3].toBool();
     for (size_t number = 0; number < schema_.arguments().size(); ++number)
       for_each_tensor(stack_[begin_ + number], [&](const Tensor& tensor, bool in_list) { look_at(tensor, in_list); });
+    knows_size_ = name_ == "aten::repeat_interleave" && !stack_.back().isNone();  // its last argument
   }
 
   c10::Device device() const { return device_.value_or(c10::Device(kDevice, current_device)); }
@@ -630,7 +647,7 @@ class Call {
       auto& value = stack_[begin_ + number];
       bool writes = alias != nullptr && alias->isWrite();
       for_each_tensor(value, [&](const Tensor& tensor, bool) {
-        if (on_device(tensor)) touch(block_of(tensor), stream, writes, name_);
+        if (on_device(tensor)) touch(tensor, stream, writes, name_);
       });
       value = replaced(value, [&](const Tensor& tensor) { return view(tensor); });
       if (value.isGenerator()) value = on_host(value.toGenerator());
@@ -649,7 +666,7 @@ class Call {
     }
   }
 
-  bool host_reads() const { return kReadByTheHost.count(name_) > 0 || host_reads_; }
+  bool host_reads() const { return (kReadByTheHost.count(name_) > 0 && !knows_size_) || host_reads_; }
   const std::string& name() const { return name_; }
 
  private:
@@ -659,7 +676,7 @@ class Call {
     if (on_device(tensor)) {
       TORCH_CHECK(!device_ || *device_ == tensor.device(), mixing(*device_, tensor.device()));
       device_ = tensor.device();
-      host_reads_ |= puts && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+      host_reads_ |= puts && !fills_ && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
     } else if (puts) {
       host_reads_ = true;  // copied to the device first
     } else if ((tensor.dim() > 0 || in_list) && name_ != "aten::index") {
@@ -736,7 +753,7 @@ class Call {
         return at::native::as_strided_tensorimpl(original, result.sizes(), result.strides(), result.storage_offset());
     }
     auto made = to_device_tensor(result);
-    if (auto* block = block_of(made)) block->written = {stream, streams[stream][stream]};
+    if (auto* block = block_of(made)) use(*block, stream, 0, block->bytes, true, name_);
     return made;
   }
 
@@ -745,7 +762,7 @@ class Call {
   torch::jit::Stack& stack_;
   size_t begin_;
   std::optional<c10::Device> device_;
-  bool on_host_ = false, host_reads_ = false;
+  bool on_host_ = false, host_reads_ = false, knows_size_ = false, fills_ = false;
   std::vector<std::pair<Tensor, Tensor>> views_;
 };
 
@@ -852,8 +869,8 @@ void launch_foreign(const std::string& name, at::TensorList reads, at::TensorLis
   std::lock_guard lock(mutex);
   auto stream = current_stream();
   launch(stream);
-  for (const Tensor& tensor : reads) if (on_device(tensor)) touch(block_of(tensor), stream, false, name);
-  for (const Tensor& tensor : writes) if (on_device(tensor)) touch(block_of(tensor), stream, true, name);
+  for (const Tensor& tensor : reads) if (on_device(tensor)) touch(tensor, stream, false, name);
+  for (const Tensor& tensor : writes) if (on_device(tensor)) touch(tensor, stream, true, name);
 }
 
 TORCH_LIBRARY(simulated, m) {

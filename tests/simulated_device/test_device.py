@@ -133,6 +133,21 @@ def test_a_write_while_another_stream_reads_raises():
 
 
 @on_device
+def test_parts_of_a_block_are_apart():
+    whole, side = torch.zeros(8, device=DEVICE), torch.Stream(DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        whole[:4].add_(1)
+    whole[4:].add_(2)
+    with pytest.raises(RuntimeError, match=r"race: .* writes a block of 32 bytes"):
+        whole[3:5].zero_()
+    with pytest.raises(RuntimeError, match=r"race: .* reads a block of 32 bytes"):
+        whole.sum()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert whole.mul_(2).tolist() == [2] * 4 + [4] * 4
+
+
+@on_device
 def test_a_block_freed_while_another_stream_needs_it_raises():
     side = torch.Stream(DEVICE)
     for recorded in (True, False):
@@ -227,6 +242,10 @@ def test_host_synchronisations_are_counted_by_name():
     simulated_device.reset()
     values.add_(1).mul_(2)
     values.sum().sqrt()
+    values[values > 1] = 0  # one value is filled in
+    torch.repeat_interleave(
+        values, torch.ones(3, dtype=torch.int64).pin_memory().to(DEVICE, non_blocking=True), output_size=3
+    )
     assert simulated_device.host_synchronisations() == {}
     values.sum().item()
     values.nonzero()
@@ -352,6 +371,12 @@ def collectives(library) -> dict:
         results["race"] = str(error)
     work.wait()
     results["all_reduce"] = summed.tolist()
+    future = dist.all_reduce(summed, async_op=True).get_future()
+    try:
+        summed + 1
+    except RuntimeError as error:
+        results["race before the future"] = str(error)
+    results["future"] = future.wait()[0].tolist()
     gathered = torch.empty(4 * world_size, device=device)
     dist.all_gather_into_tensor(gathered, mine)
     results["all_gather"] = gathered.tolist()
@@ -391,6 +416,8 @@ def test_collectives_run_on_the_device(ranks, device_library):
     for results in (first, second):
         assert "race: " in results["race"]
         assert results["all_reduce"] == [3] * 4
+        assert "race: " in results["race before the future"]
+        assert results["future"] == [6] * 4
         assert results["all_gather"] == [1] * 4 + [2] * 4
         assert results["reduce_scatter"] == [3, 3]
         assert results["all_to_all"] == [1, 1, 2, 2]
