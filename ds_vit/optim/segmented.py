@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ds_vit.device import send
 from ds_vit.parallel.zero_map import Shard, ZeroMap
 
 
@@ -35,6 +36,8 @@ class SegmentedTensors:
         counts = [float(zero_map.counts(s)) for s in segments]
         self._counts = torch.tensor(counts, dtype=torch.float32, device=self.device)
         self._splits = [_split_sizes(shard) for shard in self.shards]
+        # Kept: sent in each step, they would make the host wait for the device.
+        self._repeats = [send(torch.tensor(sizes), self.device) for sizes in self._splits]
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The S segments of tensors that are laid out like the shards'."""
@@ -100,11 +103,10 @@ class SegmentedTensors:
         """[P] → a factor for every element of every flat tensor."""
         own = factors[self._index].to(self.shards[0].tensor.dtype)
         expanded, done = [], 0
-        for shard, sizes in zip(self.shards, self._splits, strict=True):
-            pieces = own.new_full((len(sizes),), padding)
+        for shard, repeats in zip(self.shards, self._repeats, strict=True):
+            pieces = own.new_full((len(repeats),), padding)
             pieces[1::2] = own[done : done + len(shard.segments)]
             done += len(shard.segments)
-            repeats = torch.tensor(sizes, device=self.device)
             expanded.append(torch.repeat_interleave(pieces, repeats, output_size=shard.tensor.numel()))
         return expanded
 

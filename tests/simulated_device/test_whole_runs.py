@@ -160,6 +160,7 @@ WITHOUT_WAITS = {
     "accumulated": ("cpu_zero2_fp32.json", 2, (*CLASSIFICATION, "--grad-accum-steps", 2)),
     "average": ("cpu_zero1_fp32.json", 1, (*CLASSIFICATION, "--model-ema", "--grad-checkpointing")),
     "augmented there": ("cpu_zero1_fp32.json", 1, (*CLASSIFICATION, *RANDOM, "--augment-on", "device")),
+    "layer decay": ("cpu_zero1_fp32.json", 1, (*CLASSIFICATION, "--layer-decay", 0.7)),
     "tp 2": ("cpu_zero1_fp32.json", 2, (*CLASSIFICATION, "--tp", 2)),
 }
 
