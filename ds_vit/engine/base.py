@@ -27,6 +27,7 @@ from ds_vit.engine.patches.norms import clip_without_sync, defer_norm_check, det
 from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
     allow_empty_norm,
+    end_overlap_without_sync,
     gather_whole_blocks,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
@@ -186,6 +187,7 @@ class Engine(ABC):
         grow_scale_after_step(optimizer)
         detect_overflow_by_norm(optimizer)
         clip_without_sync(optimizer)
+        end_overlap_without_sync(optimizer)
         if groups.layout.pp == groups.layout.tp == self.accumulation == 1:
             write_gradients_in_place(optimizer, self.engine.module.parameters())
         self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))

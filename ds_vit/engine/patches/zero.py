@@ -123,6 +123,45 @@ def skip_reduction_of_one_rank(engine: Any) -> None:
     engine.buffered_allreduce_fallback = fill
 
 
+class _OrderedStreams:
+    """DeepSpeed's accelerator, whose `synchronize` only orders the current stream and another one."""
+
+    def __init__(self, accelerator: Any, stream: torch.Stream) -> None:
+        self._accelerator, self._stream = accelerator, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Let both streams wait for each other, and the host for neither."""
+        current = self._accelerator.current_stream()
+        self._stream.wait_stream(current)
+        current.wait_stream(self._stream)
+
+
+def end_overlap_without_sync(optimizer: Any) -> None:
+    """Have ZeRO-1 and ZeRO-2 with `overlap_comm` end a backward pass without emptying the device's queue.
+
+    DeepSpeed waits on the host for all reductions before it clears gradients. The streams wait for each other instead,
+    so that the host queues the update meanwhile. Gradients that are offloaded are read by the host: there it has to.
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stream = getattr(optimizer, "reduction_stream", None)
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or not optimizer.overlap_comm or stream is None:
+        return
+    if optimizer.cpu_offload:
+        return
+    original = optimizer.independent_gradient_partition_epilogue
+    ordered = _OrderedStreams(stage_1_and_2.get_accelerator(), stream)
+
+    def epilogue() -> None:
+        with replaced(stage_1_and_2, "get_accelerator", lambda: ordered):
+            original()
+
+    optimizer.independent_gradient_partition_epilogue = epilogue
+
+
 def gather_whole_blocks(optimizer: Any, modules: Iterable[torch.nn.Module]) -> None:
     """Have ZeRO-3 gather all weights of each module around its call instead of each submodule's around its own.
 
