@@ -227,9 +227,17 @@ def _contrast(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 
 def _hue(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """torchvision's, which computes in fractions where Pillow's hue is one of 256."""
-    pixels = images.to(torch.uint8)
-    return torch.stack([F.adjust_hue(image, factor) for image, factor in zip(pixels, a[:, 0].tolist(), strict=True)])
+    """As torchvision's adjust_hue, which computes in fractions where Pillow's hue is one of 256."""
+    red, green, blue = images.unbind(1)
+    value = images.amax(dim=1)
+    chroma = value - images.amin(dim=1)
+    divisor = torch.where(chroma > 0, chroma, 1.0)
+    below_red = torch.where(value == green, 2.0 + (blue - red) / divisor, 4.0 + (red - green) / divisor)
+    sextant = torch.where(value == red, (green - blue) / divisor, below_red)  # the hue times 6
+    turned = sextant + 6.0 * a[:, 0].float()[:, None, None]
+    places = [(turned + start).remainder(6.0) for start in (5.0, 3.0, 1.0)]
+    parts = [chroma * torch.minimum(place, 4.0 - place).clamp(0.0, 1.0) for place in places]
+    return (value[:, None] - torch.stack(parts, dim=1)).mul_(255.999 / 255.0).floor_()
 
 
 def _sharpness(images: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -345,7 +353,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Brightness": lambda images, a: _blend(images, 0.0, a[:, 0]),
     "Contrast": _contrast,
     "Color": lambda images, a: _blend(images, _grey(images), a[:, 0]),
-    "Hue": lambda images, a: _hue(images, a).float(),
+    "Hue": _hue,
     "Sharpness": _sharpness,
     "Rotate": _rotate,
     "ShearX": lambda images, a: _affine(images, a, [1, a[:, 0], 0, 0, 1, 0]),
