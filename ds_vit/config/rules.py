@@ -93,6 +93,7 @@ _NEEDED_BY = {
     "compile": "compile_mode",
     "auto_batch": "memory",
     "color_jitter": "color_jitter_prob",
+    "lock_image": "lock_image_unlocked_groups",
 }
 _AUGMENT_NAMES = " ".join(f.name for f in fields(AugmentConfig) if f.name != "no_aug")
 _NOT_OF_EVALUATION = " ".join(name for name in FIELDS if name not in names_with(Scope.EVALUATION))

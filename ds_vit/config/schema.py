@@ -167,6 +167,13 @@ class ModelSettings:
         span=Range(1, 2**16),
         task="clip siglip",
     )
+    lock_image: bool = flag(
+        False, "--task clip, siglip: freeze the image tower except its projection", task="clip siglip"
+    )
+    lock_image_unlocked_groups: int = flag(
+        0, "--lock-image: groups of layers at its end that are trained", span=Range(0, 10_000), task="clip siglip"
+    )
+    lock_text: bool = flag(False, "--task clip, siglip: freeze the text tower", task="clip siglip")
     norm_pix_loss: bool = flag(False, "--task mae: predict pixels normalised per patch", RECORDED, task="mae")
     tokenizer: str = flag(
         "bytes",

@@ -30,20 +30,23 @@ def classifier_names(model: TimmViT) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
 
 
-def frozen_names(model: TimmViT, patterns: Sequence[str] = (), linear_probe: bool = False) -> frozenset[str]:
+def frozen_names(
+    model: TimmViT, patterns: Sequence[str] = (), linear_probe: bool = False, locked: Collection[str] = ()
+) -> frozenset[str]:
     """The parameters that are not trained: those that the model itself fixes, and those requested.
 
     Args:
         model: the description of the model.
         patterns: shell patterns on timm's names; a pattern that matches a module freezes all of it (`blocks.[0-5]`).
         linear_probe: freeze everything but the classifier.
+        locked: names that the task freezes.
 
     Raises:
         UserError: a pattern matches nothing, nothing is left to train, both options are given, or there is no
             classifier to probe with.
     """
     names = [name for name, _ in model.named_parameters()]
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} | {*locked}
     if linear_probe:
         if patterns:
             raise UserError("linear probing freezes all but the classifier already; --freeze would have no effect")

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.models import group_parameters
 from torch import nn
 
 from ds_vit.config import RunConfig
@@ -114,6 +115,29 @@ class Contrastive(Task):
             drop_path=spec.drop_path or 0.0,
         )
         return create_contrastive_model(spec, settings, cls.initial_logits, for_training=for_training)
+
+    @classmethod
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
+        """As `Task.locked_names`: of `--lock-image` and `--lock-text`; the projection of images is always trained.
+
+        Raises:
+            UserError: more unlocked groups than the image tower has.
+        """
+        names = [name for name, _ in model.named_parameters()]
+        locked: set[str] = set()
+        if config.lock_image:
+            groups = group_parameters(model, model.group_matcher())
+            kept = [[name for name in groups[at] if not name.startswith(("text.", "head."))] for at in sorted(groups)]
+            kept = [group for group in kept if group]
+            if config.lock_image_unlocked_groups > len(kept):
+                raise UserError(
+                    f"--lock-image-unlocked-groups {config.lock_image_unlocked_groups}: the image tower has "
+                    f"{len(kept)} groups (its stem and {len(model.blocks)} blocks)"
+                )
+            locked |= {name for group in kept[: len(kept) - config.lock_image_unlocked_groups] for name in group}
+        if config.lock_text:
+            locked |= {name for name in names if name.startswith("text.") and "text.logit_" not in name}
+        return frozenset(locked)
 
     @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:

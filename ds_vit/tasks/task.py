@@ -214,6 +214,11 @@ class Task(ABC):
         return create_model(spec, for_training=for_training)
 
     @classmethod
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
+        """The parameters that the task's flags freeze."""
+        return frozenset()
+
+    @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:
         """The main tower as a list of layers, to be run one after the other or distributed over pipeline stages."""
         return take_apart(tower_of(model, MAIN_TOWER))

@@ -389,6 +389,34 @@ def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):
     assert row["text_to_image_r10"] > row["text_to_image_r1"]
 
 
+# ---- locked towers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unlocked", [0, 1, 2])
+def test_lock_image_freezes_what_open_clip_does(tmp_path, unlocked):
+    # Catches: groups counted from the other end, a projection or a text tower among them.
+    timm_model = pytest.importorskip("open_clip.timm_model")
+    theirs = timm_model.TimmModel("vit_tiny_patch16_224", 16, image_size=16, pool="", proj="linear")
+    theirs.lock(unlocked_groups=unlocked)
+    expected = {name for name, parameter in theirs.trunk.named_parameters() if not parameter.requires_grad}
+    flags = ["--lock-image", *(["--lock-image-unlocked-groups", unlocked] if unlocked else [])]
+    argv = command(tmp_path / "run", "clip", 1, 1, 1, *flags, "--model-kwargs", "depth=12", "--lock-text")
+    run = resolved(argv)
+    assert {name for name in run.model.frozen if not name.startswith("text.")} == expected
+    trained = {name for name, _ in run.model.whole.named_parameters()} - run.model.frozen
+    assert {name for name in trained if name.startswith("text.")} == {"text.logit_scale"}
+    assert "head.weight" in trained
+
+
+def test_a_locked_tower_trains_alike(ranks, tmp_path):
+    # Catches: a tower without gradients in a pipeline, or whose shard ZeRO-3 updates.
+    lit = ("--lock-image", "--lock-image-unlocked-groups", 1)
+    one = train(ranks, tmp_path / "one", "clip", 1, 0, 1, *lit)
+    assert_same_curve(one, train(ranks, tmp_path / "dp", "clip", 2, 3, 4, *lit), rtol=RTOL)
+    assert_same_curve(one, train(ranks, tmp_path / "pp", "clip", 2, 1, 4, "--pp", 2, *lit), rtol=RTOL)
+    assert max(row["grad_norm"] for row in one) > 0
+
+
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 REJECTED = {
@@ -396,6 +424,8 @@ REJECTED = {
     "--smoothing 0.2": "no classes",
     "--num-classes 10": "no classes",
     "--layer-decay 0.7": "text tower",
+    "--lock-image --lock-image-unlocked-groups 9": "the image tower has 3 groups",
+    "--lock-image-unlocked-groups 1": "--lock-image",
     "--text-model clip_bose": "the nearest is clip_base",
     "--text-heads 5": "--text-width 24 must be a multiple of --text-heads 5; the nearest is 25",
     "--mask-ratio 0.5": "it is of --task mae",

@@ -103,7 +103,7 @@ def resolve_model(
             check_cut(tower_of(whole, name), config.tp)
     if config.drop_path_compute == "kept":
         check_kept(whole)
-    frozen = frozen_names(whole, config.freeze, config.linear_probe)
+    frozen = frozen_names(whole, config.freeze, config.linear_probe, task_type.locked_names(whole, config))
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
         check_sizes(whole, config.model, sizes)
