@@ -160,13 +160,13 @@ def test_the_index_of_captions(tmp_path, monkeypatch):
 
 # Pairs that do not match
 
-BARE = r"of 14 images, 1 images have no caption \(cat/02.*\)"
+BARE = r"14 images, 1 without a caption \(cat/02.*\)"
 MISMATCHES = {
     "folder": [
         (lambda root: (root / "folder/train/cat/02.txt").unlink(), BARE),
         (
             lambda root: [(root / f"folder/train/dog/{n}.png").unlink() for n in ("03", "05")],
-            r"of 12 images, 2 captions have no image \(dog/03.txt, dog/05.txt\); add what is missing",
+            r"12 images, 2 captions without an image \(dog/03.txt, dog/05.txt\); add what is missing",
         ),
         (
             lambda root: shutil.rmtree(root / "folder/train/cat") or shutil.rmtree(root / "folder/train/dog"),
@@ -176,7 +176,7 @@ MISMATCHES = {
     "csv": [
         (
             lambda root: (root / "folder/train/dog/03.png").unlink(),
-            r"train.csv: of 13 images, 1 captions have no image \(dog/03.png\)",
+            r"train.csv: 13 images, 1 captions without an image \(dog/03.png\)",
         ),
         (
             lambda root: (root / "folder/train/train.csv").write_text("image;text\na.png\n"),
@@ -191,7 +191,7 @@ MISMATCHES = {
     "txt": [
         (
             lambda root: write_shard(root / "txt/train-000.tar", {"a.png": b"", "b/c.txt": b"x", "b/c.cls": b"1"}),
-            r"train-000.tar: of 1 images, 1 images have no caption \(a\) and 1 captions have no image \(b/c\)",
+            r"train-000.tar: 1 images, 1 without a caption \(a\) and 1 captions without an image \(b/c\)",
         ),
     ],
     "json key": [
@@ -201,7 +201,7 @@ MISMATCHES = {
         ),
         (
             lambda root: write_shard(root / "key/train-000.tar", {"a.png": b"", "a.json": b'{"caption": "x"}'}),
-            r"1 images have no caption \(a\)",
+            r"1 images, 1 without a caption \(a\)",
         ),
     ],
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ds_vit.fault_tolerance.errors import UserError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # of a byte that was not UTF-8
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Captions:
 def clean_captions(captions: Iterable[str | None]) -> tuple[str, ...]:
     """Captions without blanks around them and without empty ones; none if one was not UTF-8 (`surrogateescape`)."""
     stripped = [caption.strip() for caption in captions if caption]
-    if any("\ud800" <= letter <= "\udfff" for caption in stripped for letter in caption):
+    if any(map(_SURROGATE.search, stripped)):
         return ()
     return tuple(filter(None, stripped))
 
@@ -100,11 +103,9 @@ def check_matches(where: str, without_text: Collection[str], without_image: Coll
         num: how many images there are.
     """
     problems: list[str] = []
-    for names, what in ((without_text, "images have no caption"), (without_image, "captions have no image")):
+    for names, what in ((without_text, "without a caption"), (without_image, "captions without an image")):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
             problems.append(f"{len(names):,} {what} ({shown})")
     if problems:
-        raise UserError(
-            f"{where}: of {num:,} images, {' and '.join(problems)}; add what is missing, or remove the rest"
-        )
+        raise UserError(f"{where}: {num:,} images, {' and '.join(problems)}; add what is missing, or remove the rest")
