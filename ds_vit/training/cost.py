@@ -55,6 +55,11 @@ class Cost:
         model = self.config.model
         return self.of_rank(model.task.layers(model.whole))
 
+    @property
+    def _bounds(self) -> tuple[int, ...]:
+        """Of the stages; one stage has the layers of all towers."""
+        return self.config.model.bounds if self.config.layout.pp > 1 else (0, len(self.layers))
+
     def of_rank(self, layers: list[Layer]) -> list[Layer]:
         """Whole layers as the first rank of a tensor-parallel group has them, converted in place."""
         config, model = self.config, self.config.model
@@ -96,7 +101,7 @@ class Cost:
             states=states_per_element(optimizer.cls, optimizer.arguments) if optimizer else None,
             fallback=(optimizer.fallback if optimizer else None) or frozenset(),
         )
-        return memory_by_stage(layers, config.model.bounds, self.rules)
+        return memory_by_stage(layers, self._bounds, self.rules)
 
     def memory(self) -> list[RankMemory]:
         """The memory of a rank of each pipeline stage, with the run's micro-batch."""
@@ -117,7 +122,7 @@ class Cost:
         per_node = config.local_world_size or found.gpus_per_node
         return step_time(
             self._works,
-            config.model.bounds,
+            self._bounds,
             Machine(found, layout.world_size, per_node, inside or link(found.inside), link("ib400")),
             config.batch,
             self.rules,
