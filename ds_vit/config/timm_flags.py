@@ -1,7 +1,9 @@
-"""The equivalent of each flag of timm's train.py that ds_vit does not have: text, flags, or values of the JSON.
+"""The equivalent of each flag of timm's train.py and of open_clip's trainer that ds_vit does not have: text, flags, or
+values of the JSON.
 
-Flags of timm 1.0.31 (https://github.com/huggingface/pytorch-image-models, train.py). Error messages and `ds-vit
-from-timm` read the same table.
+Flags of timm 1.0.31 (https://github.com/huggingface/pytorch-image-models, train.py) and open_clip 3.3.0
+(https://github.com/mlfoundations/open_clip, src/open_clip_train/params.py). Error messages and `ds-vit from-timm` read
+the same table.
 """
 
 from __future__ import annotations
@@ -132,6 +134,22 @@ def _precision(words: Sequence[str], given: Given) -> Answer:
     return Answer('or "fp16" or "torch_autocast"; ds_configs/ has a file for each', values={f"{kind}.enabled": True})
 
 
+def _precision_of_open_clip(words: Sequence[str], given: Given) -> Answer:
+    name = words[0] if words else "amp"
+    if name == "fp32":
+        return Answer("it is what a JSON without bf16, fp16 and torch_autocast has; drop it")
+    if name.startswith("amp"):
+        dtype = "bfloat16" if name.startswith("amp_bf") else "float16"
+        return Answer(values={"torch_autocast.enabled": True, "torch_autocast.dtype": dtype})
+    kind = "fp16" if name.endswith("fp16") else "bf16"
+    return Answer("weights are updated in fp32", values={f"{kind}.enabled": True})
+
+
+def _schedule_of_open_clip(words: Sequence[str], given: Given) -> Answer:
+    names = {"const": "constant", "const-cooldown": "wsd"}
+    return Answer("", ("--sched", *(names.get(word, word) for word in words)))
+
+
 def _base_rate(words: Sequence[str], given: Given) -> Answer:
     if "lr" in given:
         return Answer("--lr is given, and the rate; drop it")
@@ -215,13 +233,69 @@ _HINTS: Mapping[str, str | _Entry] = {
     "num_evals": "--eval-interval N, in epochs",
     "num_logs": "--log-interval N, in optimizer steps",
     "tta": "evaluation uses one crop; drop it",
+    # open_clip's: data
+    "train_data": "--data-dir DIR has images with .txt files; --dataset wds/DIR, csv/FILE, parquet/DIR (docs/data.md)",
+    "val_data": "the evaluation split is --val-split of the same data (docs/data.md)",
+    "dataset_type": "it is the first word of --dataset: wds/DIR, csv/FILE, parquet/DIR, hfds/DIR",
+    "dataset_resampled train_data_upsampling_factors": "an epoch shows each sample once; several --data-dir are mixed "
+    "by --data-weights",
+    "imagenet_val imagenet_v2 zeroshot_frequency": "retrieval over --val-split is evaluated, every --eval-interval "
+    "epochs",
+    "val_frequency": _flag("--eval-interval", "in epochs"),
+    # loss, model
+    "siglip": lambda words, given: Answer("", ("--task", "siglip")),
+    "local_loss gather_with_grad": "always so: each rank compares its rows with those of all ranks, and gradients flow "
+    "back to them; drop it",
+    "loss_dist_impl": "the gathered features are compared a few rows at a time in every layout; drop it",
+    "accum_freq": _flag("--grad-accum-steps", "the loss is that of the global batch all the same"),
+    "pretrained_image": lambda words, given: Answer("it is for the image tower", ("--pretrained",)),
+    "force_quick_gelu": lambda words, given: Answer(
+        "with an image tower of timm's clip_quickgelu names", ("--text-model", "clip_base_quickgelu")
+    ),
+    "force_patch_dropout": lambda words, given: Answer(
+        "", ("--model-kwargs", *(f"patch_drop_rate={x}" for x in words))
+    ),
+    "force_custom_text": "there is one kind of text tower; drop it",
+    "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
+    "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",
+    "coca_*": "CoCa is not here; drop it",
+    "distill_model distill_pretrained": "there is no distillation here; drop it",
+    "use_bnb_linear": "linear layers in 8 bits are not here; drop it",
+    "trace": "a run trains the eager model; drop it",
+    # optimizer
+    "precision": _precision_of_open_clip,
+    "beta1 beta2": "the DeepSpeed JSON has both in optimizer.params.betas",
+    "eps": _value("optimizer.params.eps"),
+    "wd": _flag("--weight-decay"),
+    "warmup": _flag("--warmup-steps"),
+    "grad_clip_norm": _flag("--clip-grad"),
+    "use_bn_sync": "ViTs have no such layer; drop it",
+    "skip_scheduler": lambda words, given: Answer("", ("--sched", "constant")),
+    "lr_scheduler": _schedule_of_open_clip,
+    "epochs_cooldown lr_cooldown_end lr_cooldown_power": "--sched wsd decays in the last --wsd-decay-fraction of a run",
+    # ranks and what is written
+    "horovod dist_url dist_backend no_set_device_rank ddp_static_graph": "the launcher and DeepSpeed connect the "
+    "ranks; drop it",
+    "logs name": "the run's folder is --output DIR",
+    "log_local copy_codebase remote_sync remote_sync_frequency remote_sync_protocol": "rank 0 writes --output; drop it",
+    "log_every_n_steps": _flag("--log-interval"),
+    "save_frequency": "--checkpoint-interval epoch, 500 (steps) or 30m (time)",
+    "save_most_recent delete_previous_checkpoint": "--keep-checkpoints N keeps the newest; drop it",
+    "report_to": "TensorBoard's events are always written, --wandb adds Weights & Biases; drop it",
+    "wandb_project_name": _flag("--wandb-project"),
+    "wandb_notes": "drop it",
+    "debug": "--verbose shows DeepSpeed's log",
+    "cache_dir": "weights are cached where HF_HOME in the environment says",
     "wandb_tags wandb_resume_id": 'the DeepSpeed JSON has "wandb": {"enabled": true, "group": …, "team": …}; drop it',
 }
 _SWITCHES = """
     amp native_amp apex_amp no_resume_opt torchscript channels_last fast_norm no_ddp_bb synchronize_step model_ema_v2
     model_ema_force_cpu sched_on_updates warmup_prefix layer_decay_no_opt_scale jsd_loss resplit sync_bn split_bn
     pin_mem no_prefetcher use_multi_epochs_loader worker_seeding save_images naflex_loader
-    dataset_trust_remote_code
+    dataset_trust_remote_code dataset_resampled siglip local_loss gather_with_grad pretrained_image force_quick_gelu
+    force_custom_text lock_image_freeze_bn_stats lock_text_freeze_layer_norm use_bnb_linear trace use_bn_sync
+    skip_scheduler horovod no_set_device_rank ddp_static_graph log_local copy_codebase save_most_recent
+    delete_previous_checkpoint debug
 """
 _SEVERAL = "opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile"
 
@@ -232,7 +306,7 @@ def _entry(name: str) -> str | _Entry | None:
 
 
 def words_of(name: str) -> int | None:
-    """The number of words that a flag of timm's takes: 0, 1, or None for all up to the next flag.
+    """The number of words that a flag of timm's or open_clip's takes: 0, 1, or None for all up to the next flag.
 
     Args:
         name: by its recipe name.
@@ -245,7 +319,7 @@ def words_of(name: str) -> int | None:
 
 
 def timm_answer(name: str, words: Sequence[str] = (), given: Given = MappingProxyType({})) -> Answer | None:
-    """The equivalent of a flag of timm's.
+    """The equivalent of a flag of timm's or open_clip's.
 
     Args:
         name: by its recipe name, with underscores.
@@ -253,7 +327,7 @@ def timm_answer(name: str, words: Sequence[str] = (), given: Given = MappingProx
         given: all flags of the command.
 
     Returns:
-        None for a name that is not timm's.
+        None for a name that is neither's.
     """
     entry = _entry(name)
     return Answer(entry) if isinstance(entry, str) else entry and entry(words, given)

@@ -51,14 +51,28 @@ _FLAGS = """
     --kd-student-feature-dim --kd-teacher-feature-dim --kd-token-distill-type
 """
 TIMM = _FLAGS.split()
+# Every flag of src/open_clip_train/params.py in open_clip 3.3.0 that is not one of timm's, except --lock-….
+_OPEN_CLIP_FLAGS = """
+    --train-data --train-data-upsampling-factors --val-data --dataset-type --dataset-resampled --csv-separator
+    --csv-img-key --csv-caption-key --imagenet-val --imagenet-v2 --cache-dir --logs --log-local --name --epochs-cooldown
+    --beta1 --beta2 --eps --wd --warmup --use-bn-sync --skip-scheduler --lr-scheduler --lr-cooldown-end
+    --lr-cooldown-power --save-frequency --save-most-recent --zeroshot-frequency --val-frequency --precision
+    --pretrained-image --lock-image-freeze-bn-stats --local-loss --gather-with-grad --force-quick-gelu
+    --force-patch-dropout --force-custom-text --trace --accum-freq --dist-url --dist-backend --report-to --wandb-notes
+    --wandb-project-name --debug --copy-codebase --horovod --ddp-static-graph --no-set-device-rank --grad-clip-norm
+    --lock-text-freeze-layer-norm --log-every-n-steps --coca-caption-loss-weight --coca-contrastive-loss-weight
+    --remote-sync --remote-sync-frequency --remote-sync-protocol --delete-previous-checkpoint --distill-model
+    --distill-pretrained --use-bnb-linear --siglip --loss-dist-impl
+"""
+OPEN_CLIP = _OPEN_CLIP_FLAGS.split()
 OURS = {word for action in build_parser()._actions for word in action.option_strings}
 NAMES = [name for names in timm_flags._HINTS for name in names.split()]
 HINTS = [timm_flags.timm_answer(name.strip("*"), ["x"]).text for name in NAMES]
 
 
-@pytest.mark.parametrize("flag", TIMM)
-def test_each_flag_of_timm_is_one_of_ours_or_has_a_hint(flag):
-    """A flag of timm's that is answered by the flag that is spelled like it, or by nothing."""
+@pytest.mark.parametrize("flag", [*TIMM, *OPEN_CLIP])
+def test_each_flag_of_timm_and_open_clip_is_one_of_ours_or_has_a_hint(flag):
+    """A flag of theirs that is answered by the flag that is spelled like it, or by nothing."""
     name = flag.lstrip("-").replace("-", "_")
     answer = timm_flags.timm_answer(name, ["1"] if timm_flags.words_of(name) != 0 else [])
     hint = answer and answer.text
