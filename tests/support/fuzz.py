@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import tp_models
 import vits
 from accidents import spoil_batches
@@ -969,10 +970,11 @@ def assert_same_evaluation(a: dict[int, Row], b: dict[int, Row], tolerance: Tole
     """Assert that two runs evaluated at the same steps, counted the same images and agree."""
     assert a.keys() == b.keys(), f"evaluated at steps {[*a]} and {[*b]}"
     for step, row in a.items():
-        figures = [key for key in ("top1", "top5", "knn_top1", "linear_top1", "r1") if key in row]
+        figures = [key for key in ("top1", "top5", "knn_top1", "linear_top1") if key in row]
         for key in ("images", *(figures if tolerance.exact else ())):
             assert row[key] == b[step][key], f"evaluation at step {step}: {key} {row[key]} and {b[step][key]}"
-        if "loss" not in row:  # of pairs
+        if "r1" in row:  # of pairs: their features are so close after a few steps that rounding exchanges some
+            assert row["r1"] == pytest.approx(b[step]["r1"], abs=0.5), f"evaluation at step {step}"
             continue
         deviation = abs(row["loss"] - b[step]["loss"]) / abs(row["loss"])
         assert deviation <= tolerance.loss, f"evaluation at step {step}: loss {row['loss']} and {b[step]['loss']}"
