@@ -141,7 +141,7 @@ class CheckpointManager:
             config.keep,
             engine.groups.files,
             apart=task.weight_files(),
-            metadata=names_as_metadata(task.class_names),
+            metadata=names_as_metadata(task.class_names, task.tokenizer.name if task.tokenizer else ""),
         )
         self._saved_step: int | None = None  # of the last save that was started, or resumed from
         self._complete_step: int | None = None  # of the last save that was completed, or resumed from

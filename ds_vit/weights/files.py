@@ -1,9 +1,9 @@
 """Finds weights on disk, of a run or of any tool, and opens them as a dictionary from timm's names to tensors.
 
 Accepted are .safetensors, the index.json of a sharded one, torch files (.pth, .pt, .bin, .tar; read with
-`weights_only=True`), and a folder that holds either: timm's own, or one of Hugging Face's `ViTForImageClassification`,
-whose names are translated. As in timm, an EMA inside a training checkpoint is preferred. The tensors are mapped into
-memory: only values that are used are read.
+`weights_only=True`), and a folder that holds either: timm's own, one of Hugging Face's `ViTForImageClassification`,
+`CLIPModel` or `SiglipModel`, or open_clip's. Foreign names are translated. As in timm, an EMA inside a training
+checkpoint is preferred. The tensors are mapped into memory: only values that are used are read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from ds_vit.checkpoint.tensors import TensorFiles
 from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.run_folder import WEIGHTS, RunFolder, weights_in
 from ds_vit.weights.hf_names import from_hf, is_hf
+from ds_vit.weights.two_tower_names import from_two_towers, is_two_towers
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-_IN_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
+_IN_FOLDER = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin",
+    "open_clip_pytorch_model.bin",
+)
+_TEXT = {"model": "text", "ema": "ema-text"}  # the text tower of a run, beside its image tower
 _DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
@@ -75,7 +83,8 @@ def _file_of(path: Path) -> Path:
 def _shards(path: Path) -> list[Path]:
     """The files that a .safetensors or its index.json consists of.
 
-    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first.
+    Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. A text tower that
+    a run wrote beside its image tower follows.
     """
     files = [path]
     if path.suffix == ".json":
@@ -83,11 +92,14 @@ def _shards(path: Path) -> list[Path]:
     if path.name.startswith("ema.safetensors"):
         raw = [path.parent / name for name in _IN_FOLDER[:2] if (path.parent / name).is_file()]
         files = [*(_shards(raw[0]) if raw else []), *files]
+    if text := _TEXT.get(path.name.split(".")[0]):
+        candidates = (path.with_name(f"{text}.safetensors{ending}") for ending in (".index.json", ""))
+        files = [*files, *(file for found in candidates if found.is_file() for file in _shards(found))]
     return files
 
 
 def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, under timm's names where the file has Hugging Face's.
+    """The tensors of a checkpoint, under the names here where the file has Hugging Face's or open_clip's.
 
     Raises:
         UserError: it does not exist, cannot be read, or holds more than tensors.
@@ -106,12 +118,26 @@ def open_weights(path: str | Path) -> dict[str, torch.Tensor]:
             ) from error
         why = "it is not a dictionary of tensors" if isinstance(error, AttributeError) else error
         raise UserError(f"initial checkpoint {path} cannot be read: {why}") from error
+    if is_two_towers(tensors):
+        return from_two_towers(tensors)
     return from_hf(tensors) if is_hf(tensors) else tensors
 
 
-def names_as_metadata(class_names: Sequence[str]) -> dict[str, str]:
-    """Class names for the header of a safetensors file, whose values are strings; `class_names` reads them."""
-    return {"class_names": json.dumps(list(class_names))} if class_names else {}
+def names_as_metadata(class_names: Sequence[str], tokenizer: str = "") -> dict[str, str]:
+    """Names for the header of a safetensors file, whose values are strings.
+
+    Args:
+        class_names: of the classes; the function of that name reads them.
+        tokenizer: `Tokenizer.name` of a text tower; `tokenizer_name` reads it.
+    """
+    names = {"class_names": json.dumps(list(class_names))} if class_names else {}
+    return {**names, "tokenizer": tokenizer} if tokenizer else names
+
+
+def tokenizer_name(path: str | Path) -> str:
+    """The name of the tokenizer that a text tower was trained with; empty if the weights do not say it."""
+    file = _file_of(Path(path))
+    return TensorFiles(_shards(file)).metadata.get("tokenizer", "") if file.suffix in _SAFETENSORS else ""
 
 
 def class_names(path: str | Path) -> tuple[str, ...]:
@@ -134,9 +160,9 @@ def class_names(path: str | Path) -> tuple[str, ...]:
     return () if default else tuple(str(name) for name in names)
 
 
-def config_beside(path: Path) -> dict[str, Any]:
-    """The config.json in the folder of weights; empty if there is none."""
-    file = (path if path.is_dir() else path.parent) / "config.json"
+def config_beside(path: Path, name: str = "config.json") -> dict[str, Any]:
+    """The config.json, or a file of another name, in the folder of weights; empty if there is none."""
+    file = (path if path.is_dir() else path.parent) / name
     if not file.is_file():
         return {}
     try:

@@ -34,7 +34,7 @@ _MARK = "embeddings.patch_embeddings.projection.weight"
 _PREFIXES = ("vit.", "deit.", "")  # of the whole classifier, DeiT's twin of it, and the bare encoder
 
 # Hugging Face's `hidden_act` → the class of timm's activation.
-ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh"}
+ACTIVATIONS = {"gelu": "GELU", "gelu_pytorch_tanh": "GELUTanh", "quick_gelu": "QuickGELU"}
 
 
 def _split(name: str) -> tuple[str, str, str]:

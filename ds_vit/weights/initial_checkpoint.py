@@ -20,13 +20,17 @@ from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models import MAIN_TOWER, ContrastiveModel
 from ds_vit.models.hub import hub_file
+from ds_vit.models.layers import Layer
 from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
 from ds_vit.models.zoo import TimmViT, names_and_shapes
-from ds_vit.weights.files import class_names, config_beside, open_weights
+from ds_vit.weights.files import class_names, config_beside, open_weights, tokenizer_name
 from ds_vit.weights.hf_names import check_hf_config
+from ds_vit.weights.two_tower_names import check_two_towers
 
+_TEXT = "text."
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
 
 
@@ -87,15 +91,35 @@ def _other_shapes(given: Mapping[str, torch.Size], wanted: Mapping[str, torch.Si
     return other
 
 
+def _as_projection(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without a classifier; a projection to features has no bias, or one of zeros where timm translates its name."""
+    bias = tensors.get("head.bias")
+    left_out = () if bias is None else ("head.bias", *(("head.weight",) if bias.any() else ()))
+    return {name: tensor for name, tensor in tensors.items() if name not in left_out}
+
+
 def _new_classifier(
     model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size]
 ) -> tuple[str, ...]:
-    """The classifier's parameters, if the file has none or one of another number of classes."""
+    """The classifier's parameters, if the file has none or one of another number of classes.
+
+    The projection of a contrastive model, which has no bias, is such a classifier.
+    """
     own = sorted(classifier_names(model))
     other_classes = all(
-        name in given and given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in own
+        given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in own if name in given
     )
-    return tuple(own) if other_classes or not any(name in given for name in own) else ()
+    return tuple(own) if other_classes else ()
+
+
+def _text_names(model: nn.Module) -> tuple[str, ...]:
+    """The parameters of a contrastive model's text tower; none in another model, or without that tower."""
+    return tuple(name for name, _ in model.named_parameters() if name.startswith(_TEXT))
+
+
+def _prefix(layer: nn.Module) -> str:
+    """Of the names of a layer's tensors in the whole model."""
+    return layer.prefix if isinstance(layer, Layer) else ""
 
 
 class InitialCheckpoint:
@@ -106,6 +130,7 @@ class InitialCheckpoint:
             masked autoencoder's decoder, if the file has none. They keep their drawn values.
         left_out: parameters of a masked autoencoder's decoder, which the file has and the model does not.
         adapted: resampled tensors by name, with their shape in the file.
+        tokenizer: the name of the tokenizer of the file's text tower; empty if the file does not say it.
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
             translation of foreign names leaves out or merges into others.
     """
@@ -132,12 +157,15 @@ class InitialCheckpoint:
         """
         path = Path(path)
         tensors = open_weights(path)
-        decoder = sorted(decoder_names(model))
-        self.left_out = () if decoder else tuple(filter(is_of_decoder, tensors))
+        self.left_out = tuple(
+            name
+            for name in tensors
+            if (is_of_decoder(name) and not decoder_names(model)) or (name.startswith(_TEXT) and not _text_names(model))
+        )
+        self.tokenizer = tokenizer_name(path) if _text_names(model) else ""
         self._wanted = names_and_shapes(model)
         try:
-            if isinstance(model, get_args(TimmViT)):
-                check_hf_config(config_beside(path), model)
+            self._check_config(path, model, tensors)
             self._fit(
                 model, {name: tensors[name] for name in tensors if name not in self.left_out}, resample_patch_embed
             )
@@ -146,6 +174,18 @@ class InitialCheckpoint:
             raise UserError(f"initial checkpoint {path} does not fit {architecture}: {error}") from error
         self._classifier = classifier_names(model) - {*self.newly_initialised}
         self._rows, self._note = self._class_rows(class_names(path), classes)
+
+    @staticmethod
+    def _check_config(path: Path, model: TimmViT, tensors: Mapping[str, Any]) -> None:
+        """Compare with the model what the tool's config says; UserError for what differs."""
+        config = config_beside(path)
+        if not _text_names(model):
+            if isinstance(model, get_args(TimmViT)):
+                check_hf_config(config, model)
+            return
+        shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        of_open_clip = config_beside(path, "open_clip_config.json").get("model_cfg", {})
+        check_two_towers(model, shapes, config, of_open_clip)
 
     def _class_rows(self, theirs: Sequence[str], ours: Sequence[str]) -> tuple[list[int] | None, str]:
         """The file's row of each class where the order differs, and a line for people."""
@@ -159,12 +199,15 @@ class InitialCheckpoint:
 
     def _fit(self, model: TimmViT, tensors: dict[str, torch.Tensor], resample_patch_embed: bool) -> None:
         """Translate and compare; UserError for what differs."""
-        wanted, decoder = self._wanted, sorted(decoder_names(model))
+        wanted, decoder, text = self._wanted, sorted(decoder_names(model)), _text_names(model)
+        opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        if isinstance(model, ContrastiveModel):
+            tensors = _as_projection(tensors)
+        of_text = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_TEXT)}
         self._foreign = not set(tensors) <= set(wanted)
         self._of_timm = isinstance(model, get_args(TimmViT))
         if not self._foreign:
             require_tensors(tensors)  # among foreign names timm decides which are used
-        opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         parameters = [name for name, _ in model.named_parameters() if name in opened]
         if integers := [name for name in parameters if not opened[name].is_floating_point()]:
             raise UserError(
@@ -172,7 +215,7 @@ class InitialCheckpoint:
                 "quantised weights back first"
             )
         shapes = {name: tensor.shape for name, tensor in opened.items()}
-        self.adapted = _other_shapes(shapes, wanted)
+        self.adapted = _other_shapes({name: shapes[name] for name in shapes if name not in of_text}, wanted)
         if "patch_embed.proj.weight" in self.adapted and not resample_patch_embed:
             theirs, ours = (tuple(s["patch_embed.proj.weight"][2:]) for s in (self.adapted, wanted))
             raise UserError(
@@ -184,12 +227,15 @@ class InitialCheckpoint:
             require_tensors(self._values)
         else:
             self._values = tensors | _translate(model, {name: tensors[name] for name in _RESAMPLED if name in tensors})
+        if isinstance(model, ContrastiveModel):
+            self._values = _as_projection(self._values) | of_text
         if not classifier_names(model):
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
         self.newly_initialised = (
             *_new_classifier(model, wanted, given),
             *(() if any(name in given for name in decoder) else decoder),
+            *(() if of_text else text),
         )
         in_file, in_model = ({name: str(tuple(s)) for name, s in shapes.items()} for shapes in (given, wanted))
         differences = [
@@ -208,6 +254,11 @@ class InitialCheckpoint:
         self.ignored = {name: shape for name, shape in shapes.items() if name not in used}
 
     @property
+    def towers(self) -> frozenset[str]:
+        """The towers of the model that may have values here."""
+        return frozenset({MAIN_TOWER} | ({"text"} if any(name.startswith(_TEXT) for name in self._wanted) else set()))
+
+    @property
     def summary(self) -> str:
         """The tensors that are loaded, resampled, newly initialised and ignored, for people."""
         num_taken = len(self._wanted) - len(self.newly_initialised) - len(self.adapted)
@@ -223,12 +274,13 @@ class InitialCheckpoint:
 
     def covers(self, layer: nn.Module) -> bool:
         """Whether the file gives every value of a layer."""
-        return not any(name in self.newly_initialised for name in layer.state_dict())
+        return not any(_prefix(layer) + name in self.newly_initialised for name in layer.state_dict())
 
     def load(self, layer: nn.Module) -> None:
         """Copy the file's values into a layer of `take_apart`; only these are read."""
         with torch.no_grad():
-            for name, tensor in layer.state_dict().items():
+            for local, tensor in layer.state_dict().items():
+                name = _prefix(layer) + local
                 if name not in self.newly_initialised:
                     value = self._values[name]
                     tensor.copy_(value[self._rows] if self._rows and name in self._classifier else value)

@@ -167,7 +167,7 @@ def test_another_patch_size(tmp_path, capsys):
 def test_foreign_names_keep_their_patch_size(tmp_path, capsys):
     # Catches: a kernel under a foreign name that is resampled unseen; what a translation leaves out.
     state = timm.create_model(NAME, img_size=32, **{**KWARGS, "patch_size": 16}).state_dict()
-    foreign = {f"visual.trunk.{name}": tensor for name, tensor in state.items()}
+    foreign = {f"module.visual.trunk.{name}": tensor for name, tensor in state.items()}
     save_file({**foreign, "logit_scale": torch.zeros(1)}, tmp_path / "clip.safetensors")
     argv = words("--model", NAME, "--initial-checkpoint", tmp_path / "clip.safetensors")
     assert "it is of patches of 16 x 16 pixels" in refusal(capsys, argv)

@@ -17,7 +17,7 @@ from ds_vit.data import ImageConfig, describe_cut_captions
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, ModelSpec, TimmViT, frozen_names, image_size, tower_of
+from ds_vit.models import MAIN_TOWER, ContrastiveModel, ModelSpec, TimmViT, frozen_names, image_size, tower_of
 from ds_vit.models.kept_rows import check_kept
 from ds_vit.models.layers import tower_names
 from ds_vit.models.resolution import check_sizes
@@ -96,7 +96,7 @@ def resolve_model(
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
-    initial, notes = (None, []) if resumes else _initial_weights(config, tower_of(whole, MAIN_TOWER), classes)
+    initial, notes = (None, []) if resumes else _initial_weights(config, whole, classes)
     notes += _unseen_pixels(whole)
     if config.tp > 1:
         for name in tower_names(whole):
@@ -112,6 +112,7 @@ def resolve_model(
         worker_transform(pixels, config.augment)
     task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
     task.check()
+    _check_tokenizer(initial, task)
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
@@ -136,6 +137,8 @@ def _initial_weights(
     config: RunConfig, whole: TimmViT, classes: Sequence[str]
 ) -> tuple[InitialCheckpoint | None, list[str]]:
     """The source of the weights, and lines for people about it; None for random weights."""
+    if not isinstance(whole, ContrastiveModel):  # whose files have both towers
+        whole = tower_of(whole, MAIN_TOWER)
     if not config.pretrained and not config.initial_checkpoint:
         if not {".", ":"}.intersection(config.model):
             return None, []
@@ -149,7 +152,8 @@ def _initial_weights(
     initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed, classes=classes)
     notes = [f"weights from {source}: {initial.summary}"]
     if initial.left_out:
-        notes.append(f"{source} has a decoder of {len(initial.left_out)} tensors, which is left out")
+        what = "text tower" if initial.left_out[0].startswith("text.") else "decoder"
+        notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is left out")
     if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")
     return initial, notes
@@ -177,6 +181,16 @@ def _check_labels(task_type: type[Task], data: DataConfig) -> None:
             raise UserError(f"--task {task_type.name} needs a class for each image; {where} has captions only")
         if task_type.has_text and not source.has_captions:
             raise UserError(f"--task {task_type.name} needs a caption for each image; {where} has none")
+
+
+def _check_tokenizer(initial: InitialCheckpoint | None, task: Task) -> None:
+    """Raise UserError if the ids of the text that the weights were trained on mean something else here."""
+    if initial is None or task.tokenizer is None or initial.tokenizer in ("", task.tokenizer.name):
+        return
+    raise UserError(
+        f"{task.config.initial_checkpoint} was trained with --tokenizer {initial.tokenizer}, and this run has "
+        f"{task.tokenizer.name}; give the same one"
+    )
 
 
 def _num_classes(config: RunConfig, task_type: type[Task], data: DataConfig) -> int:
