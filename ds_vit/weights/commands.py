@@ -22,6 +22,7 @@ from ds_vit.weights.source import MODEL_FLAGS
 
 _LOADED_WITH = {
     "timm": "timm.create_model('local-dir:{}', pretrained=True)",
+    "open_clip": "open_clip.create_model_and_transforms('local-dir:{}')",
     "onnx": "onnxruntime.InferenceSession('{}/model.onnx')",
 }
 
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     difference = export(**given)
     print(difference)
+    for note in difference.notes:
+        print(f"note: {note}")
     if not difference.within:
         largest = f"the largest difference {difference.largest:.1e} is beyond {TOLERANCE:g}"
         print(f"ds-vit export: error: {largest}; {difference.folder} is not kept", file=sys.stderr)
@@ -81,7 +84,7 @@ def _import_parser() -> argparse.ArgumentParser:
         "ds-vit import deepspeed-checkpoint --to weights.safetensors --model vit_base_patch16_224",
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a Hugging Face or timm folder, a DeepSpeed checkpoint, or a file"
+        "source", metavar="SOURCE", help="a Hugging Face, open_clip or timm folder, a DeepSpeed checkpoint, or a file"
     )
     parser.add_argument("--to", metavar="FILE", required=True, help="the .safetensors file to write")
     return parser

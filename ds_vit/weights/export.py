@@ -1,4 +1,4 @@
-"""Write weights for another tool (a timm folder, a Hugging Face folder, ONNX), load them there and compare."""
+"""Write weights for another tool (a folder of timm, Hugging Face or open_clip, ONNX), load them there and compare."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ds_vit import config as flags
 from ds_vit.checkpoint.tensors import save_weights
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import ContrastiveModel
 from ds_vit.tasks import task_of
-from ds_vit.weights import bridge_tower, hf
-from ds_vit.weights.files import find_weights, names_as_metadata
+from ds_vit.weights import bridge_tower, hf, two_towers
+from ds_vit.weights.files import StoredWeights, find_weights, names_as_metadata
 from ds_vit.weights.source import Exported, Predict, load_source
 
 TOLERANCE = 1e-4
@@ -41,12 +42,14 @@ class Difference:
         reader: the tool that loaded it back.
         largest: largest difference of a logit.
         scale: largest magnitude of a logit of the source.
+        notes: lines for people about what the tool does in another way.
     """
 
     folder: Path
     reader: str
     largest: float
     scale: float
+    notes: tuple[str, ...] = ()
 
     @property
     def within(self) -> bool:
@@ -122,6 +125,13 @@ def _load_onnx(folder: Path) -> Predict:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
+def _refuse_open_clip(exported: Exported, folder: Path) -> None:
+    raise UserError(
+        f"{exported.weights.path} has no text tower, and open_clip's models have one; --to timm writes a folder that "
+        "open_clip's timm_model_name reads"
+    )
+
+
 class _Format(NamedTuple):
     """A format to export to.
 
@@ -130,20 +140,59 @@ class _Format(NamedTuple):
         load: loads that folder as the tool does.
         reader: the package that loads it.
         packages: needed in addition to the required ones.
+        extra: of `launch/setup.sh`, which installs them.
+        pairs: the format of an image and a text tower, loaded as `two_towers.pairs`; None for the image tower only.
     """
 
     write: Callable[[Exported, Path], None]
     load: Callable[[Path], Predict]
     reader: str
     packages: tuple[str, ...] = ()
+    extra: str = "export"
+    pairs: _Format | None = None
 
 
 _FORMATS = {
     "timm": _Format(_write_timm, _load_timm, "timm"),
-    "hf": _Format(hf.write, hf.load, "transformers", ("transformers",)),
+    "hf": _Format(
+        hf.write,
+        hf.load,
+        "transformers",
+        ("transformers",),
+        pairs=_Format(two_towers.write_hf, two_towers.load_hf, "transformers"),
+    ),
     "onnx": _Format(_write_onnx, _load_onnx, "onnxruntime", ("onnx", "onnxruntime", "onnxscript")),
+    "open_clip": _Format(
+        _refuse_open_clip,
+        two_towers.load_open_clip,
+        "open_clip_torch",
+        ("open_clip",),
+        extra="text",
+        pairs=_Format(two_towers.write_open_clip, two_towers.load_open_clip, "open_clip_torch"),
+    ),
 }
 FORMATS = tuple(_FORMATS)
+
+
+def _load(
+    stored: StoredWeights, settings: dict[str, Any], labels: str | Path | None, to: str
+) -> tuple[Exported, _Format, Predict, tuple[str, ...]]:
+    """What to export, the format for it, what its tool has to predict, and lines for people."""
+    tool = _FORMATS[to]
+    values = {**(flags.load_recipe(str(stored.recipe)) if stored.recipe else {}), **settings}
+    if task_of(values).takes_pairs:
+        if to != "hf":
+            raise UserError(f"--to {to} has no counterpart of --task {values['task']}; use --to hf")
+        exported = bridge_tower.load(stored, values)
+        of_pairs = _Format(bridge_tower.write, bridge_tower.read, tool.reader)
+        return exported, of_pairs, bridge_tower.predict(exported.model), ()
+    exported = load_source(stored, settings, labels, with_text=True)
+    if not isinstance(exported.model, ContrastiveModel):
+        return exported, tool, exported.model, ()
+    if tool.pairs is None:
+        exported = two_towers.image_tower(exported)
+        return exported, tool, exported.model, ()
+    return exported, tool.pairs, two_towers.pairs(exported.model), two_towers.notes(exported, to)
 
 
 def export(
@@ -161,8 +210,10 @@ def export(
     Args:
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         to: "timm" (a folder that `timm.create_model("local-dir:…", pretrained=True)` reads), "hf" (a folder that
-            `ViTForImageClassification.from_pretrained` reads; of --task bridgetower
-            `BridgeTowerForContrastiveLearning`) or "onnx" (model.onnx, batch of any size).
+            `ViTForImageClassification.from_pretrained` reads; of a run with a text tower `CLIPModel` or `SiglipModel`,
+            of --task bridgetower `BridgeTowerForContrastiveLearning`), "onnx" (model.onnx, batch of any size) or
+            "open_clip" (a folder that `open_clip.create_model_and_transforms("local-dir:…")` reads). "timm" and "onnx"
+            have the image tower only.
         weights: "raw", or "ema" for the moving average.
         checkpoint: which one of a run's; see `find_weights`.
         output: the folder to write, which must not hold anything; default `export-<to>` in the folder of the weights.
@@ -180,20 +231,12 @@ def export(
         raise UserError(f"cannot export to {to!r}; known are {', '.join(FORMATS)}")
     tool = _FORMATS[to]
     if missing := [package for package in tool.packages if find_spec(package) is None]:
-        raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh export")
+        raise UserError(f"--to {to} needs {', '.join(missing)}: bash launch/setup.sh {tool.extra}")
     stored = find_weights(source, weights, checkpoint)
     folder = Path(output) if output else stored.folder / f"export-{to}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
-    values = {**(flags.load_recipe(str(stored.recipe)) if stored.recipe else {}), **settings}
-    of_pairs = task_of(values).takes_pairs
-    if of_pairs and to != "hf":
-        raise UserError(f"--to {to} has no counterpart of --task {values['task']}; use --to hf")
-    if of_pairs:
-        tool = tool._replace(write=bridge_tower.write, load=bridge_tower.read)
-        exported = bridge_tower.load(stored, values)
-    else:
-        exported = load_source(stored, settings, labels)
+    exported, tool, predict, notes = _load(stored, settings, labels, to)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -202,9 +245,8 @@ def export(
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
         tool.write(exported, partial)
-        own = bridge_tower.predict(exported.model) if of_pairs else exported.model
-        largest, scale = _compare(own, tool.load(partial), exported.image.img_size)
-        difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale)
+        largest, scale = _compare(predict, tool.load(partial), exported.image.img_size)
+        difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale, notes)
         if difference.within:
             partial.replace(folder)
         return difference

@@ -18,6 +18,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.data import ImageConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import TimmViT
 from ds_vit.weights.files import names_as_metadata
@@ -25,20 +26,27 @@ from ds_vit.weights.hf_names import ACTIVATIONS, has_counterpart, hf_names, need
 from ds_vit.weights.source import Exported, Predict
 
 
-def obstacles(model: TimmViT) -> list[str]:
-    """The parts of a model that `ViTForImageClassification` has no counterpart of; empty where it has all."""
-    if type(model) is not VisionTransformer:
-        return [f"timm's class {type(model).__name__}"]
-    block, names = model.blocks[0], {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in model.state_dict()}
+def unknown_modules(block: nn.Module) -> list[str]:
+    """The parts of a timm block that Hugging Face's blocks have no counterpart of; empty where they have all."""
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     kinds = (("block", block, Block), ("attention", attn, Attention), ("MLP", mlp, Mlp))
     act = type(getattr(mlp, "act", None)).__name__
     return [
         *(f"the {part} {type(module).__name__}" for part, module, kind in kinds if type(module) is not kind),
+        *([f"the activation {act}"] if act not in ACTIVATIONS.values() else []),
+    ]
+
+
+def obstacles(model: TimmViT) -> list[str]:
+    """The parts of a model that `ViTForImageClassification` has no counterpart of; empty where it has all."""
+    if type(model) is not VisionTransformer:
+        return [f"timm's class {type(model).__name__}"]
+    names = {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in model.state_dict()}
+    return [
+        *unknown_modules(model.blocks[0]),
         *sorted(name for name in names if not has_counterpart(name)),
         *sorted(f"no {name}" for name in needed_names() - names),
         *([f"global_pool {model.global_pool!r}"] if model.global_pool != "token" else []),
-        *([f"the activation {act}"] if act not in ACTIVATIONS.values() else []),
     ]
 
 
@@ -55,10 +63,15 @@ def _refuse(exported: Exported) -> None:
             f"Hugging Face's ViTForImageClassification has no counterpart of {'; '.join(missing)}: this model cannot "
             "be exported to hf; --to timm and --to onnx can"
         )
-    height, width = exported.image.img_size
+    refuse_images(exported.image)
+
+
+def refuse_images(image: ImageConfig) -> None:
+    """Reject images that Hugging Face's processors do not prepare; UserError with the reason."""
+    height, width = image.img_size
     if height != width:
         raise UserError(f"images of {height} x {width} pixels: Hugging Face's image processors make square ones only")
-    if exported.image.crop_mode == "border":
+    if image.crop_mode == "border":
         raise UserError("--crop-mode border: Hugging Face's image processors have no counterpart; use --to timm")
 
 
@@ -99,10 +112,10 @@ def write(exported: Exported, folder: Path) -> None:
         name = "vit.embeddings.position_embeddings"
         state[name] = nn.functional.pad(state[name], (0, 0, 1, 0))
     save_weights(folder, state, metadata=names_as_metadata(exported.labels))
-    _write_processor(exported, folder)
+    write_processor(exported, folder)
 
 
-def _write_processor(exported: Exported, folder: Path) -> None:
+def write_processor(exported: Exported, folder: Path) -> None:
     """timm's evaluation transform as an image processor: resize by the shorter edge, centre crop, normalise."""
     from transformers import CLIPImageProcessor
 

@@ -17,10 +17,10 @@ from ds_vit.config.schema import names_with
 from ds_vit.data import ImageConfig
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError, did_you_mean, read_text
-from ds_vit.models import ModelSpec, TimmViT, create_model, image_size
-from ds_vit.tasks import task_of
+from ds_vit.models import ContrastiveModel, ModelSpec, TimmViT, create_contrastive_model, create_model, image_size
+from ds_vit.tasks import Task, task_of
 from ds_vit.weights.files import StoredWeights
-from ds_vit.weights.initial_checkpoint import InitialCheckpoint
+from ds_vit.weights.initial_checkpoint import InitialCheckpoint, enumerate_some
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
 """A model: images [B, 3, H, W] → logits [B, C]."""
@@ -35,11 +35,13 @@ class Exported:
     """A model with its weights, and what another tool has to know about it.
 
     Attributes:
-        model: timm's, on the CPU in fp32, in evaluation mode.
+        model: timm's, or a `ContrastiveModel`, on the CPU in fp32, in evaluation mode.
         image: how evaluation prepares its input.
         labels: the classes' names, one for each logit; empty where nothing says them.
         weights: where the weights come from.
         bce: trained with binary cross-entropy: each logit is for its class only.
+        tokenizer: of a text tower: --tokenizer.
+        spec: of the image tower beside a text tower: how timm builds it.
     """
 
     model: TimmViT
@@ -47,6 +49,8 @@ class Exported:
     labels: tuple[str, ...]
     weights: StoredWeights
     bce: bool = False
+    tokenizer: str = ""
+    spec: ModelSpec | None = None
 
 
 def model_spec(values: Mapping[str, Any]) -> ModelSpec:
@@ -59,7 +63,12 @@ def model_spec(values: Mapping[str, Any]) -> ModelSpec:
 
 
 def load_source(
-    weights: StoredWeights, settings: Mapping[str, Any], labels: str | Path | None = None, *, classifier: bool = True
+    weights: StoredWeights,
+    settings: Mapping[str, Any],
+    labels: str | Path | None = None,
+    *,
+    classifier: bool = True,
+    with_text: bool = False,
 ) -> Exported:
     """Build timm's model and load the weights.
 
@@ -68,6 +77,8 @@ def load_source(
         settings: flags by their recipe names; they override the run's config.yaml.
         labels: a file of class names, one a line; None for those stored with the weights.
         classifier: refuse weights without one, or with one of another number of classes; else it may have drawn values.
+        with_text: of a run with a text tower, both towers as a `ContrastiveModel`; else the image tower without its
+            projection.
 
     Raises:
         UserError: the weights are damaged or do not fit the model, there is no model, another number of labels than
@@ -80,11 +91,14 @@ def load_source(
     weights.verify()
     stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
     values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}
-    if task_of(values).takes_pairs:
+    task = task_of(values)
+    if task.takes_pairs:
         raise UserError(
             f"--task {values['task']}: its model takes an image and a caption together; ds-vit eval rates it"
         )
-    if not task_of(values).has_classes:
+    if task.has_text and with_text:
+        return _load_towers(weights, values, task)
+    if not task.has_classes:
         values["num_classes"] = 0  # only the encoder, which has no classifier
     spec = model_spec(values)
     create = partial(create_model, spec, for_training=False, classifier=spec.num_classes > 0)
@@ -100,6 +114,26 @@ def load_source(
     image = ImageConfig(image_size(model), **resolve_pixels(values, model))
     names = _labels(labels, weights, model) if classifier else ()
     return Exported(model.eval(), image, names, weights, bce=bool(values.get("bce_loss")))
+
+
+def _load_towers(weights: StoredWeights, values: Mapping[str, Any], task: type[Task]) -> Exported:
+    """The image and the text tower of a run; UserError as `load_source`."""
+    spec = model_spec(values)
+    whole = task.create_model(spec, flags.RunConfig(**values), for_training=False)
+    assert isinstance(whole, ContrastiveModel)
+    checkpoint = InitialCheckpoint(weights.path, whole)
+    if checkpoint.newly_initialised:
+        raise UserError(
+            f"{weights.path} lacks {enumerate_some(checkpoint.newly_initialised)}: the text tower of a run is in "
+            "text.safetensors in the same folder"
+        )
+    torch.manual_seed(0)
+    text = whole.text
+    model = create_contrastive_model(spec, text.settings, text.initial_logits, for_training=False, device="cpu")
+    checkpoint.load(model)
+    image = ImageConfig(image_size(model), **resolve_pixels(values, model))
+    tokenizer = str(values.get("tokenizer") or flags.FIELDS["tokenizer"].default)
+    return Exported(model.eval(), image, (), weights, tokenizer=tokenizer, spec=spec)
 
 
 def _names_of_timm(model: TimmViT) -> tuple[str, ...]:

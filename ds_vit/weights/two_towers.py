@@ -1,0 +1,433 @@
+"""An image and a text tower as an open_clip folder, or as transformers' `CLIPModel` or `SiglipModel`.
+
+Any other architecture would compute something else under the same names, and is rejected with the parts that the tool
+has no counterpart of.
+
+Shapes: B images, N captions, L tokens of a caption, E common width.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.data import DEFAULT_CROP_PCT
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from ds_vit.checkpoint.tensors import save_weights
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import ContrastiveModel, ModelSpec, TextSettings, create_model, image_size, take_apart
+from ds_vit.weights import hf
+from ds_vit.weights.hf_names import ACTIVATIONS
+from ds_vit.weights.source import Exported, Predict
+from ds_vit.weights.two_tower_names import (
+    HF_CLIP,
+    HF_SIGLIP,
+    OPEN_CLIP_PROJECTION,
+    OPEN_CLIP_PROJECTIONS,
+    OPEN_CLIP_TEXT,
+    OPEN_CLIP_TRUNK,
+    OPEN_CLIP_VISION,
+    Rule,
+    general,
+    to_theirs,
+)
+
+_OPEN_CLIP_INTERPOLATIONS = ("bicubic", "bilinear")
+_RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}
+_NUM_CAPTIONS = 4
+
+
+# ---- the towers ----------------------------------------------------------------------------------------------------
+
+
+def image_tower(exported: Exported) -> Exported:
+    """The image tower as timm's model: its features are the logits of a classifier with a bias of zeros."""
+    model = _of(exported)
+    spec = replace(_spec_of(exported), num_classes=model.num_classes)
+    tower = create_model(spec, for_training=False, classifier=False, device="cpu")
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("text.")}
+    if model.num_classes:
+        state["head.bias"] = torch.zeros(model.num_classes)
+    tower.load_state_dict(state)
+    return replace(exported, model=tower.eval())
+
+
+def _of(exported: Exported) -> ContrastiveModel:
+    assert isinstance(exported.model, ContrastiveModel)
+    return exported.model
+
+
+def _spec_of(exported: Exported) -> ModelSpec:
+    assert exported.spec is not None, "load_source sets it for two towers"
+    return exported.spec
+
+
+def example_captions(settings: TextSettings) -> torch.Tensor:
+    """Token ids int64 [N, L] of captions of several lengths, the end token after each."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (_NUM_CAPTIONS, settings.context_length)
+    ids = torch.randint(0, settings.vocab_size - 1, shape, generator=generator)
+    ids += ids >= settings.end_id  # every id but that one
+    lengths = torch.linspace(1, settings.context_length - 1, _NUM_CAPTIONS).long()
+    ids[torch.arange(_NUM_CAPTIONS), lengths] = settings.end_id
+    return ids
+
+
+def _similarities(
+    images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | float
+) -> torch.Tensor:
+    """Normalised features [B, E] and [N, E] -> [B, 2E + N]: both towers' features and the logits of each pair."""
+    return torch.cat((images, texts[: len(images)], scale * images @ texts.T + bias), dim=1)
+
+
+def pairs(model: ContrastiveModel) -> Predict:
+    """Images [B, 3, H, W] -> [B, 2E + N], as `_similarities`, with `example_captions`."""
+    layers = take_apart(model.text)
+    ids = example_captions(model.text.settings)
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        value: Any = (ids, torch.zeros(len(ids), dtype=torch.int64))
+        for layer in layers:
+            value = layer.eval()(value)
+        texts, logits = value.tensor_split((model.common_dim,), dim=1)
+        scale, *bias = logits[0]
+        return _similarities(F.normalize(model(images)), F.normalize(texts), scale.exp(), bias[0] if bias else 0.0)
+
+    return predict
+
+
+# ---- what a tool can represent -------------------------------------------------------------------------------------
+
+
+def _eps(module: nn.Module, leave_out: str = "") -> list[float]:
+    """The distinct eps of the norms of a tower."""
+    named = module.named_modules()
+    return sorted(
+        {m.eps for name, m in named if isinstance(m, nn.LayerNorm) and not (leave_out and name.startswith(leave_out))}
+    )
+
+
+def _missing(model: ContrastiveModel, rules: Sequence[Rule], optional: Sequence[str] = ()) -> Iterator[str]:
+    """The parts of a model, of either tower, that the names of `rules` do not represent."""
+    names = {general(name) for name in model.state_dict()} - {*optional}
+    known = {name for rule in rules for name in rule.ours} - {*optional}
+
+    def parts(of: set[str]) -> list[str]:  # one name for all tensors of a layer outside the blocks
+        layers = (re.match(r"(text\.)?[^.]+", name) for name in of)
+        return sorted({name if "blocks" in name else layer[0] for name, layer in zip(of, layers, strict=True) if layer})
+
+    yield from parts(names - known)
+    for part in parts(known - names):
+        yield f"no {part}" + (" (timm's vit_…_clip_… have that norm)" if part == "norm_pre" else "")
+
+
+def _image_obstacles(model: ContrastiveModel, pool: str) -> Iterator[str]:
+    if not isinstance(model, VisionTransformer):
+        yield f"timm's class {type(model).__bases__[-1].__name__}"
+        return
+    yield from hf.unknown_modules(model.blocks[0])
+    if model.global_pool != pool:
+        yield f"global_pool {model.global_pool!r}"
+    if len(eps := _eps(model, leave_out="text.")) > 1:
+        yield f"norms of the image tower with eps {' and '.join(map(str, eps))}"
+
+
+def _text_obstacles(settings: TextSettings, *, causal: bool, pool: str) -> Iterator[str]:
+    if settings.causal != causal:
+        yield f"a text tower {'with' if settings.causal else 'without'} causal mask"
+    if settings.pool != pool:
+        yield f"--text-pool {settings.pool}"
+    if settings.pool == "end" and settings.end_id == 2 < settings.vocab_size - 1:
+        yield "an end token of id 2, by which it means the highest id"
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------
+
+
+def _is_siglip(model: ContrastiveModel) -> bool:
+    return hasattr(model.text, "logit_bias")
+
+
+def _refuse_hf(exported: Exported) -> None:
+    model = _of(exported)
+    siglip = _is_siglip(model)
+    # CLIPModel adds no bias to its patches: ours is added to their positions.
+    rules, optional = (HF_SIGLIP, ()) if siglip else (HF_CLIP, ("patch_embed.proj.bias",))
+    name = "SiglipModel" if siglip else "CLIPModel"
+    missing = [
+        *_image_obstacles(model, "map" if siglip else "token"),
+        *_text_obstacles(model.text.settings, causal=not siglip, pool="last" if siglip else "end"),
+        *_missing(model, rules, optional),
+    ]
+    if siglip and model.attn_pool is not None and model.attn_pool.num_heads != model.blocks[0].attn.num_heads:
+        missing.append(f"attention pooling with {model.attn_pool.num_heads} heads")
+    if missing:
+        raise UserError(
+            f"transformers' {name} has no counterpart of {'; '.join(missing)}: this model cannot be exported to hf; "
+            "--to open_clip may take it, and --to timm and --to onnx take the image tower"
+        )
+    hf.refuse_images(exported.image)
+
+
+def _with_bias_in_positions(state: dict[str, torch.Tensor], num_prefix_tokens: int) -> dict[str, torch.Tensor]:
+    """The state of a model whose patches have no bias of their own: it is added to their positions."""
+    state = dict(state)
+    if (bias := state.pop("patch_embed.proj.bias", None)) is not None:
+        positions = state["pos_embed"].clone()
+        positions[:, num_prefix_tokens:] += bias
+        state["pos_embed"] = positions
+    return state
+
+
+def _with_all_positions(model: ContrastiveModel) -> dict[str, torch.Tensor]:
+    """The model's state, with a position of zeros for a class token that has none."""
+    state = model.state_dict()
+    if model.cls_token is not None and model.no_embed_class:
+        state["pos_embed"] = F.pad(state["pos_embed"], (0, 0, 1, 0))
+    return state
+
+
+def _act(module: nn.Module) -> str:
+    """transformers' name of the activation of a tower's blocks."""
+    act = type(module.blocks[0].mlp.act).__name__
+    return next(name for name, cls in ACTIVATIONS.items() if cls == act)
+
+
+def _hf_tower(module: nn.Module, width: int) -> dict[str, Any]:
+    block = module.blocks[0]
+    return {
+        "hidden_size": width,
+        "intermediate_size": block.mlp.fc1.out_features,
+        "num_hidden_layers": len(module.blocks),
+        "num_attention_heads": block.attn.num_heads,
+        "hidden_act": _act(module),
+        "layer_norm_eps": module.norm.eps,
+    }
+
+
+def write_hf(exported: Exported, folder: Path) -> None:
+    """Write config.json, model.safetensors (sharded above 5 GB) and preprocessor_config.json.
+
+    Raises:
+        UserError: neither class represents the model or its images; nothing is written.
+    """
+    from transformers import CLIPConfig, SiglipConfig
+
+    _refuse_hf(exported)
+    model = _of(exported)
+    settings, siglip = model.text.settings, _is_siglip(model)
+    text = {
+        **_hf_tower(model.text, settings.width),
+        "vocab_size": settings.vocab_size,
+        "max_position_embeddings": settings.context_length,
+        "eos_token_id": settings.end_id,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    vision = _hf_tower(model, model.embed_dim)
+    vision |= {"image_size": exported.image.img_size[0], "patch_size": model.patch_embed.patch_size[0]}
+    state = _with_all_positions(model)
+    if siglip:
+        text["projection_size"] = model.common_dim
+        config = SiglipConfig(text_config=text, vision_config=vision, architectures=["SiglipModel"])
+    else:
+        towers = {"text_config": text, "vision_config": vision}
+        towers = {name: {**tower, "projection_dim": model.common_dim} for name, tower in towers.items()}
+        config = CLIPConfig(**towers, projection_dim=model.common_dim, architectures=["CLIPModel"])
+        state = _with_bias_in_positions(state, 1)
+    config.save_pretrained(str(folder))
+    save_weights(folder, to_theirs(state, HF_SIGLIP if siglip else HF_CLIP))
+    hf.write_processor(exported, folder)
+
+
+def load_hf(folder: Path) -> Predict:
+    """The folder as transformers loads it, as `pairs`; a tensor that is missing or left over is an error."""
+    from transformers import AutoModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model, info = AutoModel.from_pretrained(str(folder), output_loading_info=True)
+    wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+    assert not wrong, wrong
+    model.eval()
+    text = model.config.text_config
+    end_id = text.eos_token_id
+    ids = example_captions(TextSettings(text.vocab_size, text.max_position_embeddings, end_id))
+    bias = getattr(model, "logit_bias", 0.0)
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        out = model(input_ids=ids, pixel_values=images)
+        return _similarities(out.image_embeds, out.text_embeds, model.logit_scale.exp(), bias)
+
+    return predict
+
+
+# ---- open_clip -----------------------------------------------------------------------------------------------------
+
+
+def _is_timms_own(spec: ModelSpec, model: ContrastiveModel) -> bool:
+    """Whether timm builds the image tower from its name without further arguments."""
+    if spec.model_kwargs or {":", "/"}.intersection(spec.name):
+        return False
+    if not timm.models.model_entrypoint(model.pretrained_cfg["architecture"]).__module__.startswith("timm."):
+        return False
+    return image_size(create_model(ModelSpec(spec.name), for_training=False)) == image_size(model)
+
+
+def _timm_vision(model: ContrastiveModel, spec: ModelSpec) -> dict[str, Any]:
+    """The vision_cfg of a timm model by its name."""
+    projects = isinstance(model.head, nn.Linear)
+    return {
+        "timm_model_name": spec.name,
+        "timm_model_pretrained": False,
+        "timm_pool": "" if projects else model.global_pool,
+        "timm_proj": "linear" if projects else "none",
+    }
+
+
+def _own_vision(model: ContrastiveModel) -> dict[str, Any]:
+    """The vision_cfg of open_clip's own `VisionTransformer`."""
+    width, mlp = model.embed_dim, model.blocks[0].mlp
+    return {
+        "layers": len(model.blocks),
+        "width": width,
+        "head_width": width // model.blocks[0].attn.num_heads,
+        "mlp_ratio": (mlp.fc1.out_features + 0.5) / width,  # open_clip rounds down
+        "patch_size": list(model.patch_embed.patch_size),
+        "no_ln_pre": isinstance(model.norm_pre, nn.Identity),
+        "norm_kwargs": {"eps": model.norm.eps},
+        **_act_kwargs(model),
+    }
+
+
+def _act_kwargs(tower: nn.Module) -> dict[str, Any]:
+    return {"act_kwargs": {"approximate": "tanh"}} if _act(tower) == "gelu_pytorch_tanh" else {}
+
+
+def _refuse_own_vision(exported: Exported) -> None:
+    """Raise UserError if open_clip represents the image tower neither by its name nor as its own class."""
+    model = _of(exported)
+    optional = ("patch_embed.proj.bias", "norm_pre.weight", "norm_pre.bias")
+    of_text = [Rule((general(name),), ("",)) for name in model.state_dict() if name.startswith("text.")]
+    missing = [*_image_obstacles(model, "token"), *_missing(model, (*OPEN_CLIP_VISION, *of_text), optional)]
+    if not missing and "quick_gelu" in (acts := (_act(model), _act(model.text))) and acts[0] != acts[1]:
+        missing = [f"the activations {acts[0]} and {acts[1]} of the two towers"]
+    if missing:
+        spec = _spec_of(exported)
+        arguments = [f"{key}={value}" for key, value in spec.model_kwargs.items()]
+        height, width = exported.image.img_size
+        raise UserError(
+            f"open_clip builds {spec.name} without --model-kwargs and for timm's image size, and this one has "
+            f"{' '.join([*arguments, f'images of {height} x {width}'])}; its own ViT has no counterpart of "
+            f"{'; '.join(missing)}: this model cannot be exported to open_clip; --to timm and --to onnx take the image "
+            "tower"
+        )
+
+
+def write_open_clip(exported: Exported, folder: Path) -> None:
+    """Write open_clip_config.json and open_clip_model.safetensors.
+
+    The image tower is timm's by its name where that gives the same model, else open_clip's own ViT.
+
+    Raises:
+        UserError: open_clip cannot represent the model or its images; nothing is written.
+    """
+    model, image = _of(exported), exported.image
+    settings = model.text.settings
+    if settings.pool == "map":
+        raise UserError(
+            "open_clip's text tower has no counterpart of text.attn_pool (--text-pool map): this model cannot be "
+            "exported to open_clip; --to timm and --to onnx take the image tower"
+        )
+    if image.interpolation not in _OPEN_CLIP_INTERPOLATIONS:
+        raise UserError(
+            f"--interpolation {image.interpolation}: open_clip knows {' and '.join(_OPEN_CLIP_INTERPOLATIONS)}"
+        )
+    state = model.state_dict()
+    rules: tuple[Rule, ...] = (*OPEN_CLIP_TEXT, *OPEN_CLIP_PROJECTIONS[settings.projection_bias])
+    if by_name := _is_timms_own(_spec_of(exported), model):
+        vision = _timm_vision(model, _spec_of(exported))
+        trunk = {name: state.pop(name) for name in [*state] if not name.startswith("text.")}
+        named = {f"{OPEN_CLIP_TRUNK}{name}": tensor for name, tensor in trunk.items()}
+        if (head := named.pop(f"{OPEN_CLIP_TRUNK}head.weight", None)) is not None:
+            named[OPEN_CLIP_PROJECTION] = head
+    else:
+        _refuse_own_vision(exported)
+        vision, named, rules = _own_vision(model), {}, (*rules, *OPEN_CLIP_VISION)
+        state = _with_bias_in_positions(_with_all_positions(model), 1)
+    config = {
+        "embed_dim": model.common_dim,
+        "custom_text": True,
+        "quick_gelu": "quick_gelu" in ((_act(model.text),) if by_name else (_act(model), _act(model.text))),
+        "vision_cfg": {**vision, "image_size": list(image.img_size)},
+        "text_cfg": _text_cfg(model),
+        **({"init_logit_bias": model.text.initial_logits[1]} if _is_siglip(model) else {}),
+    }
+    pixels = {
+        "mean": list(image.mean),
+        "std": list(image.std),
+        "interpolation": image.interpolation,
+        "resize_mode": _RESIZE_MODES[image.crop_mode or "center"],
+    }
+    text = json.dumps({"model_cfg": config, "preprocess_cfg": pixels}, indent=2)
+    (folder / "open_clip_config.json").write_text(text + "\n")
+    save_weights(folder, named | to_theirs(state, rules), max_bytes=2**62, name="open_clip_model")
+
+
+def _text_cfg(model: ContrastiveModel) -> dict[str, Any]:
+    settings = model.text.settings
+    return {
+        "context_length": settings.context_length,
+        "vocab_size": settings.vocab_size,
+        "width": settings.width,
+        "heads": settings.heads,
+        "layers": settings.depth,
+        "mlp_ratio": settings.mlp_ratio,
+        "no_causal_mask": not settings.causal,
+        "pool_type": {"end": "eos", "last": "last"}[settings.pool],
+        "eos_id": settings.end_id,
+        "proj_bias": settings.projection_bias,
+        "norm_kwargs": {"eps": settings.eps},
+        **_act_kwargs(model.text),
+    }
+
+
+def load_open_clip(folder: Path) -> Predict:
+    """The folder as open_clip loads it, as `pairs`."""
+    import open_clip
+
+    logging.disable(logging.WARNING)
+    try:
+        model = open_clip.create_model(f"local-dir:{folder}").eval()
+    finally:
+        logging.disable(logging.NOTSET)
+    config = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]["text_cfg"]
+    ids = example_captions(TextSettings(config["vocab_size"], config["context_length"], config["eos_id"]))
+    bias = 0.0 if model.logit_bias is None else model.logit_bias
+
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        features = (model.encode_image(images, normalize=True), model.encode_text(ids, normalize=True))
+        return _similarities(*features, model.logit_scale.exp(), bias)
+
+    return predict
+
+
+def notes(exported: Exported, to: str) -> tuple[str, ...]:
+    """Lines for people: what the other tool does in another way than this model's run."""
+    image, found = exported.image, []
+    if exported.tokenizer != "clip":
+        found.append(f"the folder has no tokenizer: this text tower takes the ids of --tokenizer {exported.tokenizer}")
+    pct = image.crop_pct or DEFAULT_CROP_PCT
+    if to == "open_clip" and pct != 1.0 and image.crop_mode != "squash":
+        found.append(f"open_clip's images have no margin to crop; the run evaluates with --crop-pct {pct:g}")
+    return tuple(found)
