@@ -14,8 +14,8 @@ from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
 
-from ds_vit.tasks.contrastive import places_of_partners
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
+from ds_vit.tasks.retrieval import places_of_partners
 
 LOSSES = {
     "clip": (clip_loss, (math.log(1 / 0.07),)),
