@@ -92,6 +92,7 @@ _NEEDED_BY = {
     "model_ema": "model_ema_decay model_ema_warmup",
     "compile": "compile_mode",
     "auto_batch": "memory",
+    "zeroshot": "zeroshot_templates",
     "color_jitter": "color_jitter_prob",
     "lock_image": "lock_image_unlocked_groups",
 }
@@ -134,7 +135,16 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ),
     ("allow_batch_change allow_schedule_change", lambda c: c.resume == "none", "without --resume"),
     (_NOT_OF_EVALUATION, lambda c: c.eval_only, "with --eval-only (weights are given by --initial-checkpoint)"),
-    (_OF_VALIDATION, lambda c: not c.eval_only and not c.val_split, "with --val-split '': nothing is evaluated"),
+    (
+        _OF_VALIDATION,
+        lambda c: not (c.eval_only or c.val_split or c.zeroshot),
+        "with --val-split '': nothing is evaluated",
+    ),
+    (
+        "val_fraction eval_knn eval_linear_probe",
+        lambda c: c.zeroshot and not c.val_split,
+        "with --val-split '': only --zeroshot is evaluated",
+    ),
     ("val_split", lambda c: c.val_fraction is not None, "with --val-fraction, which splits --train-split"),
     ("sequence_parallel class_parallel tp_across_hosts", lambda c: c.tp == 1, "without --tp"),
     ("pp_partition", lambda c: c.pp == 1, "without --pp"),

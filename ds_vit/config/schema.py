@@ -125,6 +125,20 @@ class RunSettings:
         0, "evaluate the features by N nearest neighbours too", EVALUATION, span=Range(0, 10**6), const=20
     )
     eval_linear_probe: bool = flag(False, "also evaluate the features by a linear classifier", EVALUATION)
+    zeroshot: str = flag(
+        "",
+        "--task clip, siglip: data to classify by the names of its classes, as --dataset or --data-dir name it",
+        FREE | EVALUATION,
+        task="clip siglip",
+        metavar="NAME|DIR",
+    )
+    zeroshot_templates: str = flag(
+        "simple",
+        "--zeroshot: sentences of a class: none, simple, openai or a file",
+        FREE | EVALUATION,
+        task="clip siglip",
+        metavar="none|simple|openai|FILE",
+    )
     stall_seconds: float | None = flag(
         None, "end a run without progress for this long (300 with several ranks; 0: never)", EVALUATION, span=SECONDS
     )

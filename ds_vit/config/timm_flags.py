@@ -239,8 +239,9 @@ _HINTS: Mapping[str, str | _Entry] = {
     "dataset_type": "it is the first word of --dataset: wds/DIR, csv/FILE, parquet/DIR, hfds/DIR",
     "dataset_resampled train_data_upsampling_factors": "an epoch shows each sample once; several --data-dir are mixed "
     "by --data-weights",
-    "imagenet_val imagenet_v2 zeroshot_frequency": "retrieval over --val-split is evaluated, every --eval-interval "
-    "epochs",
+    "imagenet_val": _flag("--zeroshot", "with open_clip's sentences: --zeroshot-templates openai"),
+    "imagenet_v2": "a run evaluates one data set by --zeroshot; ds-vit eval RUN --zeroshot DIR evaluates others",
+    "zeroshot_frequency": _flag("--eval-interval", "in epochs"),
     "val_frequency": _flag("--eval-interval", "in epochs"),
     # loss, model
     "siglip": lambda words, given: Answer("", ("--task", "siglip")),

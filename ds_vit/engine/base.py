@@ -48,6 +48,9 @@ from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.parallel.zero_map import ZeroMap, build_zero_map
 from ds_vit.tasks import Batch, StepContext, Task
 
+Run = Callable[[StepContext, Batch], torch.Tensor]
+"""(context of this rank, micro-batch) → outputs [B, …]."""
+
 # Evaluation runs this many batches at a time: through a pipeline the bubble stands against the logits kept, and between
 # two such chunks a run can be stopped.
 EVAL_CHUNK = 32
@@ -353,7 +356,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """Run the model without gradients or anything random (a collective; to be iterated to its end).
 
@@ -361,6 +364,7 @@ class Engine(ABC):
             batches: this rank's evaluation batches, all of one shape.
             num_batches: how many; the same on every rank.
             features: let the last layer give the images' features (see `giving_features`) in place of its outputs.
+            run: gives what is yielded, in place of `Task.outputs`.
 
         Yields:
             (outputs of the last layer in fp32, batch) of each batch, on the ranks whose rows count: those of the

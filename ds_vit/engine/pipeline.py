@@ -17,7 +17,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from ds_vit.engine.base import Engine, RankContext
+from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import BlockLayer, giving_features, run_layers
@@ -210,7 +210,7 @@ class PipeEngine(Engine):
         return total, 0 if total is None else self.accumulation
 
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         engine = self.engine
@@ -224,7 +224,7 @@ class PipeEngine(Engine):
             while outputs:
                 batch, context = chunk.pop(), self.context
                 context.outputs = self._staged.outputs_by_tower(outputs.pop())
-                rated = context.outputs[MAIN_TOWER] if features else self._task.outputs(context, batch)
+                rated = context.outputs[MAIN_TOWER] if features else (run or self._task.outputs)(context, batch)
                 whole = self._whole(rated, features)
                 if self.counts_rows:
                     yield whole, batch

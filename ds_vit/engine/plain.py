@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_vit.config.deepspeed_rules import sums_going_back
-from ds_vit.engine.base import Engine, RankContext
+from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.patches.overlap import Overlap
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import Towers, giving_features
@@ -137,17 +137,17 @@ class PlainEngine(Engine):
 
     @torch.no_grad()
     def forward_batches(
-        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False
+        self, batches: Iterator[Batch], num_batches: int, *, features: bool = False, run: Run | None = None
     ) -> Iterator[tuple[torch.Tensor, Batch]]:
         """As `Engine.forward_batches`."""
         self.engine.eval()
         for _ in range(num_batches):
             batch = next(batches)
-            run = partial(self._task.outputs, self.context, batch)
+            forward = partial(run or self._task.outputs, self.context, batch)
             if features:
-                run = partial(self.context.forward, MAIN_TOWER, self._inputs(batch)[:1], batch)
+                forward = partial(self.context.forward, MAIN_TOWER, self._inputs(batch)[:1], batch)
             with giving_features(self.module, features):
-                outputs = self.engine(run)
+                outputs = self.engine(forward)
                 outputs = self._whole(outputs, features)
             if self.counts_rows:
                 yield outputs, batch

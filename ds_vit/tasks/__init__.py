@@ -16,6 +16,7 @@ from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
+from ds_vit.tasks.zero_shot import ZERO_SHOT, ZeroShotAccuracy, ZeroShotData, open_zero_shot
 
 __all__ = [
     "MAIN_TOWER",
@@ -31,9 +32,12 @@ __all__ = [
     "Metrics",
     "StepContext",
     "Task",
+    "ZeroShotAccuracy",
+    "ZeroShotData",
     "find_task",
     "idle_flags",
     "known_figures",
+    "open_zero_shot",
     "task_of",
 ]
 
@@ -50,7 +54,7 @@ def task_of(values: Mapping[str, Any]) -> type[Task]:
 def known_figures() -> dict[str, Figure]:
     """The metrics of all tasks and evaluators, by name."""
     of_tasks = (figure for task in TASKS.values() for figure in task.figures)
-    return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR)}
+    return {figure.name: figure for figure in (*of_tasks, KNN, LINEAR, *ZERO_SHOT)}
 
 
 def idle_flags(task: type[Task]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from ds_vit.config import RunConfig
 from ds_vit.config.schema import names_of_task
-from ds_vit.data import Tokenizer, build_tokenizer
+from ds_vit.data import Source, Tokenizer, build_tokenizer
 from ds_vit.data.text import default_context_length
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, BridgeTower, ModelSpec, create_bridge_tower, model_folder
@@ -104,6 +104,10 @@ class BridgeTowerTask(Contrastive):
     def weight_files(self) -> dict[str, frozenset[str]]:
         """As `Task.weight_files`: none."""
         return {}
+
+    def further_texts(self, source: Source) -> list[tuple[int, str]]:
+        """As `Task.further_texts`: none, for a caption has no features without its image."""
+        return []
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

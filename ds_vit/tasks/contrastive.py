@@ -82,6 +82,7 @@ class Contrastive(Task):
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         super().__init__(config, image, source, model)
         self.tokenizer = self._tokenizer(config)
+        self.encoded_dim = self.model.common_dim
 
     @classmethod
     def _tokenizer(cls, config: RunConfig) -> Tokenizer:
@@ -161,10 +162,6 @@ class Contrastive(Task):
             Field("texts", "first", "texts", (self.tokenizer.context_length,), torch.int64),
         )
 
-    def feature_fields(self) -> tuple[Field, ...]:
-        """As `Task.feature_fields`, with what the second tower of a pipeline takes."""
-        return *self.fields(training=False), Field("targets", "last", "targets", (), torch.int64)
-
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def _features(self, context: StepContext, batch: Batch) -> dict[str, torch.Tensor]:
@@ -175,9 +172,12 @@ class Contrastive(Task):
 
     def _normalised(self, features: Sequence[torch.Tensor], logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """What `_features` returns: those of `compared` in float32 [B, E], and the first row of the logits."""
-        with torch.autocast(logits.device.type, enabled=False):
-            normalised = [F.normalize(rows.float(), dim=1) for rows in features]
-        return {**dict(zip(self.compared, normalised, strict=True)), "logits": logits[0]}
+        return {**dict(zip(self.compared, map(_unit, features), strict=True)), "logits": logits[0]}
+
+    def encode(self, name: str, context: StepContext, batch: Batch) -> torch.Tensor:
+        """As `Task.encode`."""
+        tower = MAIN_TOWER if name == "images" else "text"
+        return _unit(context.forward(tower, [batch.get(name)], batch)[:, : self.encoded_dim])
 
     def _loss(self, context: StepContext, features: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """This rank's share: the mean over the data-parallel ranks is the loss of the global batch."""
@@ -228,9 +228,19 @@ class Contrastive(Task):
         features = self._features(context, batch)
         return torch.cat((features["images"], features["texts"]), dim=1)
 
+    def further_texts(self, source: Source) -> list[tuple[int, str]]:
+        """As `Task.further_texts`: the captions after the first one of each image, which are in the batches."""
+        return [(sample, text) for sample in range(len(source)) for text in source.captions(sample)[1:]]
+
     def metrics(self, device: torch.device) -> Metrics:
         """As `Task.metrics`."""
         return Retrieval(device, self.model.common_dim)
+
+
+def _unit(features: torch.Tensor) -> torch.Tensor:
+    """Rows of length 1 in float32."""
+    with torch.autocast(features.device.type, enabled=False):
+        return F.normalize(features.float(), dim=1)
 
 
 class Clip(Contrastive):

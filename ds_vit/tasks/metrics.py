@@ -70,6 +70,15 @@ class Metrics(ABC):
         """Take the number of samples of the split, before the first `update`."""
         self.num_samples = num_samples
 
+    def take_texts(self, samples: torch.Tensor, features: torch.Tensor) -> None:
+        """Take the features of `Task.further_texts`, before the first `update`.
+
+        Args:
+            samples: of each text, int64 [M], growing.
+            features: as of `Task.encode`, [M, E].
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
         """Count a micro-batch: fp32 outputs of the last layer; rows where `batch["valid"]` is False count nowhere.

@@ -1,6 +1,10 @@
-"""Retrieval: how often the caption of an image is among the nearest captions, and the reverse.
+"""Retrieval: how often a caption of an image is among the nearest captions, and the reverse.
 
-Shapes: B samples of a micro-batch, E common width of both towers, N samples of a split.
+The protocol for several captions an image is that of Karpathy and Fei-Fei 2015 (https://arxiv.org/abs/1412.2306): an
+image is right at k if one of its captions is among the k nearest of all; each caption is a query for its image.
+
+Shapes: B samples of a micro-batch, E common width of both towers, N samples of a split, M captions after the first ones
+of all samples, Q queries, G candidates of a gallery.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ DIRECTIONS = ("image_to_text", "text_to_image")
 class Retrieval(Metrics):
     """Recall at 1, 5 and 10 in percent over a whole split, from images to captions and the reverse.
 
-    Features of all ranks are added up into one table; the order of the samples is the split's. Of equally similar
-    candidates the first counts as nearer.
+    Features of all ranks are added up into one table; the order of samples and captions is the split's. Of equally
+    similar candidates the first counts as nearer.
 
     Args:
         device: where the features are kept.
@@ -35,6 +39,8 @@ class Retrieval(Metrics):
         super().__init__(1, device)  # images
         self._width = width
         self.rows: torch.Tensor = torch.zeros(0, 2 * width, device=device)
+        self._further_samples = torch.zeros(0, dtype=torch.int64, device=device)
+        self._further_texts = torch.zeros(0, width, device=device)
 
     def expect(self, num_samples: int) -> None:
         """As `Metrics.expect`."""
@@ -43,8 +49,12 @@ class Retrieval(Metrics):
         keys = torch.from_numpy(evaluation_keys(np.arange(num_samples))).to(self.rows.device)
         self._keys, self._samples = keys.sort()
 
+    def take_texts(self, samples: torch.Tensor, features: torch.Tensor) -> None:
+        """As `Metrics.take_texts`: the captions after the first one of each sample."""
+        self._further_samples, self._further_texts = samples, features
+
     def update(self, outputs: torch.Tensor, batch: Batch) -> None:
-        """Normalised features of both towers float32 [B, 2E]."""
+        """Normalised features of an image and its first caption, float32 [B, 2E]."""
         valid = batch["valid"]
         samples = self._samples[torch.searchsorted(self._keys, batch["keys"][valid])]
         self.rows[samples] = outputs[valid]
@@ -52,11 +62,17 @@ class Retrieval(Metrics):
 
     def compute(self) -> dict[str, float]:
         """As `Metrics.compute`."""
-        features = self.rows[self.rows.any(dim=1)].double()
-        images, texts = features.split(self._width, dim=1)
+        counts = self.rows.any(dim=1)
+        samples = counts.nonzero()[:, 0]
+        images, texts = self.rows[counts].double().split(self._width, dim=1)
+        further = counts[self._further_samples]
+        of_texts = torch.cat((samples, self._further_samples[further]))
+        texts = torch.cat((texts, self._further_texts[further].double()))
+        of_texts, order = of_texts.sort(stable=True)
         found: dict[str, Any] = {}
-        for direction, pair in zip(DIRECTIONS, ((images, texts), (texts, images)), strict=True):
-            places = places_of_partners(*pair)
+        sides = ((images, samples), (texts[order], of_texts))
+        for direction, (queries, gallery) in zip(DIRECTIONS, (sides, sides[::-1]), strict=True):
+            places = places_of_partners(*queries, *gallery)
             found |= {
                 f"{direction}_r{k}": 100.0 * (places < k).double().sum().item() / max(1, len(places)) for k in RANKS
             }
@@ -64,18 +80,28 @@ class Retrieval(Metrics):
         return {"r1": mean, **found, "images": int(self.sums[0])}
 
 
-def places_of_partners(queries: torch.Tensor, gallery: torch.Tensor, at_once: int = 1 << 22) -> torch.Tensor:
-    """How many rows of the gallery are nearer to query i than row i, int64 [N].
+def places_of_partners(
+    queries: torch.Tensor,
+    of_queries: torch.Tensor,
+    gallery: torch.Tensor,
+    of_gallery: torch.Tensor,
+    at_once: int = 1 << 22,
+) -> torch.Tensor:
+    """How many candidates are nearer to a query than the nearest one of its sample, int64 [Q]; of equal ones the first.
 
     Args:
-        queries, gallery: [N, E] each, the pairs in the same order.
+        queries: [Q, E].
+        of_queries: the sample that each query is of, int64 [Q].
+        gallery: the candidates [G, E].
+        of_gallery: the sample that each candidate is of, int64 [G]; each query's sample has one at least.
         at_once: similarities that are computed at a time.
     """
-    number, found = len(queries), [torch.zeros(0, dtype=torch.int64, device=queries.device)]
-    columns = torch.arange(number, device=queries.device)
-    for rows in columns.split(max(1, at_once // max(1, number))):
+    size, found = len(gallery), [torch.zeros(0, dtype=torch.int64, device=queries.device)]
+    columns = torch.arange(size, device=queries.device)
+    for rows in torch.arange(len(queries), device=queries.device).split(max(1, at_once // max(1, size))):
         similarities = queries[rows] @ gallery.T
-        own = similarities.gather(1, rows[:, None])
-        nearer = (similarities > own) | ((similarities == own) & (columns < rows[:, None]))
+        is_partner = of_queries[rows][:, None] == of_gallery
+        best, place = similarities.masked_fill(~is_partner, -torch.inf).max(dim=1, keepdim=True)
+        nearer = (similarities > best) | ((similarities == best) & (columns < place))
         found.append(nearer.sum(dim=1))
     return torch.cat(found)

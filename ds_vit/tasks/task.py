@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ds_vit.config import RunConfig
+from ds_vit.config.flag import Scope
+from ds_vit.config.schema import names_with
 from ds_vit.data import ImageConfig, MicroBatch, Source, Tokenizer, finish_images, finish_targets, finish_texts
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
@@ -27,6 +29,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
@@ -135,6 +138,7 @@ class Task(ABC):
         evaluators: rate the features of the images, in addition to the task's metrics.
         evaluates_outputs: whether the task's metrics are computed.
         tokenizer: of the captions; set by a task whose fields read texts.
+        encoded_dim: E of `encode`; set by a task that has it.
 
     Raises:
         UserError: an evaluator that does not support this data, or an --eval-metric that nothing evaluates.
@@ -160,6 +164,7 @@ class Task(ABC):
     takes_pairs: ClassVar[bool] = False
     """Whether the main tower takes an image and a text together, and nothing with images only."""
     tokenizer: Tokenizer | None = None
+    encoded_dim: int = 0
     figures: tuple[Figure, ...]
     """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
     puts that of --eval-metric first."""
@@ -174,8 +179,10 @@ class Task(ABC):
         self.source = source
         self.model = model
         self.evaluators = chosen_evaluators(config, source)
-        self.evaluates_outputs = True
+        self.evaluates_outputs = bool(config.val_split or not config.zeroshot)
         figures = (*type(self).figures, *(evaluator.figure for evaluator in self.evaluators))
+        if config.zeroshot:
+            figures = (*(figures if self.evaluates_outputs else ()), *ZERO_SHOT)
         self.figures = _best_first(figures, config.eval_metric)
 
     def evaluate_features_only(self) -> None:
@@ -240,7 +247,7 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
-        values = {name: getattr(self.config, name) for name in sorted(self.flags)}
+        values = {name: getattr(self.config, name) for name in sorted(self.flags - set(names_with(Scope.FREE)))}
         return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
 
     def weight_files(self) -> dict[str, frozenset[str]]:
@@ -350,6 +357,21 @@ class Task(ABC):
         """The forward pass of a micro-batch in evaluation: what `metrics` rate [B, …]; the main tower's outputs."""
         name = next(field.name for field in self.fields(training=False) if field.stage == "first")
         return context.forward(MAIN_TOWER, [batch.get(name)], batch)
+
+    def encode(self, name: str, context: StepContext, batch: Batch) -> torch.Tensor:
+        """Of a task with text: features by which images and texts are compared, normalised, float32 [B, E].
+
+        Args:
+            name: of the field, "images" or "texts".
+            context: of this rank.
+            batch: with that field.
+        """
+        raise NotImplementedError(f"--task {self.name} compares no images with texts")
+
+    def further_texts(self, source: Source) -> Sequence[tuple[int, str]]:
+        """Texts that the task's metrics take in addition to the batches of a split, each after the number of its
+        sample, in the order of the samples."""
+        return ()
 
     @abstractmethod
     def metrics(self, device: torch.device) -> Metrics:

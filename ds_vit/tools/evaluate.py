@@ -41,11 +41,12 @@ _FROM_RUN = names_with(Scope.RECORDED)
 _FLAGS = (
     *_FROM_RUN,
     *("pp", "tp", "pp_partition", "sequence_parallel", "class_parallel"),
-    *("dataset_download", "validation_batch_size", "verbose"),
+    *("dataset_download", "validation_batch_size", "verbose", "zeroshot", "zeroshot_templates"),
 )
 _EXAMPLES = """
 ds-vit eval runs/first
 ds-vit eval runs/first --checkpoint best --weights ema
+ds-vit eval runs/clip --zeroshot /data/imagenet --zeroshot-templates openai
 deepspeed launch/eval.py runs/first --data-dir photos --pp 2
 """
 
@@ -227,6 +228,7 @@ def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) 
         "precision": engine.precision.name,
         "data": config.dataset or config.data_dir,
         "val_split": config.val_split,
+        **({"zeroshot": config.zeroshot, "zeroshot_templates": config.zeroshot_templates} if config.zeroshot else {}),
     }
 
 
@@ -238,7 +240,7 @@ def _evaluate_features_only(task: Task, found: StoredWeights, missing: Sequence[
     """
     from ds_vit.weights.initial_checkpoint import enumerate_some
 
-    if not task.evaluators:
+    if task.config.zeroshot or not task.evaluators:
         what = f"classifier of {task.num_classes} classes" if task.has_classes else "whole model"
         names = enumerate_some(missing)
         way_out = "a checkpoint of the run has all of it (--checkpoint latest), and " * bool(task.weight_files())

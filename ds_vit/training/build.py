@@ -107,6 +107,7 @@ def input_config(resolved: Resolved) -> InputConfig:
         task=resolved.model.task,
         train_source=data.train_source,
         val_source=data.val_source,
+        zeroshot=data.zeroshot,
         order=data.order,
         share=resolved.share,
         sizes=resolved.image_sizes,

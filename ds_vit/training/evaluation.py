@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_vit.engine.base import EVAL_CHUNK, Engine
+from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.monitoring import token_maps
@@ -23,7 +24,7 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import MAIN_TOWER, Batch, FeatureBank, Metrics
+from ds_vit.tasks import MAIN_TOWER, Batch, FeatureBank, Metrics, ZeroShotAccuracy, ZeroShotData
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
 
@@ -64,17 +65,52 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
     Raises:
         UserError: no image was valid.
     """
-    task = inputs.config.task
+    task, zeroshot = inputs.config.task, inputs.config.zeroshot
     figures: dict[str, float] = {}
     if task.evaluates_outputs:
         metrics = task.metrics(engine.device)
+        samples, texts = inputs.further_texts
+        if texts:
+            samples = samples.to(engine.device)
+            metrics.take_texts(samples, _encode_texts(engine, inputs, watch, texts, torch.arange(len(texts))))
         figures = _count(engine, [metrics], inputs.evaluation(), watch)
         watch.show(metrics.pictures())
         if metrics.by_sample is not None:
             watch.note(metrics.by_sample)
     if task.evaluators:
         figures |= _evaluate_features(engine, inputs, watch)
+    if zeroshot is not None:
+        # The number of images is that of the validation split.
+        figures = _evaluate_zero_shot(engine, inputs, watch, zeroshot) | figures
     return figures
+
+
+def _encode_texts(
+    engine: Engine, inputs: InputPipeline, watch: Watch, texts: Sequence[str], rows: torch.Tensor
+) -> torch.Tensor:
+    """Features of texts, added up in rows: float64 [1 + the largest of `rows`, E] on every rank (a collective).
+
+    Args:
+        engine, inputs, watch: as for `evaluate`.
+        texts: M of them.
+        rows: of each text, int64 [M].
+    """
+    task = inputs.config.task
+    found = torch.zeros(int(rows.max()) + 1, task.encoded_dim, dtype=torch.float64, device=engine.device)
+    encoded = _outputs(engine, inputs.texts(texts), watch, "texts", run=partial(task.encode, "texts"))
+    for features, batch in encoded:
+        numbers = batch["number"][batch["valid"]]
+        found.index_add_(0, rows.to(engine.device)[numbers], features[batch["valid"]].double())
+    watch.between()
+    return engine.sum(found)
+
+
+def _evaluate_zero_shot(engine: Engine, inputs: InputPipeline, watch: Watch, data: ZeroShotData) -> dict[str, float]:
+    """One pass over the sentences of the classes, and one over the images."""
+    task = inputs.config.task
+    classes = _encode_texts(engine, inputs, watch, data.prompts, data.classes)
+    images = inputs.evaluation(data.source, task.feature_fields())
+    return _count(engine, [ZeroShotAccuracy(classes)], images, watch, run=partial(task.encode, "images"))
 
 
 def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> dict[str, float]:
@@ -89,7 +125,13 @@ def _evaluate_features(engine: Engine, inputs: InputPipeline, watch: Watch) -> d
 
 
 def _outputs(
-    engine: Engine, inputs: EvaluationInputs, watch: Watch, what: str, *, features: bool
+    engine: Engine,
+    inputs: EvaluationInputs,
+    watch: Watch,
+    what: str,
+    *,
+    features: bool = False,
+    run: Run | None = None,
 ) -> Iterator[tuple[torch.Tensor, Batch]]:
     """The engine's outputs in one pass; `watch.between` is called between its chunks.
 
@@ -100,16 +142,23 @@ def _outputs(
         for start in range(0, inputs.num_batches, EVAL_CHUNK):
             if start:
                 watch.between()
-            yield from engine.forward_batches(batches, min(EVAL_CHUNK, inputs.num_batches - start), features=features)
+            number = min(EVAL_CHUNK, inputs.num_batches - start)
+            yield from engine.forward_batches(batches, number, features=features, run=run)
 
 
 def _count(
-    engine: Engine, several: Sequence[Metrics], inputs: EvaluationInputs, watch: Watch, *, features: bool = False
+    engine: Engine,
+    several: Sequence[Metrics],
+    inputs: EvaluationInputs,
+    watch: Watch,
+    *,
+    features: bool = False,
+    run: Run | None = None,
 ) -> dict[str, float]:
     """The figures of several metrics over one pass."""
     for metrics in several:
         metrics.expect(inputs.num_samples)
-    for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features):
+    for outputs, batch in _outputs(engine, inputs, watch, "evaluation", features=features, run=run):
         for metrics in several:
             metrics.update(outputs, batch)
     # The ranks that count rows: one of each tensor-parallel group of the last stage.
@@ -223,7 +272,8 @@ class Evaluations:
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated, and have not been yet."""
         config = self.inputs.config
-        if config.val_source is None or not done or done == self.evaluated_step:
+        has_data = config.val_source is not None or config.zeroshot is not None
+        if not has_data or not done or done == self.evaluated_step:
             return False
         epochs, rest = divmod(done, config.order.steps_per_epoch)
         return (self.interval > 0 and rest == 0 and epochs % self.interval == 0) or done >= config.total_steps

@@ -15,9 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,8 +32,11 @@ from ds_vit.data import (
     Share,
     Source,
     eval_loader,
+    evaluation_keys,
+    evaluation_rows,
     finish_keys,
     finish_valid,
+    num_evaluation_batches,
     train_loader,
 )
 from ds_vit.device import pci_address, pins_memory
@@ -41,7 +46,7 @@ from ds_vit.launching.process import Process
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.parallel.layout import Layout
 from ds_vit.run_folder import LineLog
-from ds_vit.tasks import Batch, Field, Task
+from ds_vit.tasks import Batch, Field, Task, ZeroShotData
 from ds_vit.training.skipped_images import SkippedImages
 
 
@@ -53,6 +58,7 @@ class InputConfig:
         task: makes the tensors of a batch.
         train_source: the training split; in evaluation only it says which classes there are.
         val_source: the evaluation split, or None.
+        zeroshot: of --zeroshot, or None.
         order: of the training samples.
         share: this rank's rows of a global batch.
         sizes: which size of images each step trains on; None where all have the model's.
@@ -69,6 +75,7 @@ class InputConfig:
     task: Task
     train_source: Source
     val_source: Source | None
+    zeroshot: ZeroShotData | None
     order: SampleOrder
     share: Share
     sizes: ImageSizes | None
@@ -83,9 +90,10 @@ class InputConfig:
 
     @property
     def validation(self) -> Source:
-        """`val_source` of a run that evaluates."""
-        assert self.val_source is not None, "there is no evaluation split"
-        return self.val_source
+        """The split whose images an evaluation counts: `val_source`, or that of --zeroshot if it is the only one."""
+        source = self.zeroshot.source if self.val_source is None and self.zeroshot is not None else self.val_source
+        assert source is not None, "there is no evaluation split"
+        return source
 
     @property
     def stages(self) -> set[str]:
@@ -260,16 +268,52 @@ class InputPipeline:
     ) -> Generator[Batch, None, None]:
         if not self.loads:
             for _ in range(len(loader)):
-                yield self._receive(fields, rows, valid=True)
+                yield self._with_blanks(self._receive(fields, rows, valid=True))
             return
-        split = "evaluation" if source is self.config.validation else "training"
+        split = "training" if source is self.config.train_source else "evaluation"
         with contextlib.closing(iter(loader)) as batches:
             for batch in batches:
                 if "last" in self.config.stages:  # once a row: where it is counted
                     inputs.num_skipped += batch.num_skipped
                     self.skipped.add(source, batch.skipped, split)
                 valid = finish_valid(batch, device=self.engine.device)
-                yield self._share({**self._finish(fields, batch, training=False), "valid": valid})
+                shared = self._share({**self._finish(fields, batch, training=False), "valid": valid})
+                yield self._with_blanks(shared)
+
+    @cached_property
+    def further_texts(self) -> tuple[torch.Tensor, list[str]]:
+        """`Task.further_texts` of the validation split: the sample of each, int64 [M], and the texts."""
+        found = self.config.task.further_texts(self.config.validation)
+        return torch.tensor([sample for sample, _ in found], dtype=torch.int64), [text for _, text in found]
+
+    def texts(self, texts: Sequence[str]) -> EvaluationInputs:
+        """The batches of some texts, each on one data-parallel rank, with the "number" of each, int64 [B]."""
+        share, rows = self.config.share, self.config.eval_rows
+        num_batches = num_evaluation_batches(len(texts), rows, share.dp_size)
+        return EvaluationInputs(self._texts(texts, rows, num_batches), num_batches, len(texts))
+
+    def _texts(self, texts: Sequence[str], rows: int, num_batches: int) -> Generator[Batch, None, None]:
+        config, tokenizer, device = self.config, self.config.task.tokenizer, self.engine.device
+        assert tokenizer is not None, f"--task {config.task.name} reads no texts"
+        for index in range(num_batches):
+            share = config.share
+            numbers, valid = evaluation_rows(len(texts), rows, share.dp_rank, share.dp_size, index)
+            batch = {"number": numbers, "keys": evaluation_keys(numbers), "valid": valid}
+            if "first" in config.stages:
+                batch["texts"] = np.stack([tokenizer.encode(texts[number]) for number in numbers])
+            yield self._with_blanks({name: torch.from_numpy(array).to(device) for name, array in batch.items()})
+
+    def _with_blanks(self, batch: Batch) -> Batch:
+        """A batch with zeros for what it lacks of the inputs of a pipeline, which runs all towers."""
+        if self.config.layout.pp == 1 or "first" not in self.config.stages:
+            return batch
+        rows = len(batch["keys"])
+        blanks = {
+            field.name: torch.zeros(1, *field.shape, dtype=field.dtype, device=self.engine.device)
+            for field in self._here(self.config.task.fields(training=False))
+            if field.stage == "first" and field.name not in batch
+        }
+        return {**batch, **{name: blank.expand(rows, *blank.shape[1:]) for name, blank in blanks.items()}}
 
     def _here(self, fields: Iterable[Field]) -> tuple[Field, ...]:
         """The fields of this rank's stage, in the type that they have there."""

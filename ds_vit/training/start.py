@@ -71,6 +71,9 @@ def start_rows(resolved: Resolved, flops: Flops, device: torch.device, folder: P
         images += f" ({left:,} of them fill no global batch, others in each epoch)"
     if data.val_source is not None:
         images += f", {len(data.val_source):,} for evaluation"
+    if data.zeroshot is not None:
+        classes, prompts = data.zeroshot.source.num_classes, len(data.zeroshot.prompts)
+        images += f", {len(data.zeroshot.source):,} in {classes:,} classes ({prompts:,} prompts) for zero-shot"
     in_training = "" if resolved.optimizer is None else f", {flops.training / 1e9:.3f} G in training"
     rows = [
         ("model", resolved.config.model),
@@ -107,7 +110,8 @@ def settings_of(resolved: Resolved) -> tuple[dict[str, str | float], str, list[s
     if resolved.optimizer is not None:
         values |= {"optimizer": resolved.optimizer.cls.__name__, "lr": resolved.optimizer.lr}
         values |= {"weight_decay": resolved.optimizer.weight_decay}
-    evaluated = [f"eval/{figure.name}" for figure in resolved.model.task.figures] if resolved.data.val_source else []
+    evaluates = resolved.data.val_source is not None or resolved.data.zeroshot is not None
+    evaluated = [f"eval/{figure.name}" for figure in resolved.model.task.figures] if evaluates else []
     text = f"{layout}, ZeRO-{deepspeed.zero_stage}, {deepspeed.precision.name}: {resolved.data.batch}"
     return values, text, [*evaluated, "train/loss"]
 

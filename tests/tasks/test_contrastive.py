@@ -373,7 +373,8 @@ def test_partners_are_found_as_by_sorting():
     gallery[7] = gallery[3]  # a tie: the first counts as nearer
     order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
     expected = (order == torch.arange(50)[:, None]).int().argmax(dim=1)
-    assert torch.equal(places_of_partners(queries, gallery, at_once=120), expected)
+    own = torch.arange(50)
+    assert torch.equal(places_of_partners(queries, own, gallery, own, at_once=120), expected)
 
 
 def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):

@@ -14,7 +14,7 @@ from ds_vit.data.decode import require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
-from ds_vit.tasks import TASKS
+from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 
@@ -26,6 +26,7 @@ class DataConfig:
     Attributes:
         train_source: the training split; in evaluation only it defines the classes.
         val_source: the evaluation split, or None.
+        zeroshot: of --zeroshot, or None.
         batch: the batch arithmetic.
         order: of the training samples.
         origins: key of the JSON's batch arithmetic → where its number came from, where it is not the JSON's.
@@ -36,6 +37,7 @@ class DataConfig:
     val_source: Source | None
     batch: BatchSizes
     order: SampleOrder
+    zeroshot: ZeroShotData | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -94,7 +96,16 @@ def resolve_data(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
-    return DataConfig(train, val, batch, order, _batch_origins(config, deepspeed, batch), tuple(notes))
+    origins = _batch_origins(config, deepspeed, batch)
+    return DataConfig(train, val, batch, order, _zero_shot(config), origins, tuple(notes))
+
+
+def _zero_shot(config: RunConfig) -> ZeroShotData | None:
+    """The data of --zeroshot."""
+    if not config.zeroshot:
+        return None
+    folder = config.data_dir if isinstance(config.data_dir, str) else ""
+    return open_zero_shot(config.zeroshot, config.zeroshot_templates, folder or None)
 
 
 def with_batch(data: DataConfig, batch: BatchSizes, origin: str, note: str) -> DataConfig:
@@ -151,7 +162,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
             "--dataset or --data-dir"
         )
     opened = partial(_open_split, config)
-    if config.eval_only and not config.val_split:
+    if config.eval_only and not config.val_split and not config.zeroshot:
         raise UserError("there is nothing to evaluate without a --val-split")
     if config.eval_only and config.val_fraction is not None and not config.train_split:
         raise UserError(f"--val-fraction {config.val_fraction:g} holds out a part of the --train-split, which is ''")

@@ -1,0 +1,165 @@
+"""Zero-shot classification (`--zeroshot`): an image is of the class whose sentences are nearest to it.
+
+A class is the mean of the normalised features of its name in several sentences, normalised again (Radford et al. 2021,
+https://arxiv.org/abs/2103.00020, section 3.1.4).
+
+Shapes: B images at once, C classes, T templates, E common width of both towers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from timm.data import ImageNetInfo
+
+from ds_vit.data import NoSuchSplit, Source, open_source
+from ds_vit.fault_tolerance.errors import UserError, did_you_mean, first_line, read_text
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.retrieval import places_of_partners
+
+ZERO_SHOT = (
+    Figure("zeroshot_top1", "zero-shot top-1", "%"),
+    Figure("zeroshot_top5", "zero-shot top-5", "%", summed_up=False),
+)
+_WORDS = ("none", "simple", "openai")
+_SPLIT = "validation"
+
+Template = Callable[[str], str]
+"""The name of a class → a sentence."""
+
+
+@dataclass(frozen=True)
+class ZeroShotData:
+    """What `--zeroshot` classifies, and the sentences of its classes.
+
+    Attributes:
+        source: images with one class each.
+        prompts: C · T sentences, those of the first class first.
+    """
+
+    source: Source
+    prompts: tuple[str, ...]
+
+    @property
+    def classes(self) -> torch.Tensor:
+        """The class of each prompt, int64 [C · T]."""
+        number = self.source.num_classes
+        return torch.arange(number).repeat_interleave(len(self.prompts) // number)
+
+
+def open_zero_shot(name: str, templates: str, data_dir: str | None = None) -> ZeroShotData:
+    """Open the data set of `--zeroshot`, its validation split, and write the sentences of its classes.
+
+    Args:
+        name: what `--dataset` or `--data-dir` take, or the folder of a split.
+        templates: `--zeroshot-templates`.
+        data_dir: the folder of a data set of torchvision.
+
+    Raises:
+        UserError: no such data, not one class an image, or no such templates.
+    """
+    try:
+        source = _open_split(name, data_dir)
+    except UserError as error:
+        raise UserError(*(f"--zeroshot {name}: {problem}" for problem in error.problems)) from None
+    if source.multi_label or not source.class_names:
+        found = "several labels" if source.multi_label else "captions only"
+        raise UserError(f"--zeroshot {name} needs one class an image, and these have {found}")
+    return ZeroShotData(source, write_prompts(class_words(source.class_names), read_templates(templates)))
+
+
+def _open_split(name: str, data_dir: str | None) -> Source:
+    if not os.path.isdir(name):
+        return open_source(name, data_dir if name.startswith("torch/") else None, _SPLIT)
+    try:
+        return open_source("", name, _SPLIT)
+    except NoSuchSplit as error:
+        folder, split = os.path.split(os.path.abspath(name))
+        try:
+            return open_source("", folder, split)
+        except UserError:
+            raise error from None
+
+
+def write_prompts(names: Sequence[str], templates: Sequence[Template]) -> tuple[str, ...]:
+    """C · T sentences, those of the first class first."""
+    return tuple(template(name) for name in names for template in templates)
+
+
+def class_words(names: Sequence[str]) -> tuple[str, ...]:
+    """The classes in words: ImageNet's numbers by open_clip's names for them, other names with spaces for underscores.
+
+    Raises:
+        UserError: numbers that are not ImageNet-1k's, or open_clip is not installed.
+    """
+    if not all(re.fullmatch(r"n\d{8}", name) for name in names):
+        return tuple(name.replace("_", " ") for name in names)
+    words = dict(zip(ImageNetInfo("imagenet-1k").label_names(), _of_open_clip("IMAGENET_CLASSNAMES"), strict=True))
+    if unknown := [name for name in names if name not in words]:
+        raise UserError(f"--zeroshot: {unknown[0]} is no class of ImageNet-1k; name the folders by words")
+    return tuple(words[name] for name in names)
+
+
+def read_templates(word: str) -> tuple[Template, ...]:
+    """The templates of `--zeroshot-templates`: none, simple, openai, or a file with one a line, {} for the class.
+
+    Raises:
+        UserError: no such word or file, a line without {}, or open_clip is not installed.
+    """
+    if word == "openai":
+        return tuple(_of_open_clip("OPENAI_IMAGENET_TEMPLATES"))
+    lines = {"none": ["{}"], "simple": ["a photo of a {}."]}.get(word)
+    if lines is None:
+        if not os.path.isfile(word):
+            near = did_you_mean(word, _WORDS)
+            raise UserError(f"--zeroshot-templates {word} is none of {', '.join(_WORDS)}, and no file{near}")
+        lines = [line.strip() for line in read_text(word, "--zeroshot-templates ").splitlines() if line.strip()]
+    for line in lines or [""]:
+        if "{}" not in line:
+            raise UserError(f'--zeroshot-templates {word} needs {{}} for the class in each line; "{line}" has none')
+    return tuple(partial(_filled, line) for line in lines)
+
+
+def _filled(template: str, name: str) -> str:
+    return template.replace("{}", name)
+
+
+def _of_open_clip(name: str) -> Sequence:
+    """A list of open_clip's zero-shot metadata."""
+    try:
+        from open_clip import zero_shot_metadata
+    except ImportError as error:
+        missing = f"ImageNet's class names and --zeroshot-templates openai need open_clip_torch ({first_line(error)})"
+        raise UserError(f"{missing}: pip install open_clip_torch") from None
+    return getattr(zero_shot_metadata, name)
+
+
+class ZeroShotAccuracy(Metrics):
+    """Top-1 and top-5 in percent. The logit scale is positive and decides nothing; of equal classes the first counts.
+
+    Args:
+        classes: sums or means of the features of each class's sentences, [C, E].
+    """
+
+    def __init__(self, classes: torch.Tensor) -> None:
+        super().__init__(3, classes.device)  # right at 1, right at 5, images
+        self.classes = F.normalize(classes.double(), dim=1)
+        self._numbers = torch.arange(len(classes), device=classes.device)
+
+    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Normalised features of images float32 [B, E]; targets int64 [B]."""
+        places = places_of_partners(outputs.double(), batch["targets"], self.classes, self._numbers)
+        rows = torch.stack((places < 1, places < 5, torch.ones_like(batch["valid"])), dim=1)
+        self.sums += (rows & batch["valid"][:, None]).double().sum(0)
+
+    def compute(self) -> dict[str, float]:
+        """As `Metrics.compute`."""
+        *right, images = self.sums.tolist()
+        found = {figure.name: 100.0 * count / max(images, 1) for figure, count in zip(ZERO_SHOT, right, strict=True)}
+        return {**found, "images": int(images)}

@@ -1,0 +1,297 @@
+"""Zero-shot classification against open_clip's, and retrieval with several captions, in every layout."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from curves import read_rows
+from PIL import Image
+from project import write_config
+from runs import refusal, resolved
+
+from ds_vit.data import finish_images, open_source
+from ds_vit.data.loader import eval_loader
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import SequentialViT, initialise, tower_of
+from ds_vit.run_folder import RunFolder
+from ds_vit.tasks.retrieval import RANKS, places_of_partners
+from ds_vit.tasks.zero_shot import class_words, open_zero_shot, read_templates, write_prompts
+
+NUM_IMAGES, TEMPLATES = 41, ("a photo of the digit {}.", "{}", "the number {}, drawn by hand")
+LAYOUTS = {
+    "one rank": (1, ()),
+    "3 ranks": (3, ()),
+    "ZeRO-3": (2, ("--set", "zero_optimization.stage=3")),
+    "tp 2": (2, ("--tp", "2")),
+    "pp 2": (2, ("--pp", "2")),
+}
+
+
+# ---- data, a run and its towers in one plain process -----------------------------------------------------------------
+
+
+def write_pairs(folder):
+    """Images with one to three captions each; the captions of an image share a word."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        (folder / split).mkdir(parents=True)
+        for number in range(NUM_IMAGES):
+            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / split / f"{number:02}.png")
+            texts = [f"{'abc'[n]} {number * 7919 % 997}" for n in range(1 + number % 3)]
+            (folder / split / f"{number:02}.txt").write_text("\n".join(texts))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pairs of images and captions, and a file of templates."""
+    folder = tmp_path_factory.mktemp("zero-shot")
+    write_pairs(folder / "pairs")
+    (folder / "templates.txt").write_text("\n".join(TEMPLATES) + "\n")
+    return folder
+
+
+def command(folder, *words):
+    """A run that keeps its initial weights, which are the same in every layout."""
+    argv = [
+        *("--task", "siglip", "--data-dir", folder / "pairs", "--model", "vit_tiny_patch16_224", "--img-size", 16),
+        *("--model-kwargs", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "--workers", 0, "--no-aug"),
+        *("--text-width", 24, "--text-depth", 2, "--text-heads", 2, "--context-length", 40, "--embed-dim", 16),
+        *("--deepspeed_config", write_config(folder / "ds.json", 1), "--max-steps", 1, "--warmup-steps", 0, "-b", 6),
+        *("--lr", 0, "-vb", 16, "--checkpoint-interval", 0, "--log-images", 0),
+        *("--zeroshot", "digits", "--zeroshot-templates", folder / "templates.txt"),
+    ]
+    return [str(word) for word in [*argv, *words]]
+
+
+class PlainTowers:
+    """The initial towers of a run in this process, with the methods of an open_clip model."""
+
+    def __init__(self, argv):
+        run = resolved(argv)
+        self.task, self.towers, whole = run.model.task, {}, run.model.whole
+        for name, layers in self.task.towers(whole).items():
+            initialise(tower_of(whole, name), layers, seed=run.config.seed, device="cpu")
+            self.towers[name] = SequentialViT(layers).eval()
+
+    def tokenize(self, texts):
+        return torch.from_numpy(np.stack([self.task.tokenizer.encode(text) for text in texts]))
+
+    @torch.no_grad()
+    def encode_text(self, ids, normalize=False):
+        features = self.towers["text"](ids, torch.zeros(len(ids), dtype=torch.int64))[:, : self.task.encoded_dim]
+        return F.normalize(features, dim=1) if normalize else features
+
+    @torch.no_grad()
+    def encode_image(self, source):
+        """Normalised features of all images, and their targets."""
+        [batch] = eval_loader(source, image=self.task.image, batch=len(source))
+        images = finish_images(batch, self.task.image, device="cpu")
+        return F.normalize(self.towers["image"](images, batch.keys), dim=1), batch.targets
+
+
+@pytest.fixture(scope="module")
+def towers(folder):
+    return PlainTowers(command(folder))
+
+
+# ---- breakages -------------------------------------------------------------------------------------------------------
+
+
+def sum_of_own_rows():
+    """Add up no table of features over the ranks."""
+    from ds_vit.engine.base import Engine
+
+    whole = Engine.sum
+    return mock.patch.object(Engine, "sum", lambda self, value: value if value.ndim > 1 else whole(self, value))
+
+
+def texts_at(change):
+    """Deal the texts otherwise."""
+    from ds_vit.training import inputs
+
+    rows = inputs.evaluation_rows
+    return mock.patch.object(inputs, "evaluation_rows", lambda *args: change(rows, *args))
+
+
+def first_captions_only():
+    """Read one caption of each image."""
+    from ds_vit.tasks.contrastive import Contrastive
+
+    return mock.patch.object(Contrastive, "further_texts", return_value=[])
+
+
+BREAKAGES = {
+    "local gallery": sum_of_own_rows,
+    "texts without the rank's offset": lambda: texts_at(
+        lambda rows, total, batch, rank, size, index: rows(total, batch, 0, size, index)
+    ),
+    "padding counts": lambda: texts_at(lambda rows, *args: (rows(*args)[0], np.ones_like(rows(*args)[1]))),
+    "first captions only": first_captions_only,
+}
+
+
+def train(argv, breakage, recorded):
+    """On a rank: the exit code of a run; the classes and logits of each zero-shot batch go to a file of the rank."""
+    from ds_vit.train import main
+    from ds_vit.training import evaluation
+
+    found = []
+
+    class Recorded(evaluation.ZeroShotAccuracy):
+        def update(self, outputs, batch):
+            super().update(outputs, batch)
+            logits = outputs.double() @ self.classes.T
+            found.append((self.classes, logits[batch["valid"]], batch["keys"][batch["valid"]]))
+
+    broken = BREAKAGES[breakage]() if breakage else contextlib.nullcontext()
+    with mock.patch.object(evaluation, "ZeroShotAccuracy", Recorded), broken:
+        code = main(argv)
+    torch.save(found, recorded.with_suffix(f".{torch.distributed.get_rank()}.pt"))
+    return code
+
+
+def evaluate(ranks, folder, output, layout, breakage=None, words=()):
+    """The row of a run's evaluation in a layout; and what was recorded on each rank."""
+    world, flags = LAYOUTS[layout]
+    argv = command(folder, "--output", output, *flags, *words)
+    assert ranks.run(world, train, argv, breakage, output) == [0] * world
+    [row] = [row for row in read_rows(output) if row["kind"] == "eval"]
+    return row, [torch.load(output.with_suffix(f".{rank}.pt")) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def evaluated(ranks, folder):
+    """Of a layout, as `evaluate`."""
+    return functools.cache(lambda layout: evaluate(ranks, folder, folder / layout.replace(" ", "-"), layout))
+
+
+# ---- zero-shot classification ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_open_clips_classifier(evaluated, towers, layout):
+    # Catches: a mean before the norm, templates of another class, prompts lost between ranks, a tower that got blanks.
+    open_clip = pytest.importorskip("open_clip")
+    row, recorded = evaluated(layout)
+    source = open_source("digits", None, "validation")
+    classes = open_clip.build_zero_shot_classifier(towers, towers.tokenize, source.class_names, TEMPLATES)
+    features, targets = towers.encode_image(source)
+    expected = features @ classes
+    batches = [batch for of_rank in recorded for batch in of_rank]
+    for found, _, _ in batches:
+        torch.testing.assert_close(found.float(), classes.T, rtol=0, atol=1e-5)
+    keys = torch.cat([keys for _, _, keys in batches])
+    [batch] = eval_loader(source, image=towers.task.image, batch=len(source))
+    order = batch.keys.argsort()
+    logits = torch.cat([logits for _, logits, _ in batches])[keys.argsort()].float()
+    torch.testing.assert_close(logits, expected[order], rtol=0, atol=1e-5)
+    for k in (1, 5):
+        right = (expected.topk(k).indices == targets[:, None]).any(1).double().mean().item()
+        assert row[f"zeroshot_top{k}"] == pytest.approx(100 * right, abs=1e-9)
+    assert row["images"] == NUM_IMAGES
+
+
+def test_without_a_validation_split(ranks, folder, evaluated, tmp_path):
+    # Catches: a split with captions that zero-shot classification would need; a run without a best checkpoint.
+    row, _ = evaluate(ranks, folder, tmp_path / "run", "3 ranks", words=("--val-split", ""))
+    whole, _ = evaluated("one rank")
+    assert row["images"] == 355
+    assert not [name for name in row if "_r" in name]
+    assert {row[name] == whole[name] for name in ("zeroshot_top1", "zeroshot_top5")} == {True}
+    summary = RunFolder(tmp_path / "run").read_summary()
+    assert summary["best_zeroshot_top1"] == summary["last_zeroshot_top1"] == row["zeroshot_top1"]
+
+
+def test_templates_and_names(tmp_path):
+    assert write_prompts(("a b", "c"), read_templates("simple")) == ("a photo of a a b.", "a photo of a c.")
+    (tmp_path / "t.txt").write_text("{} {}\n\n it: {}\n")
+    assert write_prompts(("x",), read_templates(str(tmp_path / "t.txt"))) == ("x x", "it: x")
+    open_clip = pytest.importorskip("open_clip")
+    assert [t("x") for t in read_templates("openai")] == [t("x") for t in open_clip.OPENAI_IMAGENET_TEMPLATES]
+    assert class_words(("n01440764", "n01443537")) == tuple(open_clip.IMAGENET_CLASSNAMES[:2])
+    assert class_words(("great_white", "n01440764")) == ("great white", "n01440764")
+
+
+def test_a_folder_of_class_folders(tmp_path):
+    for split, name in (("val", "cat"), ("val", "dog"), ("test", "dog")):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / split / name / "1.png")
+    assert open_zero_shot(str(tmp_path), "none").prompts == ("cat", "dog")
+    assert open_zero_shot(str(tmp_path / "test"), "none").prompts == ("dog",)
+
+
+def test_what_is_rejected(capsys, tmp_path, folder):
+    (tmp_path / "t.txt").write_text("a {}\na photo\n")
+    with mock.patch.dict("sys.modules", {"open_clip": None}), pytest.raises(UserError, match="pip install open_clip"):
+        read_templates("openai")
+    for words, message in (
+        (("--zeroshot", "glyphs"), "--zeroshot glyphs needs one class an image, and these have captions only"),
+        (("--zeroshot", "digit"), "the nearest is digits"),
+        (("--zeroshot", "digits", "--zeroshot-templates", "simpel"), "no file; the nearest is simple"),
+        (("--zeroshot", "digits", "--zeroshot-templates", tmp_path / "t.txt"), '"a photo" has none'),
+        (("--zeroshot", "", "--zeroshot-templates", "none"), "has no effect without --zeroshot"),
+        (("--task", "classification", "--zeroshot", "digits"), "of --task clip and siglip"),
+    ):
+        assert message in refusal(capsys, [*command(folder), "--output", tmp_path / "run", *words])
+
+
+# ---- retrieval with several captions ---------------------------------------------------------------------------------
+
+
+def recalls(images, texts, of_texts):
+    """Recall both ways, image by image and caption by caption."""
+    similarities, found = images.double() @ texts.double().T, {}
+    to_text = [
+        min(int((row > row[j]).sum()) for j in range(len(of_texts)) if of_texts[j] == i)
+        for i, row in enumerate(similarities)
+    ]
+    to_image = [int((column > column[i]).sum()) for column, i in zip(similarities.T, of_texts, strict=True)]
+    for direction, places in (("image_to_text", to_text), ("text_to_image", to_image)):
+        found |= {f"{direction}_r{k}": 100 * sum(place < k for place in places) / len(places) for k in RANKS}
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recall_equals_brute_force(folder, evaluated, towers, layout):
+    # Catches: captions after the first left out, a gallery of one rank, captions at another image.
+    row, _ = evaluated(layout)
+    expected = brute_force(folder, towers)
+    assert {name: value for name, value in row.items() if "_to_" in name} == pytest.approx(expected, abs=1e-9)
+    assert row["images"] == NUM_IMAGES
+
+
+def brute_force(folder, towers):
+    from ds_vit.data import CaptionKeys
+
+    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    pairs = [(image, text) for image in range(len(source)) for text in source.captions(image)]
+    assert len(pairs) > 1.9 * NUM_IMAGES
+    texts = towers.encode_text(towers.tokenize([text for _, text in pairs]), normalize=True)
+    return recalls(towers.encode_image(source)[0], texts, [image for image, _ in pairs])
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_what_is_broken_is_seen(ranks, folder, towers, evaluated, tmp_path, breakage):
+    row, recorded = evaluate(ranks, folder, tmp_path / "run", "3 ranks", breakage)
+    expected = brute_force(folder, towers)
+    [[(classes, *_), *_]] = evaluated("one rank")[1]
+    same_recall = all(row[name] == pytest.approx(value, abs=1e-9) for name, value in expected.items())
+    same_classes = all(torch.allclose(found[0][0], classes, atol=1e-5) for found in recorded)
+    assert same_classes == (breakage == "first captions only")
+    assert not same_recall or breakage == "padding counts"  # a longer feature of one caption, which is far from all
+
+
+def test_places_with_several_partners():
+    # Catches: the best partner taken by its number, partners that count as nearer, ties, blocks.
+    generator = torch.Generator().manual_seed(0)
+    queries, gallery = (torch.randn(n, 4, generator=generator).double() for n in (20, 53))
+    of_gallery = torch.cat((torch.arange(20), torch.randint(20, (33,), generator=generator)))
+    gallery[30] = gallery[3]
+    found = places_of_partners(queries, torch.arange(20), gallery, of_gallery, at_once=160)
+    order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(found, (of_gallery[order] == torch.arange(20)[:, None]).int().argmax(dim=1))
