@@ -17,6 +17,8 @@ report.html                     all of this to look at (`ds-vit report`)
 starts.jsonl                    its processes: from which step, when, on what, with which versions and learning rates
 predictions.csv                 what each validation image was taken for at the last evaluation
 augmented.png, mistakes.png     images for the report, each with a .json that says what they show
+pairs.png, similarities.json    with --task clip and siglip: the most and least similar pairs of the last evaluation,
+                                and similarities of some images and captions
 reconstruction.png              with --task mae: images, what was hidden and what was painted, at the last evaluation
 """
 
@@ -76,6 +78,8 @@ class RunFolder:
     starts = _Entry("starts.jsonl")  # a JSON object a line, one a process that worked on the run
     predictions = _Entry("predictions.csv")  # what each validation image was taken for, where each has one class
     augmented = _Entry("augmented.png")  # images of the first step as the model saw them; captions in the .json
+    pairs = _Entry("pairs.png")  # the most and least similar pairs of validation; captions in the .json
+    similarities = _Entry("similarities.json")  # of some images and captions of validation
     mistakes = _Entry("mistakes.png")  # the most confident mistakes of validation; captions in the .json
 
     def checkpoint(self, step: int) -> Path:

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from ds_vit.data import Source
 from ds_vit.monitoring.progress import Line
-from ds_vit.monitoring.sheets import TrainingSheet, write_predictions
+from ds_vit.monitoring.sheets import TrainingSheet, write_pairs, write_predictions
 from ds_vit.run_folder import RunFolder, to_json, written_whole
-from ds_vit.tasks import Figure
+from ds_vit.tasks import Figure, Pairs
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,6 +38,7 @@ _TRAINING = (
     *(("grad/norm", "grad_norm"), ("grad/loss_scale", "loss_scale")),
     *((f"time/{key}", key) for key in ("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction")),
     ("memory/bytes", "memory_bytes"),
+    *((f"train/{key}", key) for key in ("logit_scale", "logit_bias")),
 )
 
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]
@@ -194,6 +195,11 @@ class Reporter:
         """Write the predictions of the newest evaluation, as `write_predictions`."""
         with self._refusable(self._folder.predictions, "without it"):
             write_predictions(self._folder, by_sample, source, classes)
+
+    def pairs(self, pairs: Pairs, source: Source) -> None:
+        """Write pairs of the newest evaluation, as `write_pairs`."""
+        with self._refusable(self._folder.pairs, "without it"):
+            write_pairs(self._folder, pairs, source)
 
     def training_images(self, sheet: TrainingSheet) -> None:
         """Save a sheet of training images."""

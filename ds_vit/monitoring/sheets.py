@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.run_folder import RunFolder, write_json, written_whole
-from ds_vit.tasks import Batch
+from ds_vit.tasks import Batch, Pairs
 
 SIDE = 112  # pixels of an image in a sheet
 _ACROSS = 8
@@ -149,6 +149,31 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
     else:  # a better evaluation than the last one
         folder.mistakes.unlink(missing_ok=True)
         folder.mistakes.with_suffix(".json").unlink(missing_ok=True)
+
+
+def write_pairs(folder: RunFolder, pairs: Pairs, source: Source) -> None:
+    """Write the similarities of some images and captions, and a sheet of the most and the least similar pairs.
+
+    Args:
+        folder: of the run.
+        pairs: of its validation split.
+        source: the split.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    texts = [source.captions(sample)[0] for sample in pairs.samples]
+    names = [Path(source.describe(sample)).name for sample in pairs.samples]
+    write_json(folder.similarities, {"images": names, "captions": texts, "similarities": pairs.similarities})
+    images, captions = [], []
+    for sample, similarity, place in (*pairs.best, *pairs.worst):
+        try:
+            images.append(source.image(sample))
+        except ImageDecodeError:
+            continue
+        captions.append(f"{similarity:.3f}, place {place:,}: {source.captions(sample)[0]}")
+    if images:
+        save_sheet(images, captions, folder.pairs)
 
 
 def _name(number: int, classes: Sequence[str]) -> str:

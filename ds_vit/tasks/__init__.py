@@ -14,7 +14,7 @@ from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
-from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.metrics import Batch, Figure, Metrics, Pairs
 from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
 from ds_vit.tasks.zero_shot import ZERO_SHOT, ZeroShotAccuracy, ZeroShotData, open_zero_shot
 
@@ -30,6 +30,7 @@ __all__ = [
     "Figure",
     "Loss",
     "Metrics",
+    "Pairs",
     "StepContext",
     "Task",
     "ZeroShotAccuracy",

@@ -47,6 +47,7 @@ class BridgeTowerTask(Contrastive):
     }
     compared = ("images", "texts", "both")
     logit_names = ("logit_scale",)
+    shown_parameters: ClassVar = {"logit_scale": Contrastive.shown_parameters["text.logit_scale"]}
     loss = staticmethod(bridge_tower_loss)
 
     model: BridgeTower

@@ -66,6 +66,7 @@ class Contrastive(Task):
         ),
     )
 
+    shown_parameters: ClassVar = {"text.logit_scale": ("logit_scale", math.exp)}
     text_model: ClassVar[str]
     """The default of --text-model."""
     initial_logits: ClassVar[tuple[float, ...]]
@@ -259,4 +260,5 @@ class SigLip(Contrastive):
     name = "siglip"
     text_model = "siglip_base"
     initial_logits = (math.log(10.0), -10.0)
+    shown_parameters: ClassVar = {**Contrastive.shown_parameters, "text.logit_bias": ("logit_bias", float)}
     loss = staticmethod(siglip_loss)

@@ -43,6 +43,22 @@ class Figure:
         return max(numbers) if self.higher_is_better else min(numbers)
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Images with their first captions, for people.
+
+    Attributes:
+        samples: K samples, evenly spaced in the split.
+        similarities: of their images (rows) and captions (columns), float [K, K].
+        best, worst: (sample, similarity, place of the nearest own caption, from 1) of the most and least similar pairs.
+    """
+
+    samples: list[int]
+    similarities: list[list[float]]
+    best: list[tuple[int, float, int]]
+    worst: list[tuple[int, float, int]]
+
+
 class Metrics(ABC):
     """Sums over the samples of an evaluation that add up over micro-batches and ranks.
 
@@ -55,12 +71,14 @@ class Metrics(ABC):
         by_sample: a row a sample of the split, in its order, zero where this rank has not counted it: they add up over
             the ranks. None where the metrics have none.
         rows: a float32 row a sample of the split, as `by_sample`, for `compute`. None where the metrics need none.
+        pairs: to show, from `compute`. None where the metrics have none.
         pixels: what `pictures` are made of, zero where this rank has none: they add up over the ranks too.
     """
 
     num_samples: int = 0
     by_sample: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    pairs: Pairs | None = None
     pixels: torch.Tensor | None = None
 
     def __init__(self, size: int, device: torch.device) -> None:

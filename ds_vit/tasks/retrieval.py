@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from ds_vit.data import evaluation_keys
-from ds_vit.tasks.metrics import Batch, Metrics
+from ds_vit.tasks.metrics import Batch, Metrics, Pairs
 
 RANKS = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
+_MOST_SHOWN, _MOST_LISTED = 12, 8
 
 
 class Retrieval(Metrics):
@@ -64,7 +65,8 @@ class Retrieval(Metrics):
         """As `Metrics.compute`."""
         counts = self.rows.any(dim=1)
         samples = counts.nonzero()[:, 0]
-        images, texts = self.rows[counts].double().split(self._width, dim=1)
+        firsts = self.rows[counts].double()
+        images, texts = firsts.split(self._width, dim=1)
         further = counts[self._further_samples]
         of_texts = torch.cat((samples, self._further_samples[further]))
         texts = torch.cat((texts, self._further_texts[further].double()))
@@ -73,11 +75,31 @@ class Retrieval(Metrics):
         sides = ((images, samples), (texts[order], of_texts))
         for direction, (queries, gallery) in zip(DIRECTIONS, (sides, sides[::-1]), strict=True):
             places = places_of_partners(*queries, *gallery)
+            if gallery is sides[1]:
+                self.pairs = _pairs(firsts, samples, places)
             found |= {
                 f"{direction}_r{k}": 100.0 * (places < k).double().sum().item() / max(1, len(places)) for k in RANKS
             }
         mean = sum(found[f"{direction}_r1"] for direction in DIRECTIONS) / len(DIRECTIONS)
         return {"r1": mean, **found, "images": int(self.sums[0])}
+
+
+def _pairs(features: torch.Tensor, samples: torch.Tensor, places: torch.Tensor) -> Pairs | None:
+    """Pairs to show, of normalised features of images and first captions [N, 2E]."""
+    if not len(samples):
+        return None
+    images, texts = features.chunk(2, dim=1)
+    own = (images * texts).sum(dim=1)
+    order = own.argsort(stable=True)
+    shown = torch.linspace(0, len(samples) - 1, min(len(samples), _MOST_SHOWN), dtype=torch.float64).round().long()
+
+    def listed(rows: torch.Tensor) -> list[tuple[int, float, int]]:
+        return [(int(samples[row]), float(own[row]), int(places[row]) + 1) for row in rows.tolist()]
+
+    number = min(_MOST_LISTED, len(samples) // 2)
+    similarities = images[shown] @ texts[shown].T
+    best, worst = listed(order.flip(0)[:number]), listed(order[:number])
+    return Pairs(samples[shown].tolist(), similarities.tolist(), best, worst)
 
 
 def places_of_partners(

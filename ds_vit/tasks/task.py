@@ -157,6 +157,8 @@ class Task(ABC):
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Names of parameters → the least and the largest value that each update leaves them with."""
+    shown_parameters: ClassVar[Mapping[str, tuple[str, Callable[[float], float]]]] = {}
+    """Names of one-element parameters → their key in the training rows of metrics.jsonl, and how they are written."""
     has_classes: ClassVar[bool] = True
     """Whether the model has a classifier; else `num_classes` is 0, whatever the data has."""
     has_text: ClassVar[bool] = False

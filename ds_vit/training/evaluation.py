@@ -40,14 +40,14 @@ class Watch:
         batches: wraps the batches of a pass.
         between: called on every rank after every 32 batches (a collective); what it raises ends the evaluation.
         show: receives the pictures of the task's metrics, on every rank.
-        note: receives `Metrics.by_sample` of the task's metrics, summed over the ranks, on every rank.
+        note: receives the task's metrics once they are computed, on every rank.
         doing: shows what is under way and how many batches it has, for a block; gives what counts them.
     """
 
     batches: Callable[[Iterator[Batch]], Iterator[Batch]] = lambda batches: batches
     between: Callable[[], None] = lambda: None
     show: Callable[[Pictures], None] = lambda pictures: None
-    note: Callable[[torch.Tensor], None] = lambda by_sample: None
+    note: Callable[[Metrics], None] = lambda metrics: None
     doing: Callable[[str, int | None], AbstractContextManager[Any]] = lambda what, total: nullcontext(iter)
 
 
@@ -75,8 +75,7 @@ def evaluate(engine: Engine, inputs: InputPipeline, watch: Watch = Watch()) -> d
             metrics.take_texts(samples, _encode_texts(engine, inputs, watch, texts, torch.arange(len(texts))))
         figures = _count(engine, [metrics], inputs.evaluation(), watch)
         watch.show(metrics.pictures())
-        if metrics.by_sample is not None:
-            watch.note(metrics.by_sample)
+        watch.note(metrics)
     if task.evaluators:
         figures |= _evaluate_features(engine, inputs, watch)
     if zeroshot is not None:
@@ -316,9 +315,13 @@ class Evaluations:
             if self.reporter:
                 self.reporter.pictures(step, pictures, kind)
 
-        def note(by_sample: torch.Tensor) -> None:
-            if self.reporter and kind == "eval":
-                self.reporter.predictions(by_sample, config.validation, task.class_names)
+        def note(metrics: Metrics) -> None:
+            if self.reporter is None or kind != "eval":
+                return
+            if metrics.by_sample is not None:
+                self.reporter.predictions(metrics.by_sample, config.validation, task.class_names)
+            if metrics.pairs is not None:
+                self.reporter.pairs(metrics.pairs, config.validation)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         draws = kind == "eval" and self.draws_token_maps

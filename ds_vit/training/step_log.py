@@ -86,6 +86,7 @@ class StepLog(Callback):
         norm = _norm(step.result)
         rate, waiting = self.throughput.window(count=number > 1)
         memory = self.prediction.measured_bytes()
+        parameters = self._parameters()
         skipped = {"skipped_images": self.inputs.skipped.gather()} if config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
@@ -104,9 +105,19 @@ class StepLog(Callback):
                 "data_wait_fraction": waiting,
                 "memory_bytes": memory,
                 "images_seen": number * config.order.global_batch,
+                **parameters,
                 **skipped,
             }
         )
+
+    def _parameters(self) -> dict[str, float]:
+        """The values of the parameters that the task shows (a collective)."""
+        shown, layout = self.inputs.config.task.shown_parameters, self.engine.groups.layout
+        if not shown:
+            return {}
+        own = self.engine.zero_map.values([*shown])  # zeros on the other stages of a pipeline
+        values = (self.engine.sum(own.double()) / (layout.dp * layout.tp)).tolist()
+        return {key: write(value) for (key, write), value in zip(shown.values(), values, strict=True)}
 
     def _training_flops(self, step: int) -> float:
         """Of an image, the mean over the steps since the last row."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 from unittest import mock
 
 import numpy as np
@@ -13,10 +14,12 @@ from PIL import Image
 from project import write_config
 from runs import refusal, resolved
 
-from ds_vit.data import finish_images, open_source
+from ds_vit.data import CaptionKeys, finish_images, open_source
 from ds_vit.data.loader import eval_loader
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import SequentialViT, initialise, tower_of
+from ds_vit.monitoring.report.panels import curves, pair_panels
+from ds_vit.monitoring.report.record import Record
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.retrieval import RANKS, places_of_partners
 from ds_vit.tasks.zero_shot import class_words, open_zero_shot, read_templates, write_prompts
@@ -266,8 +269,6 @@ def test_recall_equals_brute_force(folder, evaluated, towers, layout):
 
 
 def brute_force(folder, towers):
-    from ds_vit.data import CaptionKeys
-
     source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
     pairs = [(image, text) for image in range(len(source)) for text in source.captions(image)]
     assert len(pairs) > 1.9 * NUM_IMAGES
@@ -295,3 +296,43 @@ def test_places_with_several_partners():
     found = places_of_partners(queries, torch.arange(20), gallery, of_gallery, at_once=160)
     order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
     assert torch.equal(found, (of_gallery[order] == torch.arange(20)[:, None]).int().argmax(dim=1))
+
+
+# ---- what people see -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_have_scale_and_bias(folder, evaluated, layout):
+    # Catches: a sum over the ranks, a stage without them, the logarithm in place of the scale.
+    evaluated(layout)
+    [row] = [row for row in read_rows(folder / layout.replace(" ", "-")) if row["kind"] == "train"]
+    assert (row["logit_scale"], row["logit_bias"]) == pytest.approx((10.0, -10.0), rel=1e-6)
+
+
+def test_pairs_in_the_report(folder, evaluated, towers):
+    # Catches: captions of other images, the worst in place of the best, a matrix the other way round.
+    evaluated("3 ranks")
+    record = Record.read(folder / "3-ranks")
+    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    images = towers.encode_image(source)[0]
+    firsts = [source.captions(number)[0] for number in range(len(source))]
+    similarities = images @ towers.encode_text(towers.tokenize(firsts), normalize=True).T
+    shown = [firsts.index(text) for text in record.similarities["captions"]]
+    assert (shown[0], shown[-1], len(shown)) == (0, NUM_IMAGES - 1, 12)
+    found = torch.tensor(record.similarities["similarities"])
+    torch.testing.assert_close(found, similarities[shown][:, shown], rtol=0, atol=1e-5)
+    own, captions = (
+        similarities.diagonal(),
+        json.loads(record.folder.pairs.with_suffix(".json").read_text())["captions"],
+    )
+    order = own.argsort().tolist()
+    expected = [*order[::-1][:8], *order[:8]]
+    assert [caption.split(": ")[1] for caption in captions] == [firsts[number] for number in expected]
+    assert [float(caption.split(",")[0]) for caption in captions] == pytest.approx(own[expected].tolist(), abs=6e-4)
+    [panel] = pair_panels(record)
+    assert panel["title"] == "Similarity of validation images and captions"
+    titles = [panel["title"] for panel in curves([record])]
+    assert {"Logit scale (1 / temperature)", "Logit bias"} <= {*titles}
+    page = record.folder.report.read_text()
+    assert "The most similar pairs" in page
+    assert panel["title"] in page

@@ -15,7 +15,7 @@ from PIL import Image
 from ds_vit.monitoring.progress import format_seconds
 from ds_vit.monitoring.report.charts import BOTTOM, LEFT, MAX_DOTS, NUM_COLOURS, RIGHT, THIN, TOP, Panel, image_uri
 from ds_vit.monitoring.report.comparison import deviation_chart, differences, outcomes
-from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, table
+from ds_vit.monitoring.report.panels import class_panels, curves, gradients, metric_label, pair_panels, table
 from ds_vit.monitoring.report.record import Record, ranks_in_words
 
 _MAX_WIDTH = 1200  # pixels of a picture
@@ -56,6 +56,7 @@ def _one(record: Record) -> dict[str, Any]:
         ("Over the steps", curves([record])),
         ("Gradients", gradients(record)),
         ("Classes", class_panels(record)),
+        ("Pairs", pair_panels(record)),
         ("Images", _pictures(record)),
         ("Layout", [card for card in (_launches(record), _layout(record), _predicted(record)) if card]),
     ]
@@ -168,6 +169,10 @@ def _pictures(record: Record) -> list[Panel]:
     for sheet, title in (
         (folder.augmented, "Training images of the first step, as the model sees them"),
         (folder.mistakes, "The most confident mistakes of the last evaluation"),
+        (
+            folder.pairs,
+            "The most similar pairs of the last evaluation, then the least similar: similarity, place",
+        ),
     ):
         with contextlib.suppress(OSError, ValueError, KeyError):
             tiles = json.loads(sheet.with_suffix(".json").read_text())

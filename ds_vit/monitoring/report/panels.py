@@ -98,6 +98,8 @@ def curves(records: Sequence[Record]) -> list[Panel]:
     wide = bool(norms) and min(norms) > 0 and max(norms) > 30 * min(norms)
     charts += [
         chart("Learning rate", ("train", "lr", "base rate", 1.0)),
+        chart("Logit scale (1 / temperature)", ("train", "logit_scale", "scale", 1.0)),
+        chart("Logit bias", ("train", "logit_bias", "bias", 1.0)),
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
     ]
     if len(set(all_values("loss_scale"))) > 1:
@@ -167,6 +169,22 @@ def gradients(record: Record) -> list[Panel]:
         over_steps("Trust ratios by tensor", "factors of LAMB or LARS on the update", "trust_ratios"),
     ]
     return [one for one in panels if one]
+
+
+def pair_panels(record: Record) -> list[Panel]:
+    """The similarities of some images and captions; none without similarities.json."""
+    found = record.similarities
+    if not found:
+        return []
+    panel = heat_map(
+        "Similarity of validation images and captions",
+        [f"{name}: {text}" for name, text in zip(found["images"], found["captions"], strict=True)],
+        found["captions"],
+        np.array(found["similarities"], dtype=float),
+        column_kind="caption",
+        note="rows: images, each with its own caption; columns: captions; the diagonal should be brightest",
+    )
+    return [panel] if panel else []
 
 
 def class_panels(record: Record) -> list[Panel]:

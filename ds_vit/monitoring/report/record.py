@@ -9,7 +9,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Record:
         starts: starts.jsonl, one row per launch.
         classes: class names.
         predictions: predictions.csv, one row per validation image, the most confident first.
+        similarities: similarities.json; empty if there is none.
     """
 
     folder: RunFolder
@@ -84,6 +85,7 @@ class Record:
     starts: Sequence[Row]
     classes: Sequence[str]
     predictions: Sequence[Mapping[str, str]]
+    similarities: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, name: str | None = None) -> Record:
@@ -109,6 +111,7 @@ class Record:
             starts=_json_lines(folder.starts),
             classes=[str(each) for each in _json(folder.classes, [])],
             predictions=_predictions(folder.predictions),
+            similarities=_json(folder.similarities, {}),
         )
 
     def points(self, kind: str, key: str, factor: float = 1.0) -> list[tuple[int, float]]:
