@@ -248,16 +248,22 @@ class DataSettings:
     data_dir: str | Sequence[str] = flag(
         "", "folder with train/ and val/ (or .tar files); several are mixed", FREE | RECORDED, nargs="+", metavar="DIR"
     )
-    csv_img_key: str = flag("", "column of images (csv/: filepath)", RECORDED, task="clip siglip", metavar="NAME")
+    csv_img_key: str = flag(
+        "", "column of images (csv/: filepath)", FREE | RECORDED, task="clip siglip bridgetower", metavar="NAME"
+    )
     csv_caption_key: str = flag(
-        "", "column of captions, or key in .json files (csv/: title)", RECORDED, task="clip siglip", metavar="NAME"
+        "",
+        "column of captions, or key in .json files (csv/: title)",
+        FREE | RECORDED,
+        task="clip siglip bridgetower",
+        metavar="NAME",
     )
     csv_separator: str = flag(
         r"\t",
         "--dataset csv/…: separator of the columns",
-        RECORDED,
+        FREE | RECORDED,
         rule=_SEPARATOR,
-        task="clip siglip",
+        task="clip siglip bridgetower",
         metavar="CHAR",
     )
     data_weights: Sequence[float] = flag(

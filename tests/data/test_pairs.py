@@ -17,6 +17,7 @@ from picture_folders import encoded, made
 from shards import write_shard
 
 from ds_vit import config as flags
+from ds_vit.config.schema import names_of_task
 from ds_vit.data import (
     AugmentConfig,
     CaptionKeys,
@@ -310,6 +311,7 @@ def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
 
 class _WithText(Classification):
     name = "clip"
+    flags = names_of_task("clip")
     has_classes = False
     has_text = True
 
@@ -332,6 +334,10 @@ def test_from_flags(forms, monkeypatch, form):
     }
     assert line.startswith(f"--val-fraction 0.2: {len(val)} of the {len(train) + len(val)} images")
     assert "classes" not in line
+    task = object.__new__(_WithText)
+    task.config = config
+    assert "tokenizer" in task.identity()
+    assert not [name for name in task.identity() if name.startswith("csv_")], "a run resumes on another form"
 
 
 @pytest.mark.parametrize(
