@@ -37,7 +37,7 @@ ASSIGNMENT = re.compile(r'\w+="[^"]*"$')
 CHEAP = {"predict", "report", "compare", "gradients", "plan", "shards", "completion", "from-timm"}
 # Of programs that read their command line themselves.
 OWN = {"--layouts", "--reference", "--steps", "--rtol", "--top-k", "--to", "--output"}
-OWN |= {"--knn", "--linear-probe", "--ema"}
+OWN |= {"--knn", "--linear-probe", "--ema", "--labels", "--texts"}
 TINY = (
     "--deepspeed_config ds_configs/cpu_zero1_fp32.json --dataset digits --model vit_tiny_patch16_224 "
     "--model-kwargs patch_size=4 embed_dim=32 depth=2 num_heads=2 --img-size 16 --epochs 2 --workers 0"

@@ -2,6 +2,7 @@
 
 ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
+ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
 ds-vit embed runs/first photos --output features.npz
 
 Images are prepared as in evaluation: the same decoding, resizing, crop and normalisation, by the same code. The model
@@ -17,22 +18,24 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from ds_vit import config as flags
-from ds_vit.data import ImageDecodeError, eval_loader, finish_images
+from ds_vit.data import ImageDecodeError, build_tokenizer, eval_loader, finish_images
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance import exit_codes
-from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.fault_tolerance.errors import UserError, read_text
+from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.run_folder import written_whole
 from ds_vit.weights.files import add_weights_arguments, find_weights
@@ -79,8 +82,8 @@ class Predictions:
     Attributes:
         model: its timm name.
         weights: the file that was read.
-        by: "softmax", or "sigmoid" for weights that were trained with binary cross-entropy: a probability is then of
-            its class alone, and they need not sum to 1.
+        by: "softmax", or "sigmoid" for weights that were trained with binary cross-entropy or SigLIP's loss: a
+            probability is then of its class alone, and they need not sum to 1.
         images: in the order given, without those that could not be read.
         unreadable: those.
     """
@@ -98,13 +101,18 @@ class Features:
 
     Attributes:
         images: N paths in the order given, without those that could not be read.
-        features: float32 [N, D], what the classifier gets: pooled, and normalised where the model does that.
+        features: float32 [N, D], what the classifier gets: pooled, and normalised where the model does that. Of weights
+            with a text tower, of length 1 and comparable with the texts'.
         unreadable: the images that could not be read.
+        texts: M texts in the order given.
+        text_features: float32 [M, D], of length 1.
     """
 
     images: tuple[str, ...]
     features: np.ndarray
     unreadable: tuple[Unreadable, ...]
+    texts: tuple[str, ...] = ()
+    text_features: np.ndarray | None = None
 
 
 def predict(source: str | Path, images: Sequence[str | os.PathLike[str]], **settings: Any) -> Predictions:
@@ -119,7 +127,7 @@ def predict_each(
     top_k: int | None = None,
     weights: str = "raw",
     checkpoint: str = "",
-    labels: str | Path | None = None,
+    labels: str | Path | Sequence[str] | None = None,
     batch_size: int = 32,
     workers: int | None = None,
     device: str = "auto",
@@ -133,7 +141,8 @@ def predict_each(
         top_k: how many classes an image; default 5, or all where there are fewer.
         weights: "raw", or "ema" for the moving average.
         checkpoint: which one of a run's; see `find_weights`.
-        labels: a file of class names, one a line; default those that lie with the weights.
+        labels: a file of class names, one a line; default those that lie with the weights. Of weights with a text
+            tower the texts to compare images with, or a file of them.
         batch_size: images at once.
         workers: processes that decode; default 0 for up to two batches, else up to 4.
         device: "cpu", "cuda", "cuda:1", …; "auto" is the accelerator where there is one.
@@ -148,22 +157,32 @@ def predict_each(
     """
     found = find_weights(source, weights, checkpoint)  # a missing run is said before a missing image
     files = find_images(images)
-    exported = load_source(found, settings, labels)
+    texts, file = _texts_of(labels)
+    exported = load_source(found, settings, file, with_text=True)
+    if isinstance(exported.model, ContrastiveModel):
+        return _predict_texts(exported, texts, files, top_k, batch_size, workers, device)
+    if texts and file is None:
+        raise UserError(f"--labels takes one file of class names for weights with a classifier, not {len(texts)} words")
     num_classes = exported.model.num_classes
     if not num_classes:
         raise UserError(
             f"{source} has no classifier: its run's task has no classes; `ds-vit embed` writes its features"
         )
+    top_k = _top_k(top_k, num_classes)
+    return exported, _predictions(exported, top_k, _outputs(exported, files, batch_size, workers, device))
+
+
+def _top_k(top_k: int | None, num_classes: int) -> int:
     if top_k is not None and not 1 <= top_k <= num_classes:
         raise UserError(f"--top-k {top_k} must lie between 1 and the model's {num_classes} classes")
-    outputs = _outputs(exported, files, batch_size, workers, device)
-    return exported, _predictions(exported, top_k or min(5, num_classes), outputs)
+    return top_k or min(5, num_classes)
 
 
 def embed(
     source: str | Path,
-    images: Sequence[str | os.PathLike[str]],
+    images: Sequence[str | os.PathLike[str]] = (),
     *,
+    texts: str | Path | Sequence[str] = (),
     weights: str = "raw",
     checkpoint: str = "",
     batch_size: int = 32,
@@ -173,20 +192,91 @@ def embed(
 ) -> Features:
     """The features of images: what the model's classifier gets. Weights need not have one.
 
-    Arguments as of `predict_each`.
+    Args:
+        source, images: as of `predict_each`; without images, of texts only.
+        texts: for weights with a text tower: their features too; or a file with one a line.
+        weights, checkpoint, batch_size, workers, device, settings: as of `predict_each`.
 
     Raises:
         UserError: invalid input, or no image that can be read.
     """
     stored = find_weights(source, weights, checkpoint)
-    files = find_images(images)
-    exported = load_source(stored, settings, classifier=False)
-    found = list(_outputs(exported, files, batch_size, workers, device, pre_logits=True))
+    files = find_images(images) if images else []
+    words, _ = _texts_of(texts or None)
+    if not files and not words:
+        raise UserError("there is nothing to embed: give images, or --texts FILE")
+    exported = load_source(stored, settings, classifier=False, with_text=True)
+    model = exported.model
+    has_text = isinstance(model, ContrastiveModel)
+    if words and not has_text:
+        raise UserError(f"--texts: {source} has no text tower; drop it")
+    of_texts = _encode_texts(exported, words, batch_size, _find_device(device))[0].numpy() if words else None
+    found = list(_outputs(exported, files, batch_size, workers, device, pre_logits=not has_text)) if files else []
     unreadable = tuple(one for one in found if isinstance(one, Unreadable))
     read = [one for one in found if not isinstance(one, Unreadable)]
-    if not read:
+    if files and not read:
         raise UserError(f"none of {len(files)} images can be read; the first, {files[0]}: {unreadable[0].reason}")
-    return Features(tuple(name for name, _ in read), torch.stack([row for _, row in read]).numpy(), unreadable)
+    width = model.common_dim if isinstance(model, ContrastiveModel) else model.num_features
+    rows = torch.stack([row for _, row in read]) if read else torch.empty(0, width)
+    rows = F.normalize(rows, dim=1) if has_text else rows
+    return Features(tuple(name for name, _ in read), rows.numpy(), unreadable, words, of_texts)
+
+
+# ---- texts through the model -----------------------------------------------------------------------------------------
+
+
+def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...], str | Path | None]:
+    """Texts, or those of the file that a single word names; and that word, which may name a file of classes."""
+    if labels is None:
+        return (), None
+    words: list[str | Path] = [labels] if isinstance(labels, (str, Path)) else list(labels)
+    word = words[0] if len(words) == 1 else None
+    if word is not None and (isinstance(word, Path) or os.path.exists(word)):
+        return tuple(line.strip() for line in read_text(word, "").splitlines() if line.strip()), word
+    return tuple(map(str, words)), word
+
+
+@torch.inference_mode()
+def _encode_texts(
+    exported: Exported, texts: Sequence[str], batch_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of texts float32 [M, E], of length 1; logit scale (its logarithm) and bias, [1 or 2]; on the CPU."""
+    model = exported.model
+    assert isinstance(model, ContrastiveModel)
+    tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
+    tower = SequentialViT(take_apart(model.text)).eval().to(device)
+    ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in texts]))
+    parts = [tower(part, torch.zeros_like(part[:, 0])) for part in ids.to(device).split(batch_size)]
+    features, logits = torch.cat(parts).cpu().tensor_split((model.common_dim,), 1)
+    return F.normalize(features, dim=1), logits[0]
+
+
+def _predict_texts(
+    exported: Exported,
+    texts: Sequence[str],
+    files: Sequence[str],
+    top_k: int | None,
+    batch_size: int,
+    workers: int | None,
+    device: str,
+) -> tuple[Exported, Iterator[Prediction | Unreadable]]:
+    """Which of some texts each image resembles, by the model's own logit scale and bias."""
+    if not texts:
+        raise UserError(f'{exported.weights.path} has no classes: give texts, --labels "a cat" "a dog", or a file')
+    if batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, not {batch_size}")
+    features, (scale, *bias) = _encode_texts(exported, texts, batch_size, _find_device(device))
+    exported = replace(exported, labels=tuple(texts), bce=bool(bias))
+
+    def logits() -> Outputs:
+        for one in _outputs(exported, files, batch_size, workers, device):
+            if isinstance(one, Unreadable):
+                yield one
+            else:
+                similarities = F.normalize(one[1], dim=0) @ features.T
+                yield one[0], scale.exp() * similarities + sum(bias)
+
+    return exported, _predictions(exported, _top_k(top_k, len(texts)), logits())
 
 
 # ---- images through the model --------------------------------------------------------------------------------------
@@ -289,10 +379,12 @@ _EXAMPLES = {
 ds-vit predict runs/first cat.jpg dog.jpg
 ds-vit predict runs/first photos --output classes.csv
 ds-vit predict runs/first cat.jpg --top-k 3 --json
+ds-vit predict runs/clip cat.jpg --labels "a cat" "a dog"
 ds-vit predict model.safetensors cat.jpg --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
 """,
     "embed": """
 ds-vit embed runs/first photos --output features.npz
+ds-vit embed runs/clip photos --texts captions.txt --output features.npz
 ds-vit embed model.safetensors photos --model vit_tiny_patch16_224 --output features.npz
 """,
 }
@@ -319,18 +411,25 @@ def build_parser(command: str) -> argparse.ArgumentParser:
     only = (*MODEL_FLAGS, *PIXEL_FLAGS, *(("bce_loss",) if command == "predict" else ()))
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
     add_weights_arguments(parser)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files, and folders of them")
+    number = "*" if command == "embed" else "+"
+    parser.add_argument("images", nargs=number, metavar="IMAGE", help="image files, and folders of them")
     parser.add_argument("-b", "--batch-size", type=int, metavar="N", help="images at once [32]")
     parser.add_argument(
         "-j", "--workers", type=int, metavar="N", help="processes that decode [by the number of images]"
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, … [the accelerator, else the CPU]")
     if command == "embed":
-        what = "write there: features float32 [N, D], and images, their N names"
+        parser.add_argument("--texts", metavar="FILE", help="of a run with a text tower: texts to embed, one a line")
+        what = "write there: features float32 [N, D], and images, their N names; text_features and texts"
         parser.add_argument("--output", metavar="FILE.npz", required=True, help=what)
         return parser
     parser.add_argument("-k", "--top-k", type=int, metavar="K", help="classes an image [5]")
-    parser.add_argument("--labels", metavar="FILE", help="names of the classes, one a line [the run's]")
+    parser.add_argument(
+        "--labels",
+        nargs="+",
+        metavar="FILE|TEXT",
+        help="file with the names of the classes, one a line [the run's]; of a run with a text tower, texts or a file",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of a table or CSV")
     parser.add_argument(
         "--output", metavar="FILE.csv|FILE.json", help="write there [a table of files, CSV of a folder, on stdout]"
@@ -346,13 +445,18 @@ def _predict(source: str, images: Sequence[str], output: str | None = None, **wo
     return _report(num_images, unreadable, output)
 
 
-def _embed(source: str, images: Sequence[str], output: str, **words: Any) -> int:
+def _embed(source: str, output: str, images: Sequence[str] = (), **words: Any) -> int:
     if Path(output).suffix != ".npz":
         raise UserError(f"--output {output}: the file's name must end in .npz")
+    if "texts" in words:
+        words["texts"] = Path(words["texts"])
     with _opened(output, mode="wb") as file:
         found = embed(source, images, **words)
-        np.savez(file, features=found.features, images=np.array(found.images))
-    return _report(len(found.images), found.unreadable, output)
+        arrays: dict[str, Any] = {"features": found.features, "images": np.array(found.images)}
+        if found.text_features is not None:
+            arrays |= {"text_features": found.text_features, "texts": np.array(found.texts)}
+        np.savez(file, **arrays)
+    return _report(len(found.images), found.unreadable, output, len(found.texts))
 
 
 def _form(images: Sequence[str], as_json: bool, output: str | None) -> str:
@@ -426,7 +530,7 @@ def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], fi
 _WRITE = {"csv": _write_csv, "json": _write_json, "table": _write_table}
 
 
-def _report(num_images: int, unreadable: Sequence[Unreadable], output: str | None) -> int:
+def _report(num_images: int, unreadable: Sequence[Unreadable], output: str | None, num_texts: int = 0) -> int:
     """Say on stderr where the result is and what could not be read, and give the exit code."""
     for one in unreadable:
         print(f"{one.image}: cannot be read ({one.reason})", file=sys.stderr)
@@ -434,5 +538,6 @@ def _report(num_images: int, unreadable: Sequence[Unreadable], output: str | Non
         total = num_images + len(unreadable)
         print(f"{len(unreadable):,} of {total:,} images could not be read and are left out", file=sys.stderr)
     if output:
-        print(f"{output}: {num_images:,} images", file=sys.stderr)
+        texts = f", {num_texts:,} texts" if num_texts else ""
+        print(f"{output}: {num_images:,} images{texts}", file=sys.stderr)
     return exit_codes.UNREADABLE if unreadable else exit_codes.OK

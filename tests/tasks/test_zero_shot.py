@@ -14,6 +14,7 @@ from PIL import Image
 from project import write_config
 from runs import refusal, resolved
 
+from ds_vit import cli
 from ds_vit.data import CaptionKeys, finish_images, open_source
 from ds_vit.data.loader import eval_loader
 from ds_vit.fault_tolerance.errors import UserError
@@ -23,6 +24,7 @@ from ds_vit.monitoring.report.record import Record
 from ds_vit.run_folder import RunFolder
 from ds_vit.tasks.retrieval import RANKS, places_of_partners
 from ds_vit.tasks.zero_shot import class_words, open_zero_shot, read_templates, write_prompts
+from ds_vit.tools.evaluate import main as evaluate_main
 
 NUM_IMAGES, TEMPLATES = 41, ("a photo of the digit {}.", "{}", "the number {}, drawn by hand")
 LAYOUTS = {
@@ -336,3 +338,44 @@ def test_pairs_in_the_report(folder, evaluated, towers):
     page = record.folder.report.read_text()
     assert "The most similar pairs" in page
     assert panel["title"] in page
+
+
+# ---- the run's weights ----------------------------------------------------------------------------------------------
+
+
+def test_evaluation_of_the_weights(ranks, folder, evaluated, tmp_path):
+    # Catches: a text tower with other values than the run's.
+    row, _ = evaluated("one rank")
+    words = [folder / "one-rank", "--zeroshot", "digits", "--zeroshot-templates", folder / "templates.txt"]
+    argv = [str(word) for word in [*words, "--output", tmp_path / "eval.json"]]
+    assert ranks.run(1, evaluate_main, argv) == [0]
+    found = json.loads((tmp_path / "eval.json").read_text())
+    names = ("image_to_text_r10", "text_to_image_r10", "zeroshot_top1", "images")
+    assert {name: found[name] for name in names} == {name: row[name] for name in names}
+
+
+def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
+    # Catches: features without the projection or of another length, logits without scale or bias, texts out of order.
+    evaluated("one rank")
+    run, images, texts = folder / "one-rank", folder / "pairs" / "validation", ("a cat", "the digit 7", "b 12")
+    assert cli.main(["predict", str(run), str(images), "--labels", *texts, "--json", "--top-k", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    of_images, of_texts = towers.encode_image(source)[0], towers.encode_text(towers.tokenize(texts), normalize=True)
+    expected = (10 * of_images @ of_texts.T - 10).sigmoid()
+    assert (found["by"], len(found["images"])) == ("sigmoid", NUM_IMAGES)
+    for one, probabilities in zip(found["images"], expected.tolist(), strict=True):
+        by_name = {each["name"]: each["probability"] for each in one["classes"]}
+        assert by_name == pytest.approx(dict(zip(texts, probabilities, strict=True)), rel=1e-4)
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    words = ["embed", run, images, "--texts", tmp_path / "texts.txt", "--output", tmp_path / "f.npz"]
+    assert cli.main([str(word) for word in words]) == 0
+    assert "41 images, 3 texts" in capsys.readouterr().err
+    arrays = np.load(tmp_path / "f.npz")
+    np.testing.assert_allclose(arrays["features"], of_images, atol=1e-5)
+    np.testing.assert_allclose(arrays["text_features"], of_texts, atol=1e-5)
+    assert tuple(arrays["texts"]) == texts
+    assert cli.main(["predict", str(run), str(images)]) == 2
+    assert "give texts, --labels" in capsys.readouterr().err
+    assert cli.main(["predict", str(run), str(images), "--labels", str(tmp_path / "texts.txt"), "--json"]) == 0
+    assert {each["name"] for each in json.loads(capsys.readouterr().out)["images"][0]["classes"]} == {*texts}
