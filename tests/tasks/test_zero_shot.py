@@ -33,6 +33,7 @@ LAYOUTS = {
     "ZeRO-3": (2, ("--set", "zero_optimization.stage=3")),
     "tp 2": (2, ("--tp", "2")),
     "pp 2": (2, ("--pp", "2")),
+    "pp 2 x tp 2": (4, ("--pp", "2", "--tp", "2")),
 }
 
 
