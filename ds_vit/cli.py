@@ -117,6 +117,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     step.add_argument("--against", nargs="+", metavar="PEER", help=against)
     text = "published steps towards a fast ViT, one after the other; other flags as in training"
     ladder = _add(kinds, "ladder", text, _bench)
+    text = "bridgetower: the rungs of its publication, on the run's own data; else a recipe of training"
+    ladder.add_argument("--recipe", default="", metavar="bridgetower|FILE", help=text)
     for kind in (step, ladder):
         add = kind.add_argument
         add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
@@ -252,7 +254,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     words = ["--model", arguments.model, *arguments.words]
     if arguments.kind == "ladder":
         config, size = arguments.deepspeed_config, arguments.batch_size
-        result = bench.climb_ladder(words, config, size, turns=turns, steps=steps)
+        ladder = arguments.recipe if arguments.recipe in bench.LADDERS else ""
+        words += ["--recipe", arguments.recipe] if arguments.recipe and not ladder else []
+        result = bench.climb_ladder(words, config, size, recipe=ladder, turns=turns, steps=steps)
     else:
         words += ["--batch-size", str(arguments.batch_size)]
         against, configs = arguments.against or (), arguments.deepspeed_config

@@ -6,7 +6,8 @@ ds-vit bench ladder --deepspeed_config ds_configs/cpu_zero0_fp32.json
 
 The rungs of the ladder are those of Meta AI's account of faster ViT training (PyCls, 2022: automatic mixed precision,
 sharding, an average-pooled classifier, a larger batch), and compiled blocks. Its multi-tensor optimizer is no rung:
-ours always are.
+ours always are. `--recipe bridgetower` has the rungs of Hugging Face's account of BridgeTower on Gaudi2 (2023), whose
+steps read the run's own images and captions.
 
 Machines are noisy: all sides take turns, and the fastest turn of each counts. The counts of what one step asks of the
 hardware (counting.py) are disturbed by no other program.
@@ -20,7 +21,8 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks import Batch
+    from ds_vit.training.build import Parts
     from ds_vit.training.build_engine import EngineConfig
+    from ds_vit.training.inputs import InputConfig
 
 # As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
 # and the same in turns of as many steps.
@@ -63,11 +67,13 @@ class Rung:
         name: what it adds.
         words: flags of training that do it, in addition to those of the rungs before.
         larger_batch: how many times the images of a micro-batch.
+        published: its gain over the one before, as published.
     """
 
     name: str
     words: tuple[str, ...] = ()
     larger_batch: int = 1
+    published: str = ""
 
 
 RUNGS = (
@@ -78,6 +84,16 @@ RUNGS = (
     Rung("twice the batch", larger_batch=2),
     Rung("compiled blocks", ("--compile",)),
 )
+
+# The last two are published in the other order.
+BRIDGETOWER_RUNGS = (
+    Rung("no loader process", ("--set", "zero_optimization.stage=0", "--workers", "0"), published="1"),
+    Rung("a loader process", ("--workers", "1"), published="1.20 (Gaudi2), 1.41 (A100)"),
+    Rung("decode, augment on the device", ("--augment-on", "device", "--decode", "fast"), published="1.14"),
+    Rung("unbucketed reduction", ("--set", "zero_optimization.reduce_bucket_size=1"), published="1.10; 1.51 in all"),
+)
+LADDERS = {"": RUNGS, "bridgetower": BRIDGETOWER_RUNGS}
+"""Ladders by `--recipe`; all but the first read data."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ class Bench:
         global_batch, precision: of the first of ours.
         ours, peers: name → side.
         ratios: one of ours → what it is compared with (a peer; "the one before", "the first") → ratio.
+        published: one of ours → its published gain over the one before.
     """
 
     model: str
@@ -140,6 +157,7 @@ class Bench:
     ours: dict[str, Side]
     peers: dict[str, Side]
     ratios: dict[str, dict[str, Ratio]]
+    published: dict[str, str]
 
     def to_json(self) -> str:
         """One line for a file of figures."""
@@ -181,7 +199,7 @@ def bench_step(
 
 
 def climb_ladder(
-    words: Sequence[str], deepspeed_config: str, batch_size: int, *, turns: int = 12, steps: int = 3
+    words: Sequence[str], deepspeed_config: str, batch_size: int, *, recipe: str = "", turns: int = 12, steps: int = 3
 ) -> Bench:
     """Time and count the steps of all rungs, which take turns (a collective).
 
@@ -189,24 +207,31 @@ def climb_ladder(
         words: flags of a training run for all rungs.
         deepspeed_config: the JSON file.
         batch_size: images of a rank's micro-batch on the first rungs.
+        recipe: of `LADDERS`.
         turns: how often each rung is measured.
         steps: steps a turn.
 
     Raises:
         UserError: --model-kwargs, which a rung sets; or what training with these flags would raise.
     """
-    if "--model-kwargs" in words:
+    if "--model-kwargs" in words and not recipe:
         raise UserError("bench ladder sets --model-kwargs on its way; choose another --model instead")
     process = discover()
+    rungs, resolve = LADDERS[recipe], partial(_resolve, fed=bool(recipe))
     ours, added = {}, [*words, "--deepspeed_config", deepspeed_config]
-    for rung in RUNGS:
+    if recipe:
+        added = ["--task", recipe, "--val-split", "", *added]
+    for rung in rungs:
         added += rung.words
         batch_size *= rung.larger_batch
-        ours[rung.name] = resolve_engine([*added, "-b", str(batch_size)], process)
+        ours[rung.name] = resolve([*added, "-b", str(batch_size)], process)
     names = list(ours)
     pairs = itertools.pairwise(names)
     compared = {name: {"the one before": before, "the first": names[0]} for before, name in pairs}
-    return _measured(words, ours, (), compared, process, turns, steps)
+    feeds = {name: parts.inputs for name, parts in ours.items()} if recipe else {}
+    engines = {name: parts.engine for name, parts in ours.items()}
+    result = _measured(words, engines, (), compared, process, turns, steps, feeds)
+    return replace(result, published={rung.name: rung.published for rung in rungs if rung.published})
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -220,6 +245,7 @@ def _measured(
     process: Process,
     turns: int,
     steps: int,
+    feeds: Mapping[str, InputConfig] | None = None,
 ) -> Bench:
     """Measure all sides, which are held at the same time (a collective).
 
@@ -231,23 +257,30 @@ def _measured(
         process: this rank.
         turns: how often each side is measured; they alternate.
         steps: steps a turn.
+        feeds: one of ours → the run's inputs; without, it steps on random pixels.
     """
-    config = next(iter(ours.values()))
+    config, feeds = next(iter(ours.values())), feeds or {}
     configs = {**ours, **dict.fromkeys(peers, config)}
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
         runners: dict[str, Step] = {}
+        counts: dict[str, StepCounts] = {}
         memory: dict[str, int] = {}
         for name, own in configs.items():
             before = allocated_bytes(device)
-            step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
+            step: Step
+            if name in feeds:
+                step = FedStep(own, feeds[name], device, stack)
+            else:
+                step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
             runners[name] = step
-            seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
-            if is_accelerator(device):
-                reset_peak_bytes(device)
-                step()
-                memory[name] = peak_bytes(device) - before
-        with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-            counts = {name: count_step(step) for name, step in runners.items()}
+            with _running(step):
+                seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
+                if is_accelerator(device):
+                    reset_peak_bytes(device)
+                    step()
+                    memory[name] = peak_bytes(device) - before
+                with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
+                    counts[name] = count_step(step)
         times = _in_turns(runners, turns, steps, device)
         sides = {}
         for name, own in configs.items():
@@ -273,6 +306,7 @@ def _measured(
             name: {label: _ratio(sides[name], sides[other]) for label, other in others.items()}
             for name, others in compared.items()
         },
+        published={},
     )
 
 
@@ -291,16 +325,22 @@ def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
     Raises:
         UserError: what training with these flags would raise.
     """
+    return _resolve(words, process).engine
+
+
+def _resolve(words: Sequence[str], process: Process, *, fed: bool = False) -> Parts:
+    """The parts of a run with these flags; unless it is `fed`, its data only say how many classes there are."""
     quiet_deepspeed(False)
     from deepspeed.accelerator import get_accelerator
 
     from ds_vit.training.build import resolve_parts
 
-    words = ["--max-steps", "10", *words]
-    has_text = find_task(*flags.parse(["--dataset", "digits", *words])).has_text
-    data = ["--dataset", "glyphs"] if has_text else ["--dataset", "digits", "--num-classes", "1000"]
-    config, explicit = flags.parse([*data, *words])
-    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu").engine
+    words = ["--max-steps", "10000" if fed else "10", *words]
+    if not fed:
+        has_text = find_task(*flags.parse(["--dataset", "digits", *words])).has_text
+        words = [*(("--dataset", "glyphs") if has_text else ("--dataset", "digits", "--num-classes", "1000")), *words]
+    config, explicit = flags.parse(words)
+    return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
 
 
 def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.ExitStack) -> Step:
@@ -324,6 +364,49 @@ def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.Exit
             before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
 
     return step
+
+
+class FedStep:
+    """A step of ours on batches of the run's loader, which reads only while it is `running`.
+
+    Args:
+        config: of the engine, which is closed with the stack (a collective).
+        inputs: of the run.
+        device: of this rank.
+        stack: see above.
+    """
+
+    def __init__(
+        self, config: EngineConfig, inputs: InputConfig, device: torch.device, stack: contextlib.ExitStack
+    ) -> None:
+        from ds_vit.monitoring.throughput import Throughput
+        from ds_vit.parallel.groups import build_groups
+        from ds_vit.training.build_engine import build_engine
+        from ds_vit.training.inputs import InputPipeline
+
+        self._engine = build_engine(config, device, build_groups(config.layout))
+        stack.callback(self._engine.close)
+        self._inputs = InputPipeline(inputs, self._engine, Throughput())
+        self._batches: Iterator[Batch] = iter(())
+        self._before: list[StepResult] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Start the loader, and take the steps on what its processes read while nothing was measured."""
+        with contextlib.closing(self._inputs.training()) as self._batches:
+            for _ in range(2 * self._inputs.config.workers + 1):
+                self()
+            yield
+
+    def __call__(self) -> None:
+        """One step, as the trainer takes it."""
+        self._before.append(
+            self._engine.train_step(self._batches, lambda: self._before and self._before.pop().verdict())
+        )
+
+
+def _running(step: Step) -> contextlib.AbstractContextManager[None]:
+    return step.running() if isinstance(step, FedStep) else contextlib.nullcontext()
 
 
 def _make_peer(name: str, config: EngineConfig, device: torch.device) -> Step:
@@ -375,8 +458,9 @@ def _in_turns(sides: Mapping[str, Step], turns: int, steps: int, device: torch.d
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in sides if turn % 2 else reversed(list(sides)):
-            dist.barrier()
-            seconds = torch.tensor(seconds_of(sides[name], steps), device=device, dtype=torch.float64)
+            with _running(sides[name]):
+                dist.barrier()
+                seconds = torch.tensor(seconds_of(sides[name], steps), device=device, dtype=torch.float64)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             times[name].append(float(seconds))
     return times
@@ -427,7 +511,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
     Columns without a value are left out.
     """
     labels = list(dict.fromkeys(label for ratios in result.ratios.values() for label in ratios))
-    sides, rows = {**result.peers, **result.ours}, []
+    sides, rows, published = {**result.peers, **result.ours}, [], result.published
     differ = len({side.images for side in sides.values()}) > 1
     for name, side in sides.items():
         ratios = result.ratios.get(name, {})
@@ -440,6 +524,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
                 **{
                     f"of {k}": f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for k, r in cells
                 },
+                "published": published.get(name, ""),
                 "operations": str(side.counts.operations),
                 "waits": str(side.counts.waits),
                 "MB allocated": f"{side.counts.allocated_bytes / 1e6:.0f}",

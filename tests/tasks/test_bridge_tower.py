@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from bridge_towers import write_folder
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
 from pairwise import cover
 from project import write_config
@@ -17,26 +18,6 @@ transformers = pytest.importorskip("transformers", minversion="5")
 GLOBAL_BATCH, STEPS, RTOL = 24, 3, 1e-5
 SGD = {"type": "SGD", "params": {"lr": 0.0005}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.0005, "eps": 1e-6, "weight_decay": 0.05}}
-SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
-
-
-def write_folder(folder, dropout=0.0):
-    """A pretrained folder of a tiny random model, whose text side has the ids of the tokenizer `bytes`."""
-    text = {"vocab_size": 259, "pad_token_id": 256, "max_position_embeddings": 300, "hidden_dropout_prob": dropout}
-    config = transformers.BridgeTowerConfig(
-        **SHAPE,
-        num_hidden_layers=2,
-        contrastive_hidden_size=16,
-        logit_scale_init_value=2.6592,
-        text_config={**SHAPE, **text, "num_hidden_layers": 2, "attention_probs_dropout_prob": 0.1},
-        vision_config={"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 8, "image_size": 16},
-    )
-    torch.manual_seed(0)
-    model = transformers.BridgeTowerForContrastiveLearning(config)
-    for parameter in model.parameters():  # the constructor leaves most embeddings of one sample near those of another
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

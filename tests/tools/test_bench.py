@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bridge_towers import write_folder
+from picture_folders import encoded
 from project import ROOT
 from runs import run_quietly
 
 from ds_vit.cli import main
 from ds_vit.launching.process import Process
-from ds_vit.tools.bench import RUNGS, Ratio, resolve_engine, table
+from ds_vit.tools.bench import BRIDGETOWER_RUNGS, RUNGS, Ratio, resolve_engine, table
 from ds_vit.tools.counting import count_step
 from ds_vit.tools.peers import _open_clip_model
 
@@ -229,11 +231,34 @@ def test_each_rung_of_the_ladder_adds_to_the_one_before(ranks):
     ]
 
 
+@pytest.mark.slow
+def test_the_ladder_of_bridgetower_reads_its_data(ranks, tmp_path):
+    # Catches: random pixels in place of the loader's, a rung without its flags, published gains that are not printed.
+    pytest.importorskip("transformers", minversion="5")
+    (tmp_path / "pairs" / "train").mkdir(parents=True)
+    for number in range(8):
+        path = tmp_path / "pairs" / "train" / f"{number}.jpg"
+        path.write_bytes(encoded(number, "JPEG"))
+        path.with_suffix(".txt").write_text(f"noise {number}")
+    words = ["--recipe", "bridgetower", "--model", f"local-dir:{write_folder(tmp_path / 'tiny')}", "-b", 2]
+    words += ["--data-dir", tmp_path / "pairs", "--context-length", 24, "--pretrained", *ONCE]
+    config = ROOT / "ds_configs" / "cpu_zero0_fp32.json"
+    result = measured(ranks, "--deepspeed_config", config, *words, kind="ladder")
+    assert list(result["ours"]) == [rung.name for rung in BRIDGETOWER_RUNGS]
+    assert "1.41" in result["published"]["a loader process"]
+    # The step's own process reads on the first rung, and crops and flips from the third on.
+    first, second, third, _ = (side["counts"]["operations"] for side in result["ours"].values())
+    assert second < first
+    assert second < third
+
+
 def test_a_ratio_is_printed_within_its_range():
     """1.047 (1.05 to 1.07): the bound rounded up, and the figure not."""
     counts = SimpleNamespace(operations=1, waits=0, allocated_bytes=1)
     side = SimpleNamespace(images=1, images_per_second=1.0, counts=counts, memory_bytes=None, mfu=None)
     ratios = {"ours": {"timm": Ratio(1.047, 1.0468, 1.0712, 1.0, 1.0)}}
-    printed = " ".join(table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, ratios=ratios))[-1])
+    printed = " ".join(
+        table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, published={}, ratios=ratios))[-1]
+    )
     figure, low, high = map(float, re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", printed).groups())
     assert low <= figure <= high
