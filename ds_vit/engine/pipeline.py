@@ -21,6 +21,7 @@ from ds_vit.engine.base import Engine, RankContext, Run
 from ds_vit.engine.patches.zero import keep_training_mode, shared_grid
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import BlockLayer, giving_features, run_layers
+from ds_vit.models.layers import HeadLayer
 from ds_vit.parallel.groups import Groups
 from ds_vit.tasks import MAIN_TOWER, Batch, Task
 
@@ -75,6 +76,9 @@ class StagedViT(PipelineModule):
         self._bounds = list(bounds)
         reads = [isinstance(layer, BlockLayer) and layer.reads_frequencies for layer in layers]
         self._reads_frequencies = reads
+        first = layers[bounds[groups.pipeline_stage]]
+        if isinstance(first, HeadLayer):
+            first.drops_frequencies = False  # the stage before does
         self._interval = checkpoint_interval
         self._checkpoint = checkpoint_function
         self.target_names = (*target_names, "keys")
@@ -116,8 +120,7 @@ class StagedViT(PipelineModule):
     def _to_next_stage(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What crosses, so that each float tensor has a gradient on its way back, which the transfers insist on."""
         stop = self.parts[self.stage_id + 1]
-        one_tower = len(self.tower_names) == 1  # else the head at the end of the tower drops them
-        if one_tower and self._reads_frequencies[stop - 1] and not any(self._reads_frequencies[stop:]):
+        if self._reads_frequencies[stop - 1] and not self._reads_frequencies[stop]:
             outputs = outputs[:-1]  # no later layer reads the learned rotary frequencies
         # Point-to-point transfers take contiguous tensors only; a model without class token has others.
         outputs = tuple(tensor.contiguous() for tensor in outputs)

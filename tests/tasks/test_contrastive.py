@@ -214,6 +214,15 @@ def test_same_curve_in_slices_and_stages(ranks, tmp_path, reference, task, layou
     assert_same_curve(reference(task), rows, rtol=RTOL)
 
 
+def test_learned_frequencies_end_with_the_image_tower(ranks, tmp_path):
+    # Catches: frequencies that cross to a stage that begins with the head, which has no gradient for them.
+    model = ("--model", "vit_small_patch16_rope_mixed_224")
+    one = train(ranks, tmp_path / "one", "clip", 1, 0, 1, *model)
+    for bounds in ("0,3,8", "0,2,8"):
+        rows = train(ranks, tmp_path / bounds, "clip", 2, 1, 4, "--pp", 2, "--pp-partition", bounds, *model)
+        assert_same_curve(one, rows, rtol=RTOL)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", LOSSES)
 def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
