@@ -110,16 +110,11 @@ def resolve_model(
     # Raises here what it would raise in a loader's worker.
     for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
         worker_transform(pixels, config.augment)
-    task = task_type(dataclasses.replace(config, num_classes=num_classes), image, data.train_source, whole)
-    task.check()
+    task = _create_task(dataclasses.replace(config, num_classes=num_classes), task_type, data, image, whole)
     _check_tokenizer(initial, task)
     notes += task.notes
     if task.tokenizer is not None:
         notes += describe_cut_captions(data.train_source, task.tokenizer)
-    if task.teachers and config.model_ema:
-        raise UserError(f"--model-ema: --task {task.name} keeps an average of the weights, its teacher; drop the flag")
-    if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
-        raise UserError(f"--pp {config.pp}: --task {task.name} cannot be split into pipeline stages; use --pp 1")
     return ModelConfig(
         spec=spec,
         whole=whole,
@@ -131,6 +126,19 @@ def resolve_model(
         class_parallel=_class_parallel(config, num_classes),
         notes=tuple(notes),
     )
+
+
+def _create_task(
+    config: RunConfig, task_type: type[Task], data: DataConfig, image: ImageConfig, whole: TimmViT
+) -> Task:
+    """The task of the run; UserError if it cannot train with these settings."""
+    task = task_type(config, image, data.train_source, whole)
+    task.check()
+    if task.teachers and config.model_ema:
+        raise UserError(f"--model-ema: --task {task.name} keeps an average of the weights, its teacher; drop the flag")
+    if config.pp > 1 and (task.updates_after_step or task.chain(task.towers(whole)) is None):
+        raise UserError(f"--pp {config.pp}: --task {task.name} cannot be split into pipeline stages; use --pp 1")
+    return task
 
 
 def _initial_weights(
