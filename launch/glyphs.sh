@@ -12,7 +12,7 @@ cd -- "$root"
 folder=${1:-runs/glyphs}
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
-bash launch/local.sh --num_ranks 2 launch/train.py --deepspeed_config ds_configs/cpu_zero1_fp32.json \
+bash launch/local.sh --num_ranks 2 --logs "$folder/logs" launch/train.py --deepspeed_config ds_configs/cpu_zero1_fp32.json \
     --recipe launch/recipes/glyphs.yaml --batch-size 128 --output "$folder" "${@:2}"
 "$python" launch/held_out_glyphs.py "$folder/held-out"
 "$python" -m ds_vit.cli predict "$folder" "$folder"/held-out/*.png --labels "$folder/held-out/names.txt" --top-k 5
