@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from ds_vit import config
 
 RECIPES = ROOT / "launch" / "recipes"
-NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg", "clip_vit_b16")
+NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg", "clip_vit_b16", "lit")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -52,6 +52,10 @@ ROWS = {
         {"task": "clip", "text_model": "clip_base_quickgelu", "epochs": 32, "lr": 0.0005, "drop_path": 0.0}
         | {"hflip": 0.0, "train_crop_mode": "rkrc", "color_jitter": 0.0, "min_lr": 0.0},
         ("AdamW", 0.2, 0.0, [0.9, 0.98]),
+    ),
+    "lit": (
+        {"task": "siglip", "lock_image": True, "epochs": 22, "lr": 0.001, "aa": "rand-m10-n2-p1", "min_lr": 0.0},
+        ("AdamW", 10.0, 1.0, [0.9, 0.999]),
     ),
 }
 
@@ -105,9 +109,10 @@ def on_cpu(name, folder):
 def test_dry_run(ranks, cifar, tmp_path, name):
     """Two steps on two ranks of a model that is small in width and depth alone."""
     recipe = config.load_recipe(str(RECIPES / f"{name}.yaml"))
+    has_text = recipe.get("task") in ("clip", "siglip")
     kwargs = {**recipe.get("model_kwargs", {}), **TINY}
     argv = ["--recipe", RECIPES / f"{name}.yaml", "--deepspeed_config", on_cpu(name, tmp_path)]
-    argv += ["--dataset", "glyphs"] if recipe.get("task") == "clip" else ["--data-dir", cifar]
+    argv += ["--dataset", "glyphs"] if has_text else ["--data-dir", cifar]
     argv += [*oracle.kwargs_words(kwargs), "--img-size", 32, "-b", 6, "--workers", 0, "--log-interval", 1]
     argv += ["--max-steps", 2, "--output", tmp_path / "run"]
     if "warmup_steps" in recipe:
@@ -116,15 +121,13 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         argv += ["--initial-checkpoint", _pretrained(tmp_path, recipe["model"], kwargs)]
     if name == "mae_pretrain_base":
         argv += ["--decoder-dim", 64, "--decoder-depth", 1, "--decoder-heads", 2]
-    if name == "clip_vit_b16":
+    if has_text:
         argv += ["--tokenizer", "bytes", "--text-width", 48, "--text-heads", 3, "--text-depth", 2]
     train_in(ranks, 2, argv)
     rows = read_rows(tmp_path / "run")
     assert [row["step"] for row in train_rows(rows)] == [1, 2]
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in train_rows(rows))
-    assert next(row for row in reversed(rows) if row["kind"] == "eval")["images"] == (
-        580 if name == "clip_vit_b16" else 20
-    )
+    assert next(row for row in reversed(rows) if row["kind"] == "eval")["images"] == (580 if has_text else 20)
     flags, (optimizer, decay, clip, betas) = ROWS[name]
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert {key: resolved[key] for key in flags} == flags
