@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv, unless it is there, and install ds-vit into it (editable), unless it is up to date.
 #
-#     bash launch/setup.sh [EXTRA ...]        extras of pyproject.toml: export, jpeg, plot, mpi, hf, test, lint, docs
+#     bash launch/setup.sh [EXTRA ...]        extras of pyproject.toml: export, jpeg, plot, mpi, hf, text, test, lint, docs
 #
 # Needs bash and Python 3.10 to 3.13, nothing else: no compiler, no MPI. Uses uv where it is installed.
 set -euo pipefail
@@ -129,7 +129,7 @@ install_packages() {
 # pip goes on without an extra that it does not know.
 for extra in "$@"; do
     grep -qE "^$extra = \[" "$root/pyproject.toml" ||
-        die "there is no extra '$extra'; there are export, jpeg, plot, mpi, hf, test, lint, docs"
+        die "there is no extra '$extra'; there are export, jpeg, plot, mpi, hf, text, test, lint, docs"
 done
 
 "$venv/bin/python" -c '' 2>/dev/null || make_venv
