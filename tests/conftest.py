@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
     fuzz.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="draw other combinations")
     fuzz.addoption("--fuzz-first", type=int, default=0, metavar="N", help="begin with this one")
-    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (12; 300 with --exhaustive)")
+    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (8; 300 with --exhaustive)")
     fuzz.addoption("--fuzz-report", metavar="FILE", help="append the largest deviations of each to this file (JSON)")
 
 

@@ -376,6 +376,7 @@ class _Leftover:
             file.write(f"{os.getpid()}\n")
 
 
+@pytest.mark.slow
 def test_a_worker_ends_nothing_of_its_parent(source, tmp_path):
     """Would catch an iterator of an earlier evaluation that a worker collects, and whose end closes its own queues."""
     loader = eval_loader(_Hooked(source, lambda index: index or gc.collect()), image=IMAGE, batch=8, num_workers=1)

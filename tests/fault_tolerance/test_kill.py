@@ -52,7 +52,7 @@ def attempt(ranks, world: int, *arguments: object) -> str:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["classification", pytest.param("clip", marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(ranks, tmp_path, task):
     # Catches: a save that a kill leaves half done and that is taken for whole; a step, a sample or a moment that is
     # lost or counted twice; rows that a killed process tore; folders and processes that nobody removes.
