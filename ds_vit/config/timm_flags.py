@@ -211,8 +211,9 @@ _HINTS: Mapping[str, str | _Entry] = {
     "epoch_repeats": "give more --epochs; --aug-repeats shows a sample several times in one epoch",
     # data, augmentation, loss
     "class_map": "classes are named by their folders, or by labels.csv next to the images (docs/data.md)",
-    "input_img_mode input_key target_key dataset_trust_remote_code train_num_samples val_num_samples": "it is for "
-    "datasets that are not supported; image folders, tar files and torchvision's are (docs/data.md)",
+    "input_img_mode input_key target_key dataset_trust_remote_code": "it is for datasets that are not supported; image "
+    "folders, tar files and torchvision's are (docs/data.md)",
+    "train_num_samples val_num_samples": "samples are counted when the data is opened; drop it",
     "aug_splits jsd_loss resplit": "augmentation splits and their Jensen-Shannon loss are not here; drop it",
     "mixup_mode": "pairs are mixed, each by a draw of its own (timm's pair mode); drop it",
     "mixup_off_step": "it is counted in epochs: --mixup-off-epoch",
@@ -256,6 +257,14 @@ _HINTS: Mapping[str, str | _Entry] = {
     "force_patch_dropout": lambda words, given: Answer(
         "", ("--model-kwargs", *(f"patch_drop_rate={x}" for x in words))
     ),
+    "force_image_size": _flag("--img-size"),
+    "force_context_length": _flag("--context-length"),
+    "image_mean": _flag("--mean"),
+    "image_std": _flag("--std"),
+    "image_interpolation": _flag("--interpolation"),
+    "image_resize_mode": "evaluation has --crop-mode center, border or squash; drop it",
+    "aug_cfg": "each setting has a flag: --scale, --ratio, --color-jitter and others; drop it",
+    "lock_text_unlocked_layers": "--freeze takes patterns: text.token_embed text.pos_embed 'text.blocks.[0-9].*'",
     "force_custom_text": "there is one kind of text tower; drop it",
     "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
     "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",
@@ -298,7 +307,9 @@ _SWITCHES = """
     skip_scheduler horovod no_set_device_rank ddp_static_graph log_local copy_codebase save_most_recent
     delete_previous_checkpoint debug
 """
-_SEVERAL = "opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile"
+_SEVERAL = """
+    opt_betas opt_kwargs lr_noise decay_milestones wandb_tags input_size torchcompile image_mean image_std aug_cfg
+"""
 
 
 def _entry(name: str) -> str | _Entry | None:
