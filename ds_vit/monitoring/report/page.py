@@ -146,7 +146,7 @@ def _key_figures(record: Record) -> list[tuple[str, str]]:
         if key.startswith("best_") and value is not None and not record.is_trivial(key):
             label, unit = metric_label(key)
             found.append((label, f"{value:.4g}{' %' * (unit == '%')}"))
-    if not any("top" in label for label, _ in found):
+    if not any(value.endswith("%") for _, value in found):
         evaluated = {name: record.points("eval", name) for name in record.metrics()}
         found += [(f"last {name}", f"{points[-1][1]:.5g}") for name, points in evaluated.items() if points]
     wall = f"wall time of {len(record.starts)} launches" if len(record.starts) > 1 else "wall time"
