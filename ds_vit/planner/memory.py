@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,7 @@ from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_m
 # Bytes of activations over those of fp32, at an MLP ratio of 4: under autocast the residual stream stays in fp32.
 _AUTOCAST_OF_FP32 = 36 / 64
 DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
+_ALIGNMENT = 8
 _DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
 
 
@@ -68,6 +70,26 @@ def layers_of_rank(
             if norms_fp32:
                 norms_in_fp32(layer)
     return list(layers)
+
+
+def unaligned_matrices(layers: Sequence[Layer]) -> list[str]:
+    """Weight matrices of a rank with a side that is no multiple of 8, by name and shape; those of all blocks once.
+
+    Tensor Cores multiply 16-bit matrices fastest, or at all, in multiples of 8 (NVIDIA, "Matrix Multiplication
+    Background User's Guide"). Matrices with less than 1 % of the parameters are left out.
+
+    Args:
+        layers: from `layers_of_rank`.
+    """
+    all_parameters = [pair for layer in layers for pair in layer.named_parameters()]
+    total = sum(parameter.numel() for _, parameter in all_parameters)
+    sizes: dict[str, int] = {}
+    for name, parameter in all_parameters:
+        if parameter.ndim == 2 and any(side % _ALIGNMENT for side in parameter.shape):
+            without_number = re.sub(r"\.\d+\.", ".", name.removesuffix(".weight"))
+            described = f"{without_number} {' x '.join(map(str, parameter.shape))}"
+            sizes[described] = sizes.get(described, 0) + parameter.numel()
+    return [described for described, size in sizes.items() if size >= 0.01 * total]
 
 
 class LayerMemory(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ds_vit.planner.memory import (
     layers_of_rank,
     memory_by_stage,
     memory_of_layers,
+    unaligned_matrices,
 )
 from ds_vit.planner.pipeline import balance
 
@@ -125,6 +126,7 @@ class Planned:
         flops: of an image in training.
         fitting: by falling images a second.
         too_large: those whose smallest micro-batch does not fit, by rising memory.
+        unaligned: tensor-parallel degree → what `unaligned_matrices` names.
     """
 
     request: PlanRequest
@@ -132,6 +134,7 @@ class Planned:
     flops: int
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
+    unaligned: Mapping[int, Sequence[str]]
 
     def mfu(self, found: Candidate) -> float:
         """Share of the peak that a layout reaches; recomputed products do not count."""
@@ -156,6 +159,7 @@ class Search:
         self.depth = len(self.model.blocks)
         self.degrees = [tp for tp in legal_degrees(self.model) if self._is_legal_tp(tp)]
         self._costs = functools.cache(self._count)
+        self._unaligned: dict[int, list[str]] = {}
         self._check()
 
     @functools.cached_property
@@ -223,6 +227,7 @@ class Search:
         request, model, compute = self.request, self._shallow(3), self.request.precision.compute
         class_parallel = tp > 1 and pays(request.spec.num_classes, tp)
         layers = layers_of_rank(take_apart(model), tp=tp, class_parallel=class_parallel, compute=compute)
+        self._unaligned[tp] = unaligned_matrices(layers)
         cls, arguments = self._optimizer
         states, fallback = states_per_element(cls, arguments), rules_of(cls).fallback(model, arguments) or frozenset()
         memory = memory_of_layers(model, layers, compute=compute, states=states, fallback=fallback)
@@ -258,6 +263,7 @@ class Search:
             self._training_flops(),
             tuple(sorted((one for one in found if one.fits), key=lambda one: -one.images_per_second)),
             tuple(sorted((one for one in found if not one.fits), key=lambda one: one.needs)),
+            self._unaligned,
         )
 
     def _fastest(self, layout: Layout, stage: int, recomputing: str, bounds: tuple[int, ...]) -> Candidate:

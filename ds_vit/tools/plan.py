@@ -339,6 +339,10 @@ def _show(found: Planned, arguments: argparse.Namespace) -> None:
         f"data of the best: each of {best.layout.dp} replicas needs {best.images_per_second / best.layout.dp:,.0f} "
         f"images/s; for JPEG files of ImageNet's size that is --workers {row['workers']}."
     )
+    if unaligned := found.unaligned[best.layout.tp]:
+        notes.append(
+            f"matrix sizes of the best, no multiples of 8, which slows 16-bit products: {', '.join(unaligned)}."
+        )
     for note in notes:
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
 

@@ -33,6 +33,7 @@ from ds_vit.planner.memory import (
     layers_of_rank,
     memory_by_stage,
     memory_of_layers,
+    unaligned_matrices,
 )
 from ds_vit.training.build_engine import EngineConfig
 
@@ -167,7 +168,10 @@ class Prediction:
             self.memory_bytes, self.step_seconds = 0, None
             return [("predicted", f"warning: failed: {type(error).__name__}: {first_line(error)}")]
         step = f", step {self.step_seconds:.3f} s" if self.step_seconds else ""
-        return [("predicted", f"memory {in_words(self.memory_bytes)} a rank{step}")]
+        rows = [("predicted", f"memory {in_words(self.memory_bytes)} a rank{step}")]
+        if self.config.dtype != torch.float32 and (unaligned := unaligned_matrices(cost.layers)):
+            rows.append(("matrix sizes", f"{', '.join(unaligned)}: no multiples of 8, which slows 16-bit products"))
+        return rows
 
     def figures(self, step_seconds: float | None) -> dict[str, Any]:
         """The entries of summary.json, the same on every rank (a collective).

@@ -87,6 +87,15 @@ def test_the_table_says_why(capsys):
         assert part in said
 
 
+def test_matrices_that_are_not_multiples_of_8_are_named(capsys):
+    # Catches: a shard of 4,304 / 8 hidden features that is not named; aligned shards that are.
+    model = ("--model", "vit_so400m_patch14_siglip_224", "--gpus", "8", "--gpu", "h100", "--pp", "1")
+    assert main([*BASE[:3], *model, "--tp", "8"]) == 0
+    assert "16-bit products: blocks.mlp.fc1 538 x 1152, blocks.mlp.fc2 1152 x 538" in capsys.readouterr().out
+    assert main([*BASE[:3], *model, "--tp", "2"]) == 0
+    assert "matrix sizes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

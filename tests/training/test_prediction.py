@@ -104,3 +104,14 @@ def test_a_prediction_that_fails_ends_no_run(engine, monkeypatch):
     assert prediction.start_rows() == [("predicted", "warning: failed: RuntimeError: no meta kernel")]
     figures = {"memory": {"predicted_bytes": 0, "measured_bytes": 1}, "step_seconds": {"predicted": None}}
     assert prediction.end_rows(figures) == []
+
+
+def test_matrices_that_are_not_multiples_of_8_are_named():
+    # Catches: silence in 16 bits, a row in fp32, and one of the small head's 10 classes.
+    words = [*DIGITS, "--val-split", "", "--max-steps", "2", "--warmup-steps", "0", "-b", "4", "--model-kwargs"]
+    words += ["depth=1", "num_heads=3", "embed_dim=192", "mlp_ratio=3.51", "--deepspeed_config"]
+    words += [str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), "--set"]
+    for types, said in (("false", None), ("true", "blocks.mlp.fc1 673 x 192, blocks.mlp.fc2 192 x 673")):
+        config = engine_config(resolved([*words, f"bf16.enabled={types}"]))
+        row = dict(Prediction(config, torch.device("cpu")).start_rows()).get("matrix sizes")
+        assert row == (said and f"{said}: no multiples of 8, which slows 16-bit products")
