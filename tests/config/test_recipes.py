@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from ds_vit import config
 
 RECIPES = ROOT / "launch" / "recipes"
-NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg", "clip_vit_b16", "lit")
+NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
+NAMES += ("clip_vit_b16", "lit", "siglip_so400m")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -56,6 +57,11 @@ ROWS = {
     "lit": (
         {"task": "siglip", "lock_image": True, "epochs": 22, "lr": 0.001, "aa": "rand-m10-n2-p1", "min_lr": 0.0},
         ("AdamW", 10.0, 1.0, [0.9, 0.999]),
+    ),
+    "siglip_so400m": (
+        {"task": "siglip", "text_model": "siglip_so400m", "context_length": 64, "epochs": 100, "lr": 0.001}
+        | {"hflip": 0.0, "color_jitter": 0.0, "min_lr": 0.0, "mean": [0.5, 0.5, 0.5]},
+        ("AdamW", 0.1, 1.0, [0.9, 0.95]),
     ),
 }
 
