@@ -1,8 +1,11 @@
-"""The peak of what torch allocates on the CPU in a run: every storage, from the building of the model on."""
+"""What torch allocates on the CPU: the peak of a run; the largest tensor and the saved bytes of some operations."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def train_and_watch(argv: list[str]) -> tuple[int, dict[str, int]]:
@@ -59,3 +62,44 @@ def peak(events: Any) -> tuple[int, dict[str, int]]:
         if event.name() != "[memory]" and event.start_ns() <= moment <= event.start_ns() + event.duration_ns()
     ]
     return most, [name for _, name in sorted(running)]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of elements that an operation returns.
+
+    Attributes:
+        numbers: that number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Notes the bytes of the storages that are saved for the backward pass, each once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, int] = {}
+        super().__init__(self._note, lambda tensor: tensor)
+
+    def __enter__(self) -> SavedBytes:
+        super().__enter__()
+        return self
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(self._storages.values())
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
 from pairwise import cover
+from peaks import LargestTensor, SavedBytes
 from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
@@ -73,21 +74,6 @@ def test_the_mean_over_ranks_is_the_loss_of_all_pairs(task):
         torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-15)
 
 
-class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the largest number of elements that an operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.numel())
-        return out
-
-
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("task", LOSSES)
 def test_memory_grows_linearly(task, dp):
@@ -98,19 +84,13 @@ def test_memory_grows_linearly(task, dp):
         features, logits = pairs(number, dtype=torch.float32), torch.tensor(initial, requires_grad=True)
         own = [rows[: number // dp] for rows in features]
         whole = {id(part): rows for part, rows in zip(own, features, strict=True)}
-        kept = {}
-
-        def keep(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
         with LargestTensor() as largest:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with SavedBytes() as kept:
                 value = loss(*own, logits, lambda part, whole=whole: whole[id(part)], 0)
             value.backward()
         assert largest.numbers <= max(ROWS_AT_ONCE * number, number * 32)
         assert largest.numbers < number**2
-        saved[number] = sum(kept.values())
+        saved[number] = kept.total
     assert saved[1024] <= 2 * saved[512] + 64
 
 

@@ -1,0 +1,391 @@
+"""The losses of DINO, iBOT and KoLeo over the global batch, without the matrix of all rows by all prototypes.
+
+A teacher assigns each of its rows to prototypes, and a student predicts the assignment. Logits are recomputed from
+bottleneck features a few rows at a time, and gradients are computed in the same pass as the loss: what waits for the
+backward pass are the gradients of rows and prototypes. Everything is computed in float32, or float64 for float64 rows,
+whatever the type of the rows. Prototypes may be sharded over a tensor-parallel group; the rows are then the same on
+its ranks, and so are the losses.
+
+The conventions are DINOv2's (Oquab et al. 2024, https://arxiv.org/abs/2304.07193); docs/self_distillation.md lists
+them. DINO: Caron et al. 2021, https://arxiv.org/abs/2104.14294; iBOT: Zhou et al. 2022,
+https://arxiv.org/abs/2111.07832; KoLeo: Sablayrolles et al. 2019, https://arxiv.org/abs/1806.03198.
+
+Shapes: R rows of the teacher on this rank, G groups of rows (a sample's crops, or one masked patch), V rows of the
+student and U of the teacher in a group (R = G · U), C groups at a time, E bottleneck width, K prototypes, k of this
+rank, B samples of this rank, D width of the features, dp data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ds_vit.parallel.tensor import TensorParallel, copy_to_region, stack_over_group, sum_over_group
+
+ROWS_AT_ONCE = 256
+CENTER_MOMENTUM = 0.9
+KOLEO_EPS = 1e-8
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+"""The sum of a tensor over the data-parallel ranks, a new tensor; no gradient passes."""
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    """float64 as it is, everything else in float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _logits(rows: torch.Tensor, prototypes: torch.Tensor, temperature: float) -> torch.Tensor:
+    """rows [..., E], prototypes [k, E] → [..., k] without autocast, which would multiply in 16 bits."""
+    with torch.autocast(rows.device.type, enabled=False):
+        return (_exact(rows) @ prototypes.T).div_(temperature)
+
+
+def _parts(count: int, rows_of_one: int = 1) -> Iterator[slice]:
+    """Slices of `count` groups of `rows_of_one` rows. They depend on nothing that differs within a tensor group."""
+    step = max(1, ROWS_AT_ONCE // rows_of_one)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _logsumexp_over_prototypes(logits: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+    """[..., k] on each rank of the tensor group → [...] over all prototypes, the same on each (a collective)."""
+    own = logits.logsumexp(-1)
+    return own if tp is None else stack_over_group(own, tp).logsumexp(0)
+
+
+def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum) -> torch.Tensor:
+    """The logarithm of the sum of exp(own) over the data-parallel ranks that have rows, from sums only.
+
+    The common shift is the mean, which the largest one exceeds by less than float64's exponents span: rows and
+    prototypes are normalised, so logits lie within ±1 / temperature.
+
+    Args:
+        own: float64 [k].
+        has_rows: whether this rank has a row; else `own` does not count.
+        sum_over_ranks: as `Sum`.
+    """
+    own = own if has_rows else torch.zeros_like(own)
+    sums, ranks = sum_over_ranks(torch.cat((own, own.new_tensor([float(has_rows)])))).split([len(own), 1])
+    shift = sums / ranks.clamp(min=1.0)
+    total = sum_over_ranks((own - shift).exp() * float(has_rows))
+    return shift + total.clamp(min=torch.finfo(total.dtype).tiny).log()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How a teacher assigns rows to prototypes: q[r, k] = exp(rows[r] · prototypes[k] / temperature + a[k] + b[r]).
+
+    Each row sums to 1 over the prototypes of all ranks. The matrix is not kept.
+
+    Attributes:
+        rows: bottleneck features [R, E].
+        prototypes: [k, E].
+        temperature: of the teacher.
+        of_prototypes: a [k].
+        of_rows: b [R].
+    """
+
+    rows: torch.Tensor
+    prototypes: torch.Tensor
+    temperature: float
+    of_prototypes: torch.Tensor
+    of_rows: torch.Tensor
+
+    def narrow(self, start: int, count: int) -> Assignment:
+        """The assignment of `count` rows from `start` on, of one micro-batch for example."""
+        part = slice(start, start + count)
+        return replace(self, rows=self.rows[part], of_rows=self.of_rows[part])
+
+    def logarithms(self, part: slice) -> torch.Tensor:
+        """log q of some rows: [rows, k]."""
+        logits = _logits(self.rows[part], _exact(self.prototypes), self.temperature)
+        return logits.add_(self.of_prototypes).add_(self.of_rows[part, None])
+
+
+@torch.no_grad()
+def centered(
+    rows: torch.Tensor,
+    prototypes: torch.Tensor,
+    temperature: float,
+    center: torch.Tensor,
+    tp: TensorParallel | None = None,
+) -> Assignment:
+    """The softmax of logits less a centre (DINO).
+
+    Args:
+        rows: [R, E].
+        prototypes: [k, E].
+        temperature: of the teacher.
+        center: [k], in the logits' units before they are divided by the temperature.
+        tp: the group over which prototypes are sharded.
+    """
+    weights = _exact(prototypes)
+    of_prototypes = _exact(center).to(weights.dtype) / -temperature
+    of_rows = weights.new_empty(len(rows))
+    for part in _parts(len(rows)):
+        logits = _logits(rows[part], weights, temperature).add_(of_prototypes)
+        of_rows[part] = -_logsumexp_over_prototypes(logits, tp)
+    return Assignment(rows, prototypes, temperature, of_prototypes, of_rows)
+
+
+@torch.no_grad()
+def sinkhorn(
+    rows: torch.Tensor,
+    prototypes: torch.Tensor,
+    temperature: float,
+    sum_over_ranks: Sum,
+    tp: TensorParallel | None = None,
+    iterations: int = 3,
+) -> Assignment:
+    """Sinkhorn-Knopp over the rows of all data-parallel ranks (SwAV, Caron et al. 2020; DINOv2).
+
+    Each iteration gives all prototypes the same mass, then all rows. It runs on logarithms: a mass that both are
+    divided by (their number, the total) is a constant and drops out, so ranks may have different numbers of rows, or
+    none. A collective of all ranks.
+
+    Args:
+        rows: of all micro-batches [R, E].
+        prototypes, temperature, tp: as for `centered`.
+        sum_over_ranks: as `Sum`.
+        iterations: at least 1.
+    """
+    assert iterations > 0, f"{iterations} iterations"
+    weights = _exact(prototypes)
+    of_prototypes, of_rows = weights.new_zeros(len(weights)), weights.new_zeros(len(rows))
+    for iteration in range(iterations + 1):
+        masses = torch.full((len(weights),), -math.inf, dtype=torch.float64, device=weights.device)
+        # The rows of one iteration and the prototypes of the next in one pass over the logits.
+        for part in _parts(len(rows)):
+            logits = _logits(rows[part], weights, temperature)
+            if iteration:
+                of_rows[part] = -_logsumexp_over_prototypes(logits + of_prototypes, tp)
+            if iteration < iterations:
+                of_part = logits.add_(of_rows[part, None]).logsumexp(0)
+                masses = torch.logaddexp(masses, of_part.double())
+        if iteration < iterations:
+            masses = _logsumexp_over_ranks(masses, len(rows) > 0, sum_over_ranks)
+            of_prototypes = -masses.to(weights.dtype)
+    return Assignment(rows, prototypes, temperature, of_prototypes, of_rows)
+
+
+@torch.no_grad()
+def mean_logits(rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Sum) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of the logits over the rows of all data-parallel ranks, which may have different numbers (a collective).
+
+    Logits are linear in the rows: only the sum of the rows and their number are exchanged.
+
+    Args:
+        rows: of all micro-batches [R, E].
+        prototypes: [k, E].
+        sum_over_ranks: as `Sum`.
+
+    Returns:
+        The mean [k], zero without any row; the number of rows of all ranks, float64 scalar.
+    """
+    sums = rows.sum(0, dtype=torch.float64)
+    sums = sum_over_ranks(torch.cat((sums, sums.new_tensor([len(rows)]))))
+    weights = _exact(prototypes)
+    mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(weights.dtype)
+    return _logits(mean, weights, 1.0), sums[-1]
+
+
+@torch.no_grad()
+def next_center(
+    center: torch.Tensor, rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Sum
+) -> torch.Tensor:
+    """The centre of the next step: it moves by 1/10 towards the mean logits of this one (a collective).
+
+    Args:
+        center: of this step [k]; unchanged, and the result where no rank has a row.
+        rows, prototypes, sum_over_ranks: as for `mean_logits`.
+    """
+    mean, count = mean_logits(rows, prototypes, sum_over_ranks)
+    moved = center * CENTER_MOMENTUM + mean.to(center.dtype) * (1.0 - CENTER_MOMENTUM)
+    return torch.where(count > 0, moved, center)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The weighted cross-entropy of assignments; gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: torch.Tensor,
+        prototypes: torch.Tensor,
+        temperature: float,
+        assignment: Assignment,
+        weights: torch.Tensor,
+        tp: TensorParallel | None,
+    ) -> torch.Tensor:
+        """student [G, V, E], prototypes [k, E], weights [G, V, U]; under `tp` d_student is this rank's summand."""
+        differentiated = any(ctx.needs_input_grad)
+        groups, in_group, in_assignment = weights.shape
+        own_prototypes = _exact(prototypes)
+        total = weights.new_zeros((), dtype=torch.float64)
+        d_student, d_prototypes = torch.zeros_like(student), torch.zeros_like(own_prototypes)
+        for part in _parts(groups, max(in_group, in_assignment)):
+            of_teacher = slice(part.start * in_assignment, part.stop * in_assignment)
+            assigned = assignment.logarithms(of_teacher).exp_().unflatten(0, (-1, in_assignment))
+            targets = weights[part] @ assigned
+            logits = _logits(student[part], own_prototypes, temperature)
+            logits -= _logsumexp_over_prototypes(logits, tp)[..., None]
+            total -= (targets * logits).sum(dtype=torch.float64)
+            if differentiated:
+                # The rows of an assignment sum to 1, so those of the targets to the sum of their weights.
+                d_logits = logits.exp_().mul_(weights[part].sum(-1, keepdim=True)).sub_(targets).div_(temperature)
+                d_student[part] = d_logits @ own_prototypes
+                d_prototypes.addmm_(d_logits.flatten(0, 1).T, student[part].flatten(0, 1))
+        ctx.save_for_backward(d_student, d_prototypes)
+        ctx.dtype = prototypes.dtype
+        return (total if tp is None else sum_over_group(total, tp)).to(student.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        d_student, d_prototypes = ctx.saved_tensors
+        return grads[0] * d_student, (grads[0] * d_prototypes).to(ctx.dtype), None, None, None, None
+
+
+def assignment_cross_entropy(
+    student_rows: torch.Tensor,
+    prototypes: torch.Tensor,
+    student_temp: float,
+    assignment: Assignment,
+    weights: torch.Tensor,
+    tp: TensorParallel | None = None,
+) -> torch.Tensor:
+    """The sum over groups of weights[g, v, u] · (−Σ_k q[g, u, k] log softmax(student[g, v] · prototypes / temp)[k]).
+
+    Differentiable in rows and prototypes of the student. What it keeps for the backward pass grows with R + K, not
+    with R · K.
+
+    Args:
+        student_rows: [G, V, E]; G may be 0.
+        prototypes: the student's [k, E].
+        student_temp: its temperature.
+        assignment: the teacher's, of the rows [G · U, E] in the order of the groups.
+        weights: broadcastable to [G, V, U]: of `crop_weights` or `patch_weights`.
+        tp: the group over which both towers' prototypes are sharded.
+
+    Returns:
+        Scalar in float32 (float64 for float64 rows), the same on the ranks of `tp`.
+    """
+    groups, in_group = student_rows.shape[:2]
+    rows = _exact(student_rows)
+    weights = weights.to(rows).expand(groups, in_group, weights.shape[-1])
+    assert len(assignment.rows) == groups * weights.shape[-1], (
+        f"{len(assignment.rows)} rows of the teacher for {groups} groups of {weights.shape[-1]}"
+    )
+    if tp is not None:
+        rows = copy_to_region(rows, tp)
+    with torch.autocast(rows.device.type, enabled=False):
+        return _CrossEntropy.apply(rows, prototypes, student_temp, assignment, weights, tp)
+
+
+def crop_weights(num_samples: int, num_local: int) -> torch.Tensor:
+    """Weights of DINO's pairs of crops: the mean over samples and pairs; no global crop is paired with itself.
+
+    Args:
+        num_samples: B, at least 1.
+        num_local: local crops of a sample.
+
+    Returns:
+        float64 [1, 2 + num_local, 2]: the student's crops of a sample, its global ones first, by the teacher's.
+    """
+    weights = torch.ones(2 + num_local, 2, dtype=torch.float64)
+    weights[:2] -= torch.eye(2)
+    return weights.div_(weights.sum() * num_samples)[None]
+
+
+def patch_weights(masks: torch.Tensor) -> torch.Tensor:
+    """Weights of iBOT's masked patches: the mean over the masked patches of a crop, then over all global crops.
+
+    Crops without masked patches count as zero: the mean over ranks and micro-batches of the losses is then the loss
+    of the global batch, however many patches each has masked.
+
+    Args:
+        masks: bool [crops, N]: all global crops of a micro-batch, the masked patches True.
+
+    Returns:
+        float64 [P, 1, 1] for the P masked patches, in the order of `masks.nonzero()`.
+    """
+    of_crops = 1.0 / (masks.sum(1).clamp(min=1) * len(masks)).double()
+    return of_crops[:, None].expand(masks.shape)[masks][:, None, None]
+
+
+@torch.no_grad()
+def _nearest(rows: torch.Tensor, others: torch.Tensor, first: int) -> torch.Tensor:
+    """The index in `others` [dp · B, D] of the nearest neighbour of each normalised row [B, D]; row i is first + i."""
+    nearest = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    for part in _parts(len(rows)):
+        cosines = rows[part] @ others.T
+        own = torch.arange(first + part.start, first + part.stop, device=rows.device)
+        nearest[part] = cosines.scatter_(1, own[:, None], -math.inf).argmax(1)
+    return nearest
+
+
+def koleo(own: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor], offset: int) -> torch.Tensor:
+    """KoLeo: minus the mean logarithm of the distance between each row and its nearest neighbour in the global batch.
+
+    Args:
+        own: features of this rank's rows of one crop, of all micro-batches [B, D]; not normalised.
+        gather: [B, D] → [dp · B, D] over the ranks, differentiable.
+        offset: place of this rank's first row in the gathered ones, which have at least two.
+
+    Returns:
+        Scalar in float32 (float64 for float64 rows); its mean over the ranks is the loss of the global batch.
+    """
+    with torch.autocast(own.device.type, enabled=False):
+        rows = F.normalize(_exact(own), dim=-1, eps=KOLEO_EPS)
+        everyone = gather(rows)
+        assert len(everyone) > 1, "a row has no neighbour in a global batch of 1"
+        neighbours = everyone[_nearest(rows, everyone, offset)]
+        return -(F.pairwise_distance(rows, neighbours, eps=KOLEO_EPS) + KOLEO_EPS).log().mean()
+
+
+@torch.no_grad()
+def feature_deviation(features: torch.Tensor, sum_over_ranks: Sum) -> torch.Tensor:
+    """The standard deviation of normalised features over the global batch, times √D; near 1 if they use all directions,
+    0 if they have collapsed to a point (Chen and He 2021, https://arxiv.org/abs/2011.10566, section 4.1).
+
+    Args:
+        features: [B, D].
+        sum_over_ranks: as `Sum`.
+
+    Returns:
+        float64 scalar: the mean over the D features.
+    """
+    rows = F.normalize(features.double(), dim=-1)
+    own = torch.stack((torch.ones_like(rows), rows, rows.square())).sum(1)
+    count, sums, squares = sum_over_ranks(own)
+    variance = squares / count - (sums / count).square()
+    return variance.clamp(min=0.0).sqrt().mean() * math.sqrt(rows.shape[1])
+
+
+@torch.no_grad()
+def assignment_gauges(
+    assignment: Assignment, sum_over_ranks: Sum, tp: TensorParallel | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two gauges of collapse, in nats, over the rows of all data-parallel ranks (a collective, one pass over logits).
+
+    Returns:
+        The mean entropy of a row's assignment (log K: uniform, nothing is learned), and the KL divergence of the mean
+        assignment from the uniform one (log K: all rows have one prototype); float64 scalars, NaN without any row.
+    """
+    masses = torch.zeros_like(assignment.of_prototypes, dtype=torch.float64)
+    entropy = masses.new_zeros(())
+    for part in _parts(len(assignment.rows)):
+        logarithms = assignment.logarithms(part)
+        assigned = logarithms.exp()
+        masses += assigned.sum(0, dtype=torch.float64)
+        entropy -= (assigned * logarithms).sum(dtype=torch.float64)
+    scalars = torch.stack((entropy, entropy.new_tensor(float(len(assignment.rows)))))
+    masses, (entropy, count) = sum_over_ranks(torch.cat((masses, scalars))).split([len(masses), 2])
+    mean = masses / count
+    own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), entropy.new_tensor(float(len(mean)))))
+    entropy, negentropy, prototypes = own if tp is None else sum_over_group(own, tp)
+    return entropy / count, negentropy + prototypes.log()
