@@ -42,6 +42,7 @@ from ds_vit.models.resolution import set_image_size
 from ds_vit.models.sequential import blocks_of
 from ds_vit.optim.build import rules_of
 from ds_vit.optim.ema import TeacherAverage
+from ds_vit.optim.rate_factors import RateFactors
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.rows import gather_rows
 from ds_vit.parallel.tensor import TensorParallel
@@ -99,8 +100,11 @@ class Engine(ABC):
 
     Attributes:
         context: of the task's steps.
+        rates: factors on the learning rate by parameter; set by the builder, for training.
         on_close: restores the process-wide state that the run changed.
     """
+
+    rates: RateFactors
 
     def __init__(
         self,
@@ -272,13 +276,15 @@ class Engine(ABC):
         """The task's teachers, which a checkpoint has to hold in fp32; None without any."""
         return None
 
-    def begin_step(self, step: int, schedules: Mapping[str, float]) -> None:
+    def begin_step(self, step: int, schedules: Mapping[str, float], held: frozenset[str] = frozenset()) -> None:
         """Set the scheduled values of the next step.
 
         Args:
             step: its number, counted from 1.
             schedules: of `Task.schedules`.
+            held: of `Task.held_names`.
         """
+        self.rates.hold(held)
         if "weight_decay" in schedules:
             for group in self.engine.optimizer.param_groups:
                 if group["weight_decay"] > 0:

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from timm.optim import Lion
-from torch import nn
 
 from ds_vit.device import has_fused_step
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.optim.adagrad import Adagrad
 from ds_vit.optim.lamb import Lamb
 from ds_vit.optim.lars import Lars
-from ds_vit.optim.layer_decay import LayerDecay, layer_scales
 from ds_vit.optim.muon import Muon
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
 from ds_vit.optim.rules import NotProportional, OptimizerRules, RpropRules
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -47,7 +46,7 @@ _REFUSED_ARGUMENTS = {
     "caution": "it divides by the mean of a mask over a whole parameter, and under ZeRO an optimizer sees one flat "
     "tensor, so it would be something else in every layout",
 }
-# Their update is not proportional to the learning rate, which layer-wise decay takes for granted.
+# Their update is not proportional to the learning rate, which rates by parameter take for granted.
 _RULES: dict[str, OptimizerRules] = {"ASGD": NotProportional(), "Rprop": RpropRules()}
 _ELEMENTWISE = OptimizerRules()
 # Of those that take no step before they are attached to a map; Muon's fallback is AdamW.
@@ -205,17 +204,22 @@ def build_optimizer(
     return cls(groups, **arguments)
 
 
-def check_layer_decay(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> None:
-    """Reject layer-wise decay for an optimizer whose update is not proportional to its learning rate.
+def check_rate_factors(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], what: str) -> None:
+    """Reject learning rates by parameter for an optimizer whose update is not proportional to its learning rate.
+
+    Args:
+        cls: the optimizer.
+        arguments: of the JSON.
+        what: asks for them, for the message: "--layer-decay".
 
     Raises:
         UserError: names those it works with.
     """
     if not rules_of(cls).proportional:
-        raise UserError(f"--layer-decay does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
+        raise UserError(f"{what} does not work with {cls.__name__}; use AdamW, SGD, Lion, Lamb, Lars or Muon")
     if arguments.get("corrected_weight_decay"):
         raise UserError(
-            f"--layer-decay does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
+            f"{what} does not work with corrected_weight_decay of {cls.__name__}, which decays by the square of "
             "the learning rate; delete it from optimizer.params"
         )
 
@@ -245,17 +249,20 @@ def check_weight_decay(cls: type[torch.optim.Optimizer], weight_decay: float | N
     ]
 
 
-def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, model: nn.Module, layer_decay: float | None) -> None:
-    """Give an optimizer whose parameters ZeRO has replaced the map of its flat tensors, if it needs one.
+def attach(optimizer: torch.optim.Optimizer, zero_map: ZeroMap, factors: Mapping[str, float]) -> RateFactors:
+    """Give an optimizer whose parameters ZeRO has replaced the map of its flat tensors and the rates by parameter.
 
     Args:
         optimizer: from `build_optimizer`, after `deepspeed.initialize`.
         zero_map: the map of this rank.
-        model: the description of the whole model, for timm's layers.
-        layer_decay: of the learning rate, from layer to layer downward; None or 1 for none.
+        factors: on the learning rate, from `rate_factors`.
+
+    Returns:
+        The rates, by which parameters can be held.
     """
-    scales = layer_scales(model, layer_decay) if layer_decay not in (None, 1.0) else None
+    rates = RateFactors(factors)
     if isinstance(optimizer, PerParameterOptimizer):
-        optimizer.attach(zero_map, scales)
-    elif scales is not None:
-        LayerDecay(optimizer, zero_map, scales)
+        optimizer.attach(zero_map, rates)
+    else:
+        ScaledSteps(optimizer, zero_map, rates)
+    return rates

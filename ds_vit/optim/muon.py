@@ -18,9 +18,9 @@ from timm.optim.nadamw import nadamw
 from torch import nn
 
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.layer_decay import LayerDecay
 from ds_vit.optim.matrices import WholeMatrices
 from ds_vit.optim.per_parameter import PerParameterOptimizer
+from ds_vit.optim.rate_factors import RateFactors, ScaledSteps
 from ds_vit.optim.rules import OptimizerRules
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -185,12 +185,11 @@ class Muon(PerParameterOptimizer):
             group["state_keys"] = ("exp_avg", "exp_avg_sq") if group["use_fallback"] else ("momentum_buffer",)
         self._matrices: dict[tuple[int, ...], WholeMatrices] = {}
 
-    def attach(self, zero_map: ZeroMap, lr_scales: Mapping[str, float] | None = None) -> None:
+    def attach(self, zero_map: ZeroMap, rates: RateFactors) -> None:
         """See `PerParameterOptimizer.attach`."""
-        super().attach(zero_map)
+        super().attach(zero_map, rates)
         self._matrices.clear()
-        if lr_scales:
-            LayerDecay(self, zero_map, lr_scales)
+        ScaledSteps(self, zero_map, rates)
 
     def _update(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         states = self._states(parameters, group["state_keys"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ds_vit.optim.rate_factors import RateFactors
 from ds_vit.optim.segmented import SegmentedTensors
 from ds_vit.parallel.zero_map import ZeroMap
 
@@ -21,19 +22,19 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self._zero_map: ZeroMap | None = None
-        self._lr_scales: Mapping[str, float] = {}
-        self._together: dict[tuple[int, ...], tuple[SegmentedTensors, torch.Tensor | None]] = {}
+        self._rates = RateFactors({})
+        self._together: dict[tuple[int, ...], SegmentedTensors] = {}
         self._ratios: dict[tuple[int, ...], tuple[list[str], torch.Tensor]] = {}
 
-    def attach(self, zero_map: ZeroMap, lr_scales: Mapping[str, float] | None = None) -> None:
+    def attach(self, zero_map: ZeroMap, rates: RateFactors) -> None:
         """Set the map of the flat tensors.
 
         Args:
             zero_map: the map of this rank.
-            lr_scales: timm name → factor on the learning rate, for layer-wise decay; None for one rate.
+            rates: factors on the learning rate by parameter.
         """
         self._zero_map = zero_map
-        self._lr_scales = dict(lr_scales or {})
+        self._rates = rates
         self._together.clear()
 
     def trust_ratios(self) -> dict[str, float]:
@@ -66,10 +67,9 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         """The segments of these tensors, and the learning-rate factors of their parameters [P] (None: all are one)."""
         key = tuple(map(id, parameters))
         if key not in self._together:
-            tensors = SegmentedTensors(self._attached(), parameters)
-            scales = tensors.values(self._lr_scales) if self._lr_scales else None
-            self._together[key] = tensors, scales
-        return self._together[key]
+            self._together[key] = SegmentedTensors(self._attached(), parameters)
+        tensors = self._together[key]
+        return tensors, self._rates.of(tensors)
 
     def _states(self, parameters: Sequence[torch.Tensor], keys: Sequence[str]) -> list[dict[str, torch.Tensor]]:
         """The states of these tensors, zeros at first: a `step`, and for each key one of the tensor's shape."""

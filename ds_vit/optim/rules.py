@@ -17,7 +17,7 @@ class OptimizerRules:
     Attributes:
         own_arguments: arguments of the JSON that are for these rules, and not for the constructor.
         spelled_otherwise: arguments of DeepSpeed's optimizer of this name, and what to write instead.
-        proportional: the update is proportional to the learning rate, which layer-wise decay takes for granted.
+        proportional: the update is proportional to the learning rate, which rates by parameter take for granted.
         shown_to_deepspeed: the JSON's block may be read by DeepSpeed, which then knows the optimizer by its name.
         remedies: key of `identity` → what to do where a checkpoint has another value.
     """

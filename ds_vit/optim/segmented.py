@@ -61,7 +61,7 @@ class SegmentedTensors:
 
     def values(self, by_name: Mapping[str, float]) -> torch.Tensor:
         """One number for each parameter, fp32 [P]."""
-        return torch.tensor([by_name[name] for name in self.names], dtype=torch.float32, device=self.device)
+        return send(torch.tensor([by_name[name] for name in self.names], dtype=torch.float32), self.device)
 
     def mul_(self, tensors: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
         """Multiply every segment by its parameter's factor, in place; padding stays or is multiplied by one.

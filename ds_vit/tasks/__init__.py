@@ -15,6 +15,7 @@ from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics, Pairs
+from ds_vit.tasks.schedules import Horizon
 from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
 from ds_vit.tasks.zero_shot import ZERO_SHOT, ZeroShotAccuracy, ZeroShotData, open_zero_shot
 
@@ -28,6 +29,7 @@ __all__ = [
     "FeatureBank",
     "Field",
     "Figure",
+    "Horizon",
     "Loss",
     "Metrics",
     "Pairs",

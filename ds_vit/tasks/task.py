@@ -29,6 +29,7 @@ from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.evaluators import chosen_evaluators
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.schedules import Horizon
 from ds_vit.tasks.zero_shot import ZERO_SHOT
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -335,17 +336,32 @@ class Task(ABC):
         """Called after each applied step (where `updates_after_step`), before anything else sees the weights."""
         return
 
-    def schedules(self, step: int, total_steps: int) -> Mapping[str, float]:
-        """Values other than the learning rate that follow a schedule.
+    def schedules(self, step: int, horizon: Horizon) -> Mapping[str, float]:
+        """Values other than the learning rate that follow a schedule, by functions of schedules.py.
 
         Args:
             step: counted from 1.
-            total_steps: of the schedule; a run that `--max-steps` stops early takes fewer.
+            horizon: what the schedules are made for.
 
         Returns:
             By name; `weight_decay` is set on every group of parameters that has one.
         """
         return {}
+
+    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
+        """Factors on the learning rate by the names of parameters, which multiply those of --layer-decay; else 1.
+
+        Args:
+            model: the whole one, on the meta device.
+        """
+        return {}
+
+    def held_names(self, step: int, horizon: Horizon) -> frozenset[str]:
+        """The parameters that a step leaves where they are while the optimizer's state advances: a rate of 0.
+
+        The first step holds each parameter that is ever held. The arguments are those of `schedules`.
+        """
+        return frozenset()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors that the task carries from step to step, the same on every rank; for a checkpoint."""

@@ -95,7 +95,6 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         compile_mode=config.compile_mode if config.compile else None,
         # A compiled graph is for one number of rows.
         drop_path_compute=config.drop_path_compute if config.drop_path and not config.compile else "all",
-        layer_decay=config.layer_decay,
         averaged=config.model_ema,
     )
 

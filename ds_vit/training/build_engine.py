@@ -72,7 +72,6 @@ class EngineConfig:
         tf32: compute fp32 matrix products in TF32.
         compile_mode: of torch.compile; None for eager blocks.
         drop_path_compute: whether dropped branches are computed: "all", "kept" or "auto".
-        layer_decay: factor of the learning rate from layer to layer; None for none.
         averaged: the run keeps a moving average of the weights.
     """
 
@@ -91,7 +90,6 @@ class EngineConfig:
     tf32: bool
     compile_mode: str | None
     drop_path_compute: str
-    layer_decay: float | None
     averaged: bool
 
     @property
@@ -168,7 +166,8 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
     optimizer = _build_optimizer(config, model, device)
     engine = engine_type(model, optimizer, task, config.json, **shared)
     if optimizer is not None:
-        attach(optimizer, engine.zero_map, whole, config.layer_decay)
+        assert config.optimizer is not None
+        engine.rates = attach(optimizer, engine.zero_map, config.optimizer.factors)
     return engine
 
 

@@ -23,6 +23,7 @@ from ds_vit.tasks import TASKS
 # What to do where something differs that must be the same in the run that resumes; a flag's is to give it.
 _REMEDIES = {
     "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
+    "task_schedules": "give the same --epochs and --max-steps, say --allow-schedule-change",
     "shapes": "give the same --model-kwargs",
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
@@ -31,6 +32,11 @@ _REMEDIES = {
     "optimizer": "name the same optimizer in the JSON",
     **identity_remedies(),
     "trained": "give the same --freeze or --linear-probe",
+}
+# What --allow-schedule-change and --allow-batch-change may change, for the note that says so.
+_MAY_CHANGE = {
+    "img_size_schedule": "the size of the images changes",
+    "task_schedules": "the schedules of the task change",
 }
 # Flags that may change without a note.
 _FREE = frozenset(names_with(Scope.FREE))
@@ -166,8 +172,8 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     may_change = config.get("allow_schedule_change") or config.get("allow_batch_change")
     for key in {**identity, **saved["run"]}:  # those of the task first
         old, new = saved["run"].get(key), identity.get(key)
-        if old != new and key == "img_size_schedule" and old and new and may_change:
-            notes.append(f"the size of the images changes from {old} to {new}; the curve changes with it")
+        if old != new and key in _MAY_CHANGE and old and new and may_change:
+            notes.append(f"{_MAY_CHANGE[key]} from {old} to {new}; the curve changes with it")
         elif old != new:
             raise UserError(
                 f"--resume {resume.checkpoint.path}: {key.replace('_', ' ')}: {_difference(key, old, new)}; "

@@ -28,7 +28,7 @@ from ds_vit.models import no_weight_decay_names, num_parameters
 from ds_vit.models.kept_rows import count_kept
 from ds_vit.monitoring.metrics import make_console, print_columns, print_table
 from ds_vit.optim.build import rules_of, states_per_element
-from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.placement import Placement
 from ds_vit.planner.counting import Flops
 from ds_vit.planner.memory import num_states
@@ -138,7 +138,8 @@ def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.d
     if optimizer.schedule is not None:
         steps = optimizer.schedule.warmup_steps
         schedule, warmup = optimizer.schedule.name, f", {steps:,} of warm-up" if steps else ", no warm-up"
-    course = f"{resolved.data.order.steps_per_epoch:,} an epoch, schedule over {optimizer.horizon:,}{warmup}"
+    horizon = optimizer.horizon
+    course = f"{horizon.steps_per_epoch:,} an epoch, schedule over {horizon.total_steps:,}{warmup}"
     of = {flag: resolved.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}
     decay = "" if optimizer.decay is None else f" ({of['weight_decay']})"
     update = f"{optimizer.cls.__name__}, lr {optimizer.lr:g} ({of['lr']}; {schedule})"
@@ -201,6 +202,11 @@ def _rules(resolved: Resolved, optimizer: OptimizerConfig) -> Rows:
         # The parameters of a layer share a factor, except some that timm assigns elsewhere; the last has the layer's.
         by_layer = {layers[name]: optimizer.lr * scales[name] for name in trained}
         rows.append(("lr by layer", ", ".join(f"{layer} {lr:.3g}" for layer, lr in by_layer.items())))
+    task = resolved.model.task
+    if factors := {name: factor for name, factor in task.rate_factors(model).items() if factor != 1.0}:
+        rows.append(("lr by name", ", ".join(f"{name} x {factor:g}" for name, factor in factors.items())))
+    if held := sorted(task.held_names(1, optimizer.horizon)):
+        rows.append(("lr of 0 at first", ", ".join(held)))
     if resolved.config.model_ema:
         growing = " growing from 0" if resolved.config.model_ema_warmup else ""
         rows.append(("average", f"of the weights, decay {resolved.config.model_ema_decay:g}{growing}"))

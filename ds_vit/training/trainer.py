@@ -20,7 +20,7 @@ from ds_vit.fault_tolerance.signals import Interrupted
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.optim.schedules import Schedule
 from ds_vit.run_folder import RunFolder
-from ds_vit.tasks import Batch
+from ds_vit.tasks import Batch, Horizon
 from ds_vit.training.callbacks import Callback, RollBack, RolledBack, Step
 from ds_vit.training.checkpoint_manager import CheckpointManager
 from ds_vit.training.evaluation import Evaluations, Phases, Stopped
@@ -35,7 +35,7 @@ class Trainer:
         engine: runs the model.
         inputs: of the run.
         schedule: of the learning rate; None where the JSON's scheduler sets it.
-        horizon: steps that the schedules are made for; the run may be shorter.
+        horizon: what the task's schedules are made for.
         evaluations: of the run.
         callbacks: are called around each step, in this order.
         checkpoints: saves and restores this trainer.
@@ -48,7 +48,7 @@ class Trainer:
     engine: Engine
     inputs: InputPipeline
     schedule: Schedule | None
-    horizon: int
+    horizon: Horizon
     evaluations: Evaluations
     callbacks: Sequence[Callback]
     checkpoints: CheckpointManager
@@ -129,7 +129,8 @@ class Trainer:
         """
         if self.schedule is not None:
             self.engine.set_lr(self.schedule.lr(step - 1))
-        self.engine.begin_step(step, self.inputs.config.task.schedules(step, self.horizon))
+        task = self.inputs.config.task
+        self.engine.begin_step(step, task.schedules(step, self.horizon), task.held_names(step, self.horizon))
         lr, loss_scale = self.engine.lr(), self.engine.loss_scale()
         for callback in self.callbacks:
             callback.before_step(step)

@@ -34,7 +34,7 @@ from ds_vit.models import (
 )
 from ds_vit.models.layers import DecoderBlockLayer, EmbedLayer
 from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
-from ds_vit.optim.layer_decay import layer_scales
+from ds_vit.optim.rate_factors import layer_scales
 from ds_vit.parallel.tensor import check_cut, legal_degrees
 from ds_vit.planner.counting import count_flops, layer_costs
 from ds_vit.planner.pipeline import balance

@@ -12,7 +12,7 @@ from project import ROOT
 from ds_vit.optim import build
 from ds_vit.optim.build import (
     build_optimizer,
-    check_layer_decay,
+    check_rate_factors,
     identity_remedies,
     optimizer_class,
     parameter_groups,
@@ -70,7 +70,7 @@ def test_a_new_optimizer_needs_its_class_and_a_line(monkeypatch):
     with pytest.raises(ValueError, match=re.escape('params.rate: write it as "lr"')):
         optimizer_class({"type": "Half", "params": {"rate": 1, "slow": "x"}}, "c")
     with pytest.raises(ValueError, match="--layer-decay does not work with Half"):
-        check_layer_decay(Half, {})
+        check_rate_factors(Half, {}, "--layer-decay")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "Lion", "ASGD", "Adagrad"])

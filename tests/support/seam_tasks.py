@@ -1,4 +1,4 @@
-"""Three small tasks that use every part of the task seam: two coupled towers, a teacher, and a state.
+"""Small tasks that use every part of the task seam: two coupled towers, a teacher, a state, and rates by parameter.
 
 Ranks import this module, which enters the tasks into `TASKS`.
 """
@@ -19,6 +19,7 @@ from ds_vit.models import create_model
 from ds_vit.models.layers import chain_towers
 from ds_vit.tasks import MAIN_TOWER, Coupled
 from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.schedules import cosine
 
 
 def contrastive(left, right):
@@ -106,9 +107,10 @@ class WithTeacher(Classification):
         whole.further_towers = ("teacher",)
         return whole
 
-    def schedules(self, step, total_steps):
+    def schedules(self, step, horizon):
         """As `Task.schedules`."""
-        return {"momentum": 0.5 + 0.5 * step / total_steps, "weight_decay": 0.05 + 0.1 * step / total_steps}
+        done = step / horizon.total_steps
+        return {"momentum": 0.5 + 0.5 * done, "weight_decay": 0.05 + 0.1 * done}
 
     def step(self, context, batch, piece=None):
         """As `Task.step`."""
@@ -158,7 +160,27 @@ class WithState(Classification):
         self.center = state["center"]
 
 
-for task in (TwoTowers, WithTeacher, WithState):
+class WithRates(Classification):
+    """The patches learn at a fifth of the rate, the head at none for three epochs, and weight decay grows."""
+
+    name = "with-rates"
+    HELD_EPOCHS, PATCH_FACTOR, WEIGHT_DECAY_END = 3, 0.2, 0.4
+
+    def schedules(self, step, horizon):
+        """As `Task.schedules`."""
+        return {"weight_decay": cosine(step, horizon.weight_decay, self.WEIGHT_DECAY_END, horizon.total_steps)}
+
+    def rate_factors(self, model):
+        """As `Task.rate_factors`."""
+        names = [name for name, _ in model.named_parameters()]
+        return {name: self.PATCH_FACTOR for name in names if name.startswith("patch_embed.")}
+
+    def held_names(self, step, horizon):
+        """As `Task.held_names`."""
+        return frozenset({"head.weight", "head.bias"} if horizon.is_within(step, self.HELD_EPOCHS) else ())
+
+
+for task in (TwoTowers, WithTeacher, WithState, WithRates):
     tasks.TASKS[task.name] = task
 
 

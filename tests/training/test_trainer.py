@@ -50,7 +50,7 @@ def make(recorder, saved=1):
         meanwhile()
         return SimpleNamespace(applied=True)
 
-    task = SimpleNamespace(schedules=lambda step, total: {})
+    task = SimpleNamespace(schedules=lambda step, horizon: {}, held_names=lambda step, horizon: frozenset())
     config = SimpleNamespace(total_steps=4, on_bad_image="skip", task=task)
     skipped = SimpleNamespace(too_many=str, state_dict=dict)
     inputs = SimpleNamespace(config=config, skipped=skipped, training=lambda *_: iter(()))

@@ -144,7 +144,15 @@ class Resolved:
             "optimizer": self.training.cls.__name__,
             **rules_of(self.training.cls).identity(self.training.fallback),
             "trained": [name for name in shapes if name not in self.model.frozen],
+            **({"task_schedules": self._task_schedules} if self._task_schedules else {}),
         }
+
+    @property
+    def _task_schedules(self) -> str:
+        """The names of the task's scheduled values, and over how many steps they are scheduled; "" without any."""
+        horizon = self.training.horizon
+        names = sorted(self.model.task.schedules(1, horizon))
+        return f"{', '.join(names)} over {horizon.total_steps} steps" if names else ""
 
     @property
     def rates(self) -> dict[str, Any]:
@@ -162,7 +170,7 @@ class Resolved:
         text, drawn = self.config.img_size_schedule, self.config.train_img_sizes
         if drawn:
             return ImageSizes(tuple(all_sizes("", drawn)), seed=self.config.seed)
-        return size_schedule(text, self.training.horizon) if text else None
+        return size_schedule(text, self.training.horizon.total_steps) if text else None
 
     @property
     def stall_seconds(self) -> float:
@@ -230,7 +238,8 @@ def resolve_run(
     if optimizer is not None:
         numbers = {"clip": optimizer.clip, "optimizer": optimizer.json_params, "scheduler": optimizer.scheduler}
         if config.img_size_schedule:
-            size_schedule(config.img_size_schedule, optimizer.horizon)  # raises here what it would raise on the ranks
+            # Raises here what it would raise on the ranks.
+            size_schedule(config.img_size_schedule, optimizer.horizon.total_steps)
         if config.log_interval is None:
             interval = min(MOST_LOG_INTERVAL, math.ceil(optimizer.total_steps / LOGGED_ROWS))
             config = dataclasses.replace(config, log_interval=interval)

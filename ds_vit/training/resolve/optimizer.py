@@ -15,8 +15,10 @@ from ds_vit.config.deepspeed_rules import check_grad_norm
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_steps
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.optim.build import check_layer_decay, check_weight_decay, optimizer_class, rules_of
+from ds_vit.optim.build import check_rate_factors, check_weight_decay, optimizer_class, rules_of
+from ds_vit.optim.rate_factors import rate_factors
 from ds_vit.optim.schedules import Schedule, check_warmup
+from ds_vit.tasks import Horizon
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.model import ModelConfig
@@ -47,7 +49,8 @@ class OptimizerConfig:
         schedule: of the learning rate; None where the JSON's scheduler sets it.
         scheduler: values for "auto" in the JSON's scheduler.
         total_steps: steps that are run.
-        horizon: steps that the schedule is made for.
+        horizon: what the schedules are made for.
+        factors: on the learning rate by timm name; empty if all are 1.
         origins: dotted name in the JSON → where its number came from, where it is not the JSON's.
         notes: lines for people.
     """
@@ -61,7 +64,8 @@ class OptimizerConfig:
     schedule: Schedule | None
     scheduler: Mapping[str, float]
     total_steps: int
-    horizon: int
+    horizon: Horizon
+    factors: Mapping[str, float] = field(repr=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -87,8 +91,6 @@ def resolve_optimizer(
     path, notes = deepspeed.path, []
     cls, arguments = optimizer_class(deepspeed.json.get("optimizer") or {}, path)
     notes += rules_of(cls).notes(arguments)
-    if config.layer_decay not in (None, 1.0):
-        check_layer_decay(cls, arguments)
     origins: dict[str, str] = {}
     lr = _base_rate(config, cls, arguments, path)
     if config.lr is not None or "lr" not in arguments:
@@ -107,17 +109,19 @@ def resolve_optimizer(
     decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
     notes += check_weight_decay(cls, decay, path)
     per_epoch = data.order.steps_per_epoch
-    total_steps, horizon = _count_steps(config, per_epoch)
+    total_steps, scheduled_steps = _count_steps(config, per_epoch)
+    horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
+    factors = _rate_factors(config, cls, arguments, model, horizon)
     schedule, scheduler = None, {}
     if block := deepspeed.json.get("scheduler"):
         _check_one_schedule(config, explicit, block, path)
-        scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, block, per_epoch, horizon, notes)}
+        scheduler = {"warmup_max_lr": lr, **_fill_scheduler(config, explicit, block, per_epoch, scheduled_steps, notes)}
     else:
         schedule = Schedule(
             name=config.sched,
             base_lr=lr,
-            total_steps=horizon,
-            warmup_steps=_warmup_steps(config, per_epoch, horizon, notes),
+            total_steps=scheduled_steps,
+            warmup_steps=_warmup_steps(config, per_epoch, scheduled_steps, notes),
             warmup_lr=config.warmup_lr,
             min_lr=config.min_lr,
             decay_fraction=config.wsd_decay_fraction,
@@ -133,9 +137,28 @@ def resolve_optimizer(
         scheduler=scheduler,
         total_steps=total_steps,
         horizon=horizon,
+        factors=factors,
         origins=origins,
         notes=tuple(notes),
     )
+
+
+def _rate_factors(
+    config: RunConfig,
+    cls: type[torch.optim.Optimizer],
+    arguments: Mapping[str, Any],
+    model: ModelConfig,
+    horizon: Horizon,
+) -> dict[str, float]:
+    """The factors on the learning rate by parameter, those of --layer-decay and the task's."""
+    task, asking = model.task, []
+    if config.layer_decay not in (None, 1.0):
+        asking.append("--layer-decay")
+    if task.rate_factors(model.whole) or task.held_names(1, horizon):
+        asking.append(f"--task {task.name}, which has rates by parameter,")
+    for what in asking:
+        check_rate_factors(cls, arguments, what)
+    return rate_factors(model.whole, config.layer_decay, task.rate_factors(model.whole))
 
 
 def _from_json_or_flag(

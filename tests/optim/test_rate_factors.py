@@ -1,0 +1,187 @@
+"""Rates by parameter against a plain loop with a parameter group for each: layer decay, a task's factors, held ones."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import oracle
+import pytest
+import torch
+from curves import assert_same_curve, read_rows, train_rows
+from runs import refusal
+from safetensors.torch import load_file
+from seam_tasks import WithRates
+
+from ds_vit.models import ModelSpec, create_model
+from ds_vit.optim.rate_factors import layer_scales, rate_factors
+from ds_vit.tasks.schedules import cosine
+
+KWARGS = oracle.DEEP_KWARGS | {"depth": 3}
+LAYER_DECAY, STEPS = 0.7, 6
+# Optimizer; pp, dp, tp and ZeRO stage.
+CASES = [
+    ("adamw", (1, 2, 1, 3)),
+    ("lamb", (1, 1, 2, 1)),
+    ("sgd", (1, 2, 1, 0)),
+    ("muon", (1, 2, 1, 2)),
+    ("lars", (1, 2, 1, 1)),
+    ("sgd", (2, 1, 1, 1)),
+    ("adamw", (1, 1, 2, 3)),
+    ("muon", (1, 1, 2, 3)),
+    ("lamb", (1, 2, 1, 3)),
+]
+
+
+def plain_optimizer(kind, model, held_steps=WithRates.HELD_EPOCHS, *, with_state=True):
+    """timm's optimizer with a group for each parameter, whose rate and decay are set before each step."""
+    optimizer = oracle.timm_optimizer(kind, model, layer_decay=LAYER_DECAY)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer.param_groups = [
+        {**group, "params": [parameter], "name": names[parameter], "base": (group["lr"], group["weight_decay"])}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    steps = iter(range(1, STEPS + 1))
+
+    def set_rates(*_):
+        step = next(steps)
+        for group in optimizer.param_groups:
+            factor = WithRates.PATCH_FACTOR if group["name"].startswith("patch_embed.") else 1.0
+            held = step <= held_steps and group["name"].startswith("head.")
+            lr, decay = group["base"]
+            group["lr"] = 0.0 if held else lr * factor
+            if decay:
+                group["weight_decay"] = cosine(step, oracle.WEIGHT_DECAY, WithRates.WEIGHT_DECAY_END, STEPS)
+            if held and not with_state:
+                group["params"][0].grad = None
+
+    optimizer.register_step_pre_hook(set_rates)
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory, real_images):
+    """32 CIFAR-10 images, a batch an epoch, and random initial weights."""
+    folder = tmp_path_factory.mktemp("rates")
+    oracle.cifar_folder(real_images / "cifar10" / "train.tar", folder, oracle.NUM_IMAGES, "train")
+    oracle.write_weights(folder / "weights.safetensors", num_classes=10, **KWARGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(cifar):
+    """The plain loop's rows of an optimizer; the arguments are those of `plain_optimizer`."""
+
+    @functools.cache
+    def rows(kind, **how):
+        make = functools.partial(plain_optimizer, **how)
+        return oracle.train_plainly(cifar, kind, make, model_kwargs=KWARGS, steps=STEPS).rows
+
+    return rows
+
+
+def train_on_rank(argv, breaks=None):
+    """On a rank: the exit code of a run with the tasks of `seam_tasks`; `breaks` plants a defect."""
+    from ds_vit.train import main
+
+    with BREAKAGES[breaks]() if breaks else contextlib.nullcontext():
+        return main(argv)
+
+
+def train(ranks, folder, kind, layout, output, *words, breaks=None):
+    """The rows of a run in a layout; STEPS steps unless `words` say otherwise."""
+    more = ("--task", "with-rates", "--layer-decay", LAYER_DECAY, "--max-steps", STEPS, *words)
+    argv = oracle.command(folder, kind, layout, output, *more, model_kwargs=KWARGS)
+    world = layout[0] * layout[1] * layout[2]
+    assert ranks.run(world, train_on_rank, argv, breaks) == [0] * world
+    return train_rows(read_rows(output))
+
+
+def assert_same(expected, rows):
+    """The rounding of the weights that norms and orthogonalization carry on shows in the gradient norm."""
+    assert_same_curve(expected, rows, rtol=1e-5, keys=("loss",))
+    assert_same_curve(expected, rows, rtol=1e-4, keys=("grad_norm",))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
+def test_rates_are_those_of_parameter_groups(ranks, cifar, plain, tmp_path, kind, layout):
+    # Catches: a factor that misses a shard, a held parameter that decays, a schedule that is one step off.
+    assert_same(plain(kind), train(ranks, cifar, kind, layout, tmp_path / "run"))
+
+
+def test_held_parameters_stay_to_the_bit(ranks, cifar, tmp_path):
+    # Catches: weights that a step and the way back round.
+    train(ranks, cifar, "adamw", (1, 2, 1, 1), tmp_path / "run", "--max-steps", 3, "--epochs", STEPS)
+    begun, ended = load_file(str(cifar / "weights.safetensors")), load_file(str(tmp_path / "run" / "model.safetensors"))
+    same = {name for name in begun if torch.equal(begun[name], ended[name])}
+    assert same == {"head.weight", "head.bias"}
+
+
+def test_a_resumed_run_holds_on(ranks, cifar, plain, tmp_path):
+    # Catches: epochs or the horizon counted from the resumption.
+    first = ("--max-steps", 2, "--epochs", STEPS, "--checkpoint-interval", 2)
+    train(ranks, cifar, "adamw", (1, 2, 1, 2), tmp_path / "run", *first)
+    train(ranks, cifar, "adamw", (1, 1, 2, 1), tmp_path / "run", "--epochs", STEPS, "--resume", "auto")
+    assert_same(plain("adamw"), train_rows(read_rows(tmp_path / "run")))
+
+
+def without_the_last_held_step():
+    """The rate is 0 for a step less than the epochs have."""
+    held = WithRates.held_names
+    return mock.patch.object(WithRates, "held_names", lambda task, step, horizon: held(task, step + 1, horizon))
+
+
+def without_factors():
+    """The task's factors are not multiplied with those of layer decay."""
+    return mock.patch.object(WithRates, "rate_factors", return_value={})
+
+
+BREAKAGES = {"held": without_the_last_held_step, "factors": without_factors}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_what_is_broken_is_seen(ranks, cifar, plain, tmp_path, breakage):
+    rows = train(ranks, cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", breaks=breakage)
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same(plain("sgd"), rows)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_state_that_stands_still_would_be_seen(plain, kind):
+    # A parameter that is frozen for three steps has other moments after them than one at a rate of 0.
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same(plain(kind), plain(kind, with_state=False))
+
+
+def test_layers_of_a_model_with_further_towers():
+    # Catches: a frozen teacher that counts as a layer above the head, a head in another tower below the blocks.
+    spec = ModelSpec("vit_tiny_patch16_224", num_classes=0, img_size=32, model_kwargs={"depth": 2})
+    alone = layer_scales(create_model(spec, for_training=False), 0.5)
+    assert (alone["patch_embed.proj.weight"], alone["blocks.0.norm1.weight"], alone["norm.weight"]) == (0.25, 0.5, 1.0)
+    whole = create_model(spec, for_training=False)
+    whole.teacher = create_model(spec, for_training=False).requires_grad_(False)
+    taught = layer_scales(whole, 0.5)
+    assert {name: scale for name, scale in taught.items() if not name.startswith("teacher.")} == alone
+    whole.projector = torch.nn.Linear(2, 2, device="meta")
+    scales = layer_scales(whole, 0.5)
+    assert scales["projector.weight"] == 1.0
+    assert {name: scales[name] for name in alone} == {name: scale / 2 for name, scale in alone.items()}
+
+
+def test_factors_multiply():
+    model = create_model(ModelSpec("vit_tiny_patch16_224", 10, 32, model_kwargs={"depth": 2}), for_training=True)
+    assert rate_factors(model, None, {}) == rate_factors(model, 1.0, {"head.bias": 1.0}) == {}
+    factors = rate_factors(model, 0.5, {"patch_embed.proj.weight": 0.2})
+    assert factors["patch_embed.proj.weight"] == pytest.approx(0.2 * 0.5**3)
+    assert (factors["pos_embed"], factors["head.weight"]) == (0.5**3, 1.0)
+    with pytest.raises(AssertionError, match="no parameters: "):
+        rate_factors(model, 0.5, {"patch_embed.weight": 0.2})
+
+
+def test_an_optimizer_whose_update_is_not_proportional_is_refused(capsys, cifar, tmp_path):
+    asgd = {"optimizer": {"type": "ASGD", "params": {"lr": 0.1, "weight_decay": 0.05}}}
+    words = ("--task", "with-rates")
+    argv = oracle.command(cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", *words, blocks=asgd, model_kwargs=KWARGS)
+    line = refusal(capsys, argv)
+    assert "--task with-rates, which has rates by parameter, does not work with ASGD; use AdamW" in line
