@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from picture_folders import write_images
+from picture_folders import encoded, write_images
 from tables import write_tables
 
-from ds_vit.data import Source, open_source
+from ds_vit.data import ImageDecodeError, Source, open_source
 from ds_vit.fault_tolerance.errors import UserError
 
 
@@ -113,6 +114,27 @@ def test_broken_tables_are_refused_in_one_line(plain, tmp_path, what):
     with pytest.raises(UserError, match=message) as error:
         open_source("hfds/", str(tmp_path), "train")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("null", ["row", "bytes", "binary"])
+def test_a_row_without_an_image_counts_as_damaged(tmp_path, null):
+    """Would catch a run that one empty row ends, although it skips damaged images."""
+    image = encoded(1)
+    rows = {
+        "row": [{"bytes": image, "path": "a.png"}, None],
+        "bytes": [{"bytes": image, "path": "a.png"}, {"bytes": None, "path": None}],
+        "binary": [image, None],
+    }[null]
+    kind = pa.binary() if null == "binary" else pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    (tmp_path / "train").mkdir()
+    table = pa.table({"image": pa.array(rows, kind), "label": [0, 1]})
+    pq.write_table(table, tmp_path / "train" / "0.parquet")
+    source = open_source("hfds/", str(tmp_path), "train")
+    assert source.encoded(0) == image
+    with pytest.raises(
+        ImageDecodeError, match=r"0\.parquet\.arrow\[1\]: .* \(its row has no image\); .* --on-bad-image"
+    ):
+        source.encoded(1)
 
 
 def test_what_is_not_there(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from timm.utils.misc import natural_key
 
+from ds_vit.data.decode import undecodable
 from ds_vit.data.sources.captions import CaptionKeys, Captions, clean_captions
 from ds_vit.data.sources.source import (
     TRAIN_NAMES,
@@ -152,6 +153,8 @@ class HuggingFaceSource(ArraySource):
         piece = int(np.searchsorted(self._starts, index, side="right")) - 1
         value = self._pieces[piece][index - int(self._starts[piece])].as_py()
         data = value.get("bytes") if isinstance(value, dict) else value
+        if data is None and not (isinstance(value, dict) and value.get("path")):
+            raise undecodable(self.describe(index), ValueError("its row has no image"))
         if not isinstance(data, bytes):
             raise UserError(f"{self.describe(index)} holds no image, only a path; save the data set with its images")
         return data
