@@ -16,7 +16,7 @@ ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from s
 ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
 ds-vit compare RUN RUN               differences between runs, in settings and results
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
-ds-vit shards FOLDER OUT             WebDataset shards of class folders, for --dataset wds/OUT
+ds-vit shards FOLDER OUT             WebDataset shards of class folders or captions, for --dataset wds/OUT
 ds-vit from-timm 'COMMAND'           a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON
 ds-vit completion bash               a script that lets the shell complete commands, flags and their values
 """
@@ -87,7 +87,7 @@ def build_parser(*, planning: bool = True) -> argparse.ArgumentParser:
     gradients.add_argument("folder", metavar="RUN", help="its output folder")
     gradients.add_argument("--step", type=int, help="which step (default: the last one recorded)")
     gradients.add_argument("--output", metavar="FILE", help="draw their powers of two into a png, svg or pdf")
-    _add_shards(_add(commands, "shards", "WebDataset shards of class folders", _shards))
+    _add_shards(_add(commands, "shards", "WebDataset shards of class folders or captions", _shards))
     text = "a command of timm's train.py as one of ds-vit's, and its DeepSpeed JSON"
     from_timm = _add(commands, "from-timm", text, _from_timm)
     from_timm.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="in quotation marks, or as it is")
@@ -151,6 +151,7 @@ def _add_shards(shards: argparse.ArgumentParser) -> None:
     add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
     add("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
     add("--allow-empty-classes", action="store_true", help="allow class folders without images")
+    add("--captions", action="store_true", help="pack the .txt file beside each image, in place of its class")
 
 
 # Commands that take flags of launch/train.py and read their command line themselves, by the `main` of a module.
@@ -328,6 +329,7 @@ def _shards(arguments: argparse.Namespace) -> int:
         workers=len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers,
         line=Line(console),
         allow_empty=arguments.allow_empty_classes,
+        captions=arguments.captions,
     )
     for split, packed in made:
         before = packed.shards - packed.made

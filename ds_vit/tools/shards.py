@@ -1,4 +1,6 @@
-"""`ds-vit shards FOLDER OUT`: WebDataset shards of class folders, a few large files in place of millions of small ones.
+"""`ds-vit shards FOLDER OUT`: WebDataset shards of class folders or of images with captions.
+
+A few large files take the place of millions of small ones.
 
 What a shard holds is a function of the folder and the settings, to every bit. So a run that was killed goes on where it
 was: a shard under its own name, with the index beside it, was read back and is whole.
@@ -27,8 +29,10 @@ import numpy as np
 from PIL import Image
 
 from ds_vit.data.decode import ImageDecodeError, decode
+from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
+from ds_vit.data.sources.pairs import TextFileSource
 from ds_vit.data.sources.shard_index import DOT, DOT_OF_SUFFIX, load_index, read_index, save_index
 from ds_vit.data.sources.shards import CLASSES_FILE, PLAN_FILE, shard_name
 from ds_vit.data.sources.source import TRAIN_NAMES, VAL_NAMES
@@ -38,7 +42,8 @@ from ds_vit.monitoring.progress import Line
 from ds_vit.run_folder import written_whole
 
 _QUALITY = 90  # of what is resized
-_Packable = FolderSource | TarSource
+_KEYS = CaptionKeys()
+_Packable = FolderSource | TarSource | TextFileSource
 _SPLITS = (*TRAIN_NAMES, *VAL_NAMES, "test")
 
 
@@ -85,15 +90,31 @@ class Packed(NamedTuple):
 
 
 def make_shards(
-    folder: str, out: str, packing: Packing, *, workers: int, line: Line, allow_empty: bool = False
+    folder: str,
+    out: str,
+    packing: Packing,
+    *,
+    workers: int,
+    line: Line,
+    allow_empty: bool = False,
+    captions: bool = False,
 ) -> Iterator[tuple[str, Packed]]:
-    """Pack each split of a folder, or the folder itself where its folders are classes.
+    """Pack each split of a folder, or the folder itself where it has none.
+
+    Args:
+        folder, out: of the images, and of the shards.
+        packing: how images go into shards.
+        workers: processes.
+        line: shows the progress.
+        allow_empty: whether a class folder without images is a class.
+        captions: pack a text file with each image, in place of its class.
 
     Yields:
         Each split's name, and what became of it.
 
     Raises:
-        UserError: no such folder, classes that differ between splits, or an `out` that holds other shards.
+        UserError: no such folder, classes that differ between splits, an image without its text file, or an `out` that
+            holds other shards.
     """
     if workers < 1:
         raise UserError(f"--workers must be at least 1, not {workers}")
@@ -106,12 +127,13 @@ def make_shards(
         splits = [name]
     classes = None
     for split in splits:
-        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty)
+        keys = _KEYS if captions else None
+        source = open_source("", parent, split, classes=classes, allow_empty=allow_empty, captions=keys)
         if not isinstance(source, _Packable):
             raise UserError(
                 f"{os.path.join(parent, split)} is no folder or tar of class folders; nothing else is packed"
             )
-        classes = source.class_names
+        classes = None if captions else source.class_names
         yield split, _pack(source, split, Path(out), packing, workers, line)
 
 
@@ -119,7 +141,7 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
     firsts = range(0, len(source), packing.per_shard)
     plan = {**asdict(packing), "images": len(source), "shards": len(firsts), "samples": source.fingerprint}
     try:
-        _keep_to_plan(out, split, plan, source.class_names)
+        _keep_to_plan(out, split, plan, source)
         work = _Work(source, split, out, packing, _clashing(source))
         parts: list[Packed] = []
         context = multiprocessing.get_context()
@@ -142,17 +164,17 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
     return Packed._make([*map(sum, counts), tuple(itertools.chain.from_iterable(undecodable))])
 
 
-def _keep_to_plan(out: Path, split: str, plan: dict[str, object], classes: Sequence[str]) -> None:
+def _keep_to_plan(out: Path, split: str, plan: dict[str, object], source: _Packable) -> None:
     """Write down what is made and of which classes, or see that it is what was begun there."""
     out.mkdir(parents=True, exist_ok=True)
     plan_file = out / PLAN_FILE.format(split)
     there = [path.name for path in out.glob(f"{split}-*.tar")]
     if there and not plan_file.exists():
         raise UserError(f"{out} holds {min(there)} of another origin; give another folder, or move it away")
-    for path, wanted, what in (
-        (out / CLASSES_FILE, list(classes), "other classes"),
-        (plan_file, plan, "shards of other images or settings"),
-    ):
+    files: list[tuple[Path, object, str]] = [(plan_file, plan, "shards of other images or settings")]
+    if not source.has_captions:
+        files.insert(0, (out / CLASSES_FILE, list(source.class_names), "other classes"))
+    for path, wanted, what in files:
         text = json.dumps(wanted, indent=2, ensure_ascii=False) + "\n"
         if not path.exists():
             with written_whole(path) as partial:
@@ -201,24 +223,28 @@ def _make(first: int) -> Packed:
     source, split, out, packing, _ = _work
     numbers = range(first, min(first + packing.per_shard, len(source)))
     shard = out / shard_name(split, first // packing.per_shard)
-    found = load_index(str(shard)) if shard.exists() else None
+    keys = _KEYS if source.has_captions else None
+    found = load_index(str(shard), keys) if shard.exists() else None
     if found is not None and len(found.paths) == len(numbers):
         return Packed(len(numbers), 1, 0, 0, shard.stat().st_size, ())
     with written_whole(shard) as partial:
         file_bytes, written, undecodable = _write(partial, numbers)
-        index = read_index(str(partial))
+        index = read_index(str(partial), keys)
         with partial.open("rb") as file:
             places = zip(index.offsets, index.sizes, strict=True)
             read = [_digest(os.pread(file.fileno(), size, at)) for at, size in places]
-        labels = [source.target(number) for number in numbers]
-        if read != written or index.labels.tolist() != labels:
+        if index.captions is not None:
+            same = [index.captions[place] == source.captions(number) for place, number in enumerate(numbers)]
+        else:
+            same = [index.labels[place] == source.target(number) for place, number in enumerate(numbers)]
+        if read != written or not all(same):
             raise UserError(f"{shard} was written and reads back otherwise: the disk or the memory is at fault")
-    save_index(str(shard), index)
+    save_index(str(shard), index, keys)
     return Packed(len(numbers), 1, 1, file_bytes, shard.stat().st_size, undecodable)
 
 
 def _write(path: Path, numbers: Sequence[int]) -> tuple[int, list[bytes], tuple[str, ...]]:
-    """Write images and labels; the bytes of the files, what each image hashes to, and those that are no images."""
+    """Write images with labels or captions; their bytes, what each image hashes to, and those that are no images."""
     source = _work.source
     file_bytes, digests, undecodable = 0, [], []
     with path.open("wb") as file:
@@ -240,7 +266,11 @@ def _write(path: Path, numbers: Sequence[int]) -> tuple[int, list[bytes], tuple[
                 if encoded is not None:
                     data, suffix = encoded, ".jpg"
                 digests.append(_digest(data))
-                for member, content in ((key + suffix, data), (f"{key}.cls", str(source.target(number)).encode())):
+                if source.has_captions:
+                    beside = (f"{key}.txt", "".join(f"{text}\n" for text in source.captions(number)).encode())
+                else:
+                    beside = (f"{key}.cls", str(source.target(number)).encode())
+                for member, content in ((key + suffix, data), beside):
                     info = tarfile.TarInfo(member)
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))

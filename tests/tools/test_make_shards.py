@@ -19,7 +19,7 @@ from picture_folders import made
 from PIL import Image
 
 from ds_vit import cli
-from ds_vit.data import open_source
+from ds_vit.data import CaptionKeys, open_source
 
 
 @pytest.fixture
@@ -60,6 +60,32 @@ def test_what_is_packed_is_what_was_there(folder, tmp_path, capsys):
     train = [open_source("wds/", str(out), "train").describe(n).partition(".tar:")[2] for n in range(12)]
     assert train[:4] == ["class9/i.3.png", "class9/i.6.png", "class9/i.9.jpg", "class9/i.9.png"]
     assert not list(out.glob(".*"))
+
+
+def test_captions_are_packed_with_their_images(folder, tmp_path, capsys):
+    """Would catch captions of another image, several that become one, and a damaged one that is repaired or lost."""
+    for number, image in enumerate(sorted(folder.rglob("i.*"))):
+        texts = [f"ä picture, no. {number}".encode(), *([b"again"] if number % 3 else [])]
+        image.with_suffix(".txt").write_bytes(b"\n".join(texts) + b"\n" if number != 5 else b"\xff\xfe")
+    out = tmp_path / "out"
+    told = _told(capsys, folder, out, "--captions", "--per-shard", 5)
+    assert told.startswith("train: 12 images in 3 shards")
+    for split in ("train", "val"):
+        packed = open_source("wds/", str(out), split, captions=CaptionKeys())
+        plain = open_source("", str(folder), split, captions=CaptionKeys())
+        assert packed.fingerprint == plain.fingerprint, "a run of the folder resumes on the shards"
+        assert [packed.captions(n) for n in range(len(packed))] == [plain.captions(n) for n in range(len(plain))]
+        assert [packed.encoded(n) for n in range(len(packed))] == [plain.encoded(n) for n in range(len(plain))]
+    assert {len(packed.captions(n)) for n in range(3)} == {1, 2}
+    assert not (out / "classes.json").exists()
+    assert len(list(out.glob("*.captions.npz"))) == 4, "the index that training reads"
+    before = _tars(out)
+    (out / "train-000001.tar").unlink()
+    assert "(2 of them from before)" in _told(capsys, folder, out, "--captions", "--per-shard", 5)
+    assert _tars(out) == before
+    next((folder / "train").rglob("*.txt")).unlink()
+    assert cli.main(["shards", str(folder), str(tmp_path / "more"), "--captions"]) == 2
+    assert "1 without a caption" in capsys.readouterr().err
 
 
 def test_class_folders_alone(folder, tmp_path, capsys):
