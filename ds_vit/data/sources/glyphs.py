@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFont
+from PIL import Image, ImageChops, ImageFont
 
 from ds_vit import randomness
 from ds_vit.data.sources.captions import Captions
@@ -69,7 +69,7 @@ def drawn(character: str, variant: int) -> Image.Image:
         glyph.thumbnail((_SIDE, _SIDE))  # long arrows and domino tiles are wider
         image.paste(glyph, ((_SIDE - glyph.width) // 2, (_SIDE - glyph.height) // 2))
     image = image.rotate(angle, Image.Resampling.BICUBIC)
-    return image.point(lambda value: 255 - value).convert("RGB")
+    return ImageChops.invert(image).convert("RGB")
 
 
 def split_names(names: Sequence[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray]:
