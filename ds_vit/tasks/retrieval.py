@@ -89,7 +89,7 @@ def _pairs(features: torch.Tensor, samples: torch.Tensor, places: torch.Tensor) 
     if not len(samples):
         return None
     images, texts = features.chunk(2, dim=1)
-    own = (images * texts).sum(dim=1)
+    own = (images * texts).sum(dim=1).nan_to_num(nan=-torch.inf)
     order = own.argsort(stable=True)
     shown = torch.linspace(0, len(samples) - 1, min(len(samples), _MOST_SHOWN), dtype=torch.float64).round().long()
 
@@ -111,6 +111,8 @@ def places_of_partners(
 ) -> torch.Tensor:
     """How many candidates are nearer to a query than the nearest one of its sample, int64 [Q]; of equal ones the first.
 
+    A candidate with a NaN is the farthest. A query with no number for any of its sample has all candidates before it.
+
     Args:
         queries: [Q, E].
         of_queries: the sample that each query is of, int64 [Q].
@@ -121,9 +123,10 @@ def places_of_partners(
     size, found = len(gallery), [torch.zeros(0, dtype=torch.int64, device=queries.device)]
     columns = torch.arange(size, device=queries.device)
     for rows in torch.arange(len(queries), device=queries.device).split(max(1, at_once // max(1, size))):
-        similarities = queries[rows] @ gallery.T
+        products = queries[rows] @ gallery.T
+        similarities = products.masked_fill(products.isnan(), -torch.inf)
         is_partner = of_queries[rows][:, None] == of_gallery
         best, place = similarities.masked_fill(~is_partner, -torch.inf).max(dim=1, keepdim=True)
         nearer = (similarities > best) | ((similarities == best) & (columns < place))
-        found.append(nearer.sum(dim=1))
+        found.append(torch.where(best[:, 0].isfinite(), nearer.sum(dim=1), size))
     return torch.cat(found)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from unittest import mock
 
 import numpy as np
@@ -15,15 +16,15 @@ from project import write_config
 from runs import refusal, resolved
 
 from ds_vit import cli
-from ds_vit.data import CaptionKeys, finish_images, open_source
+from ds_vit.data import CaptionKeys, evaluation_keys, finish_images, open_source
 from ds_vit.data.loader import eval_loader
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import SequentialViT, initialise, tower_of
 from ds_vit.monitoring.report.panels import curves, pair_panels
 from ds_vit.monitoring.report.record import Record
 from ds_vit.run_folder import RunFolder
-from ds_vit.tasks.retrieval import RANKS, places_of_partners
-from ds_vit.tasks.zero_shot import class_words, open_zero_shot, read_templates, write_prompts
+from ds_vit.tasks.retrieval import DIRECTIONS, RANKS, Retrieval, places_of_partners
+from ds_vit.tasks.zero_shot import ZeroShotAccuracy, class_words, open_zero_shot, read_templates, write_prompts
 from ds_vit.tools.evaluate import main as evaluate_main
 
 NUM_IMAGES, TEMPLATES = 41, ("a photo of the digit {}.", "{}", "the number {}, drawn by hand")
@@ -299,6 +300,28 @@ def test_places_with_several_partners():
     found = places_of_partners(queries, torch.arange(20), gallery, of_gallery, at_once=160)
     order = (queries @ gallery.T).sort(dim=1, descending=True, stable=True).indices
     assert torch.equal(found, (of_gallery[order] == torch.arange(20)[:, None]).int().argmax(dim=1))
+
+
+@pytest.mark.parametrize("damaged", ["one image", "all"])
+def test_nan_is_never_right(damaged):
+    # Catches: NaN similarities, of which none is greater than another: each partner would be the nearest.
+    number, width = 12, 4
+    features = F.normalize(torch.randn(number, width, generator=torch.Generator().manual_seed(0)))
+    pairs, valid = torch.cat((features, features), dim=1), torch.ones(number, dtype=torch.bool)
+    keys = torch.from_numpy(evaluation_keys(np.arange(number)))
+    batch = {"keys": keys, "valid": valid, "targets": torch.arange(number)}
+    pairs[3 if damaged == "one image" else slice(None), :width] = torch.nan
+    retrieval, zero_shot = Retrieval(torch.device("cpu"), width), ZeroShotAccuracy(features)
+    retrieval.expect(number)
+    retrieval.take_texts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, width))
+    retrieval.update(pairs, batch)
+    zero_shot.update(pairs[:, :width], batch)
+    expected = 100 * 11 / 12 if damaged == "one image" else 0.0
+    found = retrieval.compute() | zero_shot.compute()
+    names = ["zeroshot_top1", "zeroshot_top5", *(f"{direction}_r{k}" for direction in DIRECTIONS for k in RANKS)]
+    assert [found[name] for name in names] == pytest.approx([expected] * len(names))
+    if damaged == "one image":
+        assert retrieval.pairs.worst[0] == (3, -math.inf, 13)
 
 
 # ---- what people see -------------------------------------------------------------------------------------------------
