@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -98,7 +99,8 @@ class ClipTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`. The file's post-processor names the start and end tokens.
 
-    The padding token is the one that the file pads with, else one of the usual names, else the end token.
+    The padding token is that of the tokenizer_config.json or special_tokens_map.json in its folder, as in transformers,
+    else the one that the file pads with, else one of the usual names, else the end token.
 
     Raises:
         UserError: tokenizers is not installed, no such file, or one that does not end a text with one token.
@@ -130,11 +132,34 @@ class FileTokenizer(Tokenizer):
             raise UserError(f"--tokenizer {path} must add one end token and at most one start token to a text; {form}")
         self.start_id, self.end_id = whole[0] if starts else None, whole[-1]
         usual = next((vocabulary[name] for name in _PADDING if name in vocabulary), self.end_id)
-        self.pad_id = padding["pad_id"] if padding else usual
+        of_file = padding["pad_id"] if padding else usual
+        self.pad_id = vocabulary.get(_padding_beside(Path(path)), of_file)
+        if self.pad_id != of_file:
+            self.name += f" padded with {self.pad_id}"
 
     def tokens(self, text: str) -> list[int]:
         """As `Tokenizer.tokens`."""
         return self._library.encode(text, add_special_tokens=False).ids
+
+
+def _padding_beside(path: Path) -> str:
+    """The padding token that transformers' files in the folder of a tokenizer.json name; empty if they name none.
+
+    Raises:
+        UserError: such a file is not JSON.
+    """
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = path.with_name(name)
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"--tokenizer {path}: {file} is not JSON ({first_line(error)})") from None
+        token = content.get("pad_token") if isinstance(content, dict) else None
+        if token := token.get("content") if isinstance(token, dict) else token:
+            return str(token)
+    return ""
 
 
 def default_context_length(tokenizer: str, of_text_model: int) -> int:

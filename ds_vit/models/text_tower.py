@@ -45,6 +45,7 @@ class TextSettings:
         vocab_size: ids are below it.
         context_length: L.
         end_id: id of the end token, which `pool` "end" looks for.
+        pad_id: id of the tokens after it.
         width: D.
         depth: blocks.
         heads: attention heads.
@@ -64,6 +65,7 @@ class TextSettings:
     vocab_size: int = 49408
     context_length: int = 77
     end_id: int = 49407
+    pad_id: int = 0
     width: int = 512
     depth: int = 12
     heads: int = 8
@@ -83,12 +85,18 @@ class TextSettings:
                 f"--text-width {self.width} must be a multiple of --text-heads {self.heads}; the nearest is {near}"
             )
 
+    @property
+    def reads_padding(self) -> bool:
+        """Whether the features of a caption depend on the tokens after its end token."""
+        return self.pool != "end" or not self.causal
+
 
 _CLIP = TextSettings()
 _SIGLIP = TextSettings(
     vocab_size=32000,
     context_length=64,
     end_id=1,
+    pad_id=1,
     causal=False,
     pool="last",
     activation=GELUTanh,

@@ -247,6 +247,7 @@ class _Facts:
         text_act, image_act: the name of the activation's class.
         causal: of the text tower.
         end_id: the id of the token whose features are a caption's.
+        pad_id: the id of the tokens after it.
     """
 
     text_heads: int | None = None
@@ -255,6 +256,12 @@ class _Facts:
     image_act: str | None = None
     causal: bool | None = None
     end_id: int | None = None
+    pad_id: int | None = None
+
+
+# Vocabulary → what published SigLIP and SigLIP 2 pad with, which their configs do not say: big_vision's `pad_value`
+# for c4_en and mc4, and that of Gemma's tokenizer.
+_SIGLIP_PADDING = {32_000: 1, 250_000: 1, 256_000: 0}
 
 
 def _facts_of_hf(config: Mapping[str, Any]) -> _Facts:
@@ -266,7 +273,10 @@ def _facts_of_hf(config: Mapping[str, Any]) -> _Facts:
         end_id = text.get("vocab_size", 49408) - 1
     acts = [ACTIVATIONS.get(name, name) for name in (tower.get("hidden_act", act) for tower in (text, image))]
     heads = (tower.get("num_attention_heads", own) for tower, own in ((text, text_heads), (image, image_heads)))
-    return _Facts(*heads, *acts, causal=kind == "clip", end_id=end_id)
+    pad_id = text.get("pad_token_id")
+    if kind == "siglip" and pad_id in (None, 1):  # 1 is the default of transformers, with whatever tokenizer
+        pad_id = _SIGLIP_PADDING.get(text.get("vocab_size", 32_000))
+    return _Facts(*heads, *acts, causal=kind == "clip", end_id=end_id, pad_id=pad_id)
 
 
 def _facts_of_open_clip(config: Mapping[str, Any]) -> _Facts:
@@ -287,6 +297,7 @@ def _facts_of_open_clip(config: Mapping[str, Any]) -> _Facts:
         image_act=act(image) if own else None,
         causal=not text.get("no_causal_mask", False),
         end_id=of_end.get(pool),
+        pad_id=text.get("pad_id", _SIGLIP_PADDING.get(text.get("vocab_size", 49408)) if pool == "last" else None),
     )
 
 
@@ -324,6 +335,11 @@ def _differences(
             yield f"{what}: {theirs} in its config and {ours} in the model; give {way_out}"
     if settings.pool == "end" and facts.end_id is not None and facts.end_id != settings.end_id:
         yield f"its end token has the id {facts.end_id} and the tokenizer's {settings.end_id}; give its --tokenizer"
+    if settings.reads_padding and facts.pad_id is not None and facts.pad_id != settings.pad_id:
+        yield (
+            f"its captions are padded with the id {facts.pad_id} and the tokenizer pads with {settings.pad_id}; give "
+            "its tokenizer.json in a folder with its tokenizer_config.json"
+        )
 
 
 def check_two_towers(
@@ -341,7 +357,7 @@ def check_two_towers(
         of_open_clip: the "model_cfg" of the open_clip_config.json beside it, {} if there is none.
 
     Raises:
-        UserError: another vocabulary, context length, end token, mask, activation, or number of heads.
+        UserError: another vocabulary, context length, end or padding token, mask, activation, or number of heads.
     """
     if found := [*_differences(model, shapes, config, of_open_clip)]:
         raise UserError("; ".join(found))

@@ -238,7 +238,7 @@ def write_hf(exported: Exported, folder: Path) -> None:
     vision |= {"image_size": exported.image.img_size[0], "patch_size": model.patch_embed.patch_size[0]}
     state = _with_all_positions(model)
     if siglip:
-        text["projection_size"] = model.common_dim
+        text |= {"projection_size": model.common_dim, "pad_token_id": settings.pad_id}
         config = SiglipConfig(text_config=text, vision_config=vision, architectures=["SiglipModel"])
     else:
         towers = {"text_config": text, "vision_config": vision}
@@ -396,6 +396,7 @@ def _text_cfg(model: ContrastiveModel) -> dict[str, Any]:
         "no_causal_mask": not settings.causal,
         "pool_type": {"end": "eos", "last": "last"}[settings.pool],
         "eos_id": settings.end_id,
+        "pad_id": settings.pad_id,
         "proj_bias": settings.projection_bias,
         "norm_kwargs": {"eps": settings.eps},
         **_act_kwargs(model.text),

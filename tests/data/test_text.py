@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import sys
 from collections.abc import Sequence
@@ -144,6 +145,22 @@ def test_a_file_is_its_library(tmp_path, template, padding, special):
     moved = build_tokenizer(write_tokenizer(tmp_path / "other.json", template, **padding), 9)
     assert moved.name == tokenizer.name
     assert pickle.loads(pickle.dumps(tokenizer)).encode("dog").tolist() == tokenizer.encode("dog").tolist()
+
+
+def test_padding_of_the_folder(tmp_path):
+    """Would catch SigLIP's files, whose vocabulary has <pad> and whose tokenizer_config.json pads with </s>."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", "$A </s>")
+    guessed = build_tokenizer(path, 12)
+    assert guessed.pad_id == 2
+    for file, token in (("special_tokens_map.json", {"content": "</s>"}), ("tokenizer_config.json", "</s>")):
+        (tmp_path / file).write_text(json.dumps({"pad_token": token}))
+        tokenizer = build_tokenizer(path, 12)
+        assert (tokenizer.pad_id, tokenizer.encode("a").tolist()[-1]) == (1, 1)
+        assert tokenizer.name == f"{guessed.name} padded with 1"  # other ids
+        (tmp_path / file).unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config.json is not JSON"):
+        build_tokenizer(path, 12)
 
 
 def test_tokenizers_that_are_refused_in_one_line(tmp_path, monkeypatch):

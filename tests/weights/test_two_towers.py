@@ -292,6 +292,25 @@ def test_text_of_another_kind_is_refused(tmp_path, change):
         InitialCheckpoint(folder, described(RECIPES["CLIP"] | ours))
 
 
+@pytest.mark.parametrize(("tool", "published"), [("hf", False), ("hf", True), ("open_clip", False)], ids=str)
+def test_another_padding_is_refused(tmp_path, tool, published):
+    # Catches: SigLIP's features, which are those of the last token, of captions that are padded with another one.
+    pytest.importorskip({"hf": "transformers"}.get(tool, tool))
+    kind = "SigLIP" if tool == "hf" else "timm's name without projection"
+    run = run_of(tmp_path / "run", kind)
+    folder = export(run.folder, tool).folder
+    assert not InitialCheckpoint(folder, described(RECIPES[kind])).newly_initialised
+    file = folder / {"hf": "config.json", "open_clip": "open_clip_config.json"}[tool]
+    config = json.loads(file.read_text())
+    text = config["text_config"] if tool == "hf" else config["model_cfg"]["text_cfg"]
+    assert text.pop({"hf": "pad_token_id", "open_clip": "pad_id"}[tool]) == 256
+    text |= {"vocab_size": 32_000} if published else {{"hf": "pad_token_id", "open_clip": "pad_id"}[tool]: 7}
+    file.write_text(json.dumps(config))
+    expected = f"padded with the id {1 if published else 7} and the tokenizer pads with 256; give its tokenizer.json"
+    with pytest.raises(ValueError, match=expected):
+        InitialCheckpoint(folder, described(RECIPES[kind]))
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "tool", "message"),
     [
