@@ -62,6 +62,14 @@ def _finalise_numpy(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def mix_array(keys: np.ndarray, value: int | np.ndarray) -> np.ndarray:
+    """Mix one more value into int64 keys: `mix(a, b, value)` from `mix(a, b)`, elementwise with broadcasting."""
+    if isinstance(value, int):
+        value = np.array(_signed(value & _MASK), dtype=np.int64)
+    with np.errstate(over="ignore"):
+        return _finalise_numpy((keys ^ value).view(np.uint64) + np.uint64(_GOLDEN)).view(np.int64)
+
+
 def sample_keys(
     seed: int, epoch: int, sample_index: Sequence[int] | np.ndarray, repeat: np.ndarray | int = 0
 ) -> np.ndarray:

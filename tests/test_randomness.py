@@ -43,6 +43,14 @@ def test_numpy_keys_equal_python_keys(seed, epoch, indices, repeat):
     assert keys.tolist() == [randomness.mix(seed, epoch, index, repeat) for index in indices]
 
 
+@given(values=st.lists(INT64, min_size=1, max_size=4), last=INT64)
+def test_numpy_mixing_equals_python_mixing(values, last):
+    """Would catch a lost sign, and an array of values that is not mixed one by one."""
+    key, expected = np.array([randomness.mix(*values)]), randomness.mix(*values, last)
+    assert randomness.mix_array(key, last).item() == expected
+    assert randomness.mix_array(key[:, None], np.array([0, last])).tolist() == [[randomness.mix(*values, 0), expected]]
+
+
 def test_sample_keys_take_a_repeat_for_each_sample():
     """Would catch the repeats of repeated augmentation being dropped or broadcast the wrong way."""
     keys = randomness.sample_keys(1, 2, [5, 5, 6], np.array([0, 1, 1]))

@@ -1,0 +1,127 @@
+"""Block masks: pure functions of the keys, within their bounds, and distributed as by BEiT's plain loop."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ds_vit import randomness
+from ds_vit.data.augment.block_masks import block_masks
+
+KEYS = randomness.sample_keys(3, 0, np.arange(600))
+GRIDS = [(14, 14), (7, 16), (4, 4), (2, 3)]
+
+
+def _plain_mask(grid, ratio, uniform):
+    """One mask by BEiT's loop with DINOv2's bounds, drawing from `uniform`; the blocks that were placed."""
+    rows, columns = grid
+    mask, blocks, failed = np.zeros(grid, dtype=bool), [], 0
+    left = int(ratio * rows * columns)
+    while left > 0 and failed < 10:
+        most = min(left, rows * columns / 2)
+        area = 4 + (most - 4) * uniform()
+        aspect = math.exp(math.log(0.3) * (1 - 2 * uniform()))
+        height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        top, start = math.floor(uniform() * (rows - height + 1)), math.floor(uniform() * (columns - width + 1))
+        failed += 1
+        if height >= rows or width >= columns:
+            continue
+        block = np.zeros(grid, dtype=bool)
+        block[top : top + height, start : start + width] = True
+        if 0 < (block & ~mask).sum() <= most:
+            left -= int((block & ~mask).sum())
+            mask |= block
+            blocks.append((height, width))
+            failed = 0
+    return mask.reshape(-1), blocks
+
+
+def _draws_of(key):
+    """The draws of a key, one after the other."""
+    counter = iter(range(10**6))
+    bits = [key, randomness.name_key("block mask")]
+
+    def uniform():
+        # Keys are results of `mix`; one more value is mixed into each.
+        mixed = randomness.mix_array(randomness.mix_array(np.array([bits[0]]), bits[1]), next(counter))
+        return (int(mixed[0]) % 2**64 >> 11) * 2.0**-53
+
+    return uniform
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_masks_are_those_of_a_plain_loop_with_the_same_draws(grid):
+    """Would catch a mask of another key, a block beside its place, and a count that lets too much be masked."""
+    found = block_masks(KEYS, grid, 0.6, (0.1, 0.5))
+    assert found.shape == (600, math.prod(grid))
+    for key, mask in zip(KEYS.tolist(), found, strict=True):
+        uniform = _draws_of(key)
+        is_masked, ratio = uniform() < 0.6, 0.1 + 0.4 * uniform()
+        expected = _plain_mask(grid, ratio, uniform)[0] if is_masked else np.zeros(math.prod(grid), dtype=bool)
+        assert np.array_equal(mask, expected)
+
+
+def test_a_mask_depends_on_its_key_only():
+    """Would catch a draw that depends on the other views of a call, as one for a whole batch does."""
+    whole = block_masks(KEYS, (14, 14), 0.5, (0.1, 0.5))
+    shuffled = np.random.default_rng(0).permutation(len(KEYS))
+    assert np.array_equal(block_masks(KEYS[shuffled], (14, 14), 0.5, (0.1, 0.5)), whole[shuffled])
+    assert np.array_equal(block_masks(KEYS[7:8], (14, 14), 0.5, (0.1, 0.5)), whole[7:8])
+    assert block_masks(KEYS[:0], (14, 14), 0.5, (0.1, 0.5)).shape == (0, 196)
+    assert len(np.unique(whole[whole.any(axis=1)], axis=0)) == whole.any(axis=1).sum()
+
+
+def test_probability_and_ratio_are_what_was_asked_for():
+    """Would catch a swapped bound, a ratio of the batch, and a share of masked views that is another."""
+    masks = block_masks(randomness.sample_keys(4, 0, np.arange(4000)), (14, 14), 0.3, (0.2, 0.4))
+    masked = masks[masks.any(axis=1)]
+    assert stats.binomtest(len(masked), 4000, 0.3).pvalue > 1e-3
+    shares = masked.mean(axis=1)
+    assert shares.max() <= 0.4
+    # A mask lacks a few patches of its drawn share; few lack more than a twentieth of the image.
+    lacking = 0.2 + 0.2 * np.linspace(0, 1, len(shares)) - np.sort(shares)
+    assert lacking.mean() < 0.02
+    assert (shares < 0.15).mean() < 0.01
+    assert not block_masks(KEYS, (14, 14), 0.0, (0.1, 0.5)).any()
+    assert block_masks(KEYS, (14, 14), 1.0, (0.1, 0.5)).any(axis=1).all()
+
+
+def test_the_distribution_is_that_of_the_published_loop():
+    """Would catch a mistake that the plain loop above shares: another generator, drawn and rounded as BEiT's code."""
+    rng = random.Random(5)
+    plain = [_plain_mask((14, 14), rng.uniform(0.1, 0.5), rng.random) for _ in range(600)]
+    expected, ours = np.stack([mask for mask, _ in plain]), block_masks(KEYS, (14, 14), 1.0, (0.1, 0.5))
+    for statistic in (_share, _edges, lambda masks: masks.reshape(-1, 14, 14)[:, :4].mean(axis=(1, 2))):
+        assert stats.ks_2samp(statistic(ours), statistic(expected)).pvalue > 1e-3
+    blocks = [block for _, blocks in plain for block in blocks]
+    assert min(height * width for height, width in blocks) >= 1
+    assert all(0.15 < height / width < 7 for height, width in blocks if height * width >= 16)
+    # Single patches with the same shares have four times the edges: the test sees whether there are blocks.
+    alone = np.stack([np.random.default_rng(n).permutation(mask) for n, mask in enumerate(ours)])
+    assert stats.ks_2samp(_edges(alone), _edges(expected)).pvalue < 1e-9
+
+
+def _share(masks):
+    return masks.mean(axis=1)
+
+
+def _edges(masks):
+    """Neighbours of which only one is masked, as a share of the masked patches."""
+    grids = masks.reshape(-1, 14, 14)
+    edges = (grids[:, 1:] != grids[:, :-1]).sum(axis=(1, 2)) + (grids[:, :, 1:] != grids[:, :, :-1]).sum(axis=(1, 2))
+    return edges / np.maximum(1, masks.sum(axis=1))
+
+
+def test_masks_cost_little():
+    """Would catch a loop over views or patches: a step's 128 masks are made on the host while the device waits."""
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        block_masks(KEYS[:128], (14, 14), 0.5, (0.1, 0.5))
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.010
