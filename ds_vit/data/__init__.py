@@ -2,7 +2,7 @@
 
     sources/       where images come from
     sampler.py     which sample is at which row of which step, and on which rank
-    settings.py    the model's input: size, normalisation, evaluation's crop
+    settings.py    the model's input: size, normalisation, evaluation's crop; several crops of an image
     decode.py      an image file's bytes to pixels
     text.py        a caption to token ids
     augment/       the transforms, erasing and mixing; each random step is a keyed draw and its application
@@ -17,10 +17,17 @@ step, share), whatever the number of ranks and workers.
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.data.batches import MicroBatch
 from ds_vit.data.decode import ImageDecodeError
-from ds_vit.data.device import finish_images, finish_keys, finish_targets, finish_texts, finish_valid
+from ds_vit.data.device import (
+    finish_images,
+    finish_keys,
+    finish_local_images,
+    finish_targets,
+    finish_texts,
+    finish_valid,
+)
 from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
@@ -30,6 +37,7 @@ from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length,
 __all__ = [
     "AugmentConfig",
     "CaptionKeys",
+    "CropConfig",
     "ImageConfig",
     "ImageDecodeError",
     "Loader",
@@ -48,6 +56,7 @@ __all__ = [
     "evaluation_rows",
     "finish_images",
     "finish_keys",
+    "finish_local_images",
     "finish_targets",
     "finish_texts",
     "finish_valid",

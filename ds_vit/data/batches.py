@@ -1,7 +1,7 @@
 """What a rank reads for each micro-step: rows of images, targets and texts, a pure function of the step's number.
 
 Shapes: B own rows of a micro-batch, R >= B rows read (the own rows, then partners that other micro-batches own),
-C classes, L tokens of a caption.
+C classes, L tokens of a caption, n local crops of S x S.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 from ds_vit import randomness
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.draws import shielded, uniform
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix
 from ds_vit.data.augment.on_device import Crops, Cut, CuttingTransform, packed
@@ -41,7 +42,7 @@ class MicroBatch(NamedTuple):
         keys: sample keys, int64 [R].
         indices: the samples' numbers in the source, int64 [R].
         images: augmented pixels, uint8 [R, 3, H, W]; with --augment-on device the crops to be augmented there; or None
-            when not loaded.
+            when not loaded. With several crops of an image the two global ones, uint8 [R, 2, 3, H, W].
         targets: class numbers int64 [R], multi-hot float32 [R, C], or None when not loaded.
         valid: bool [R]; False where an evaluation row is padding or could not be decoded. Such an image is black.
         erase: boxes to erase (top, left, bottom, right), int32 [R, N, 4], or None.
@@ -50,6 +51,7 @@ class MicroBatch(NamedTuple):
         skipped: (number in the source, reason) of each own row whose image could not be decoded. Every rank that reads
             a row counts it.
         texts: token ids of a caption, int64 [R, L], or None when not loaded.
+        local_images: the local crops, uint8 [R, n, 3, S, S], or what the device makes them of; None if there are none.
     """
 
     keys: torch.Tensor
@@ -62,6 +64,7 @@ class MicroBatch(NamedTuple):
     num_rows: int
     skipped: Sequence[tuple[int, str]] = ()
     texts: torch.Tensor | None = None
+    local_images: torch.Tensor | Crops | None = None
 
     @property
     def num_skipped(self) -> int:
@@ -69,7 +72,9 @@ class MicroBatch(NamedTuple):
         return len(self.skipped)
 
 
-Transform = TrainTransform | FixedTransform | CuttingTransform
+Transform = TrainTransform | FixedTransform | CuttingTransform | MultiCrop
+Pixels = Sequence[torch.Tensor | list[Cut]]
+"""Of a sample: its image, or its global crops and its local ones."""
 
 
 @dataclass
@@ -105,8 +110,14 @@ class Reader:
         if self.on_bad_image not in ("error", "skip"):
             raise UserError(f"--on-bad-image {self.on_bad_image} is none of error, skip")
         self.skips = self.on_bad_image == "skip"
-        self.cuts = isinstance(self.transform, CuttingTransform)
+        transform = self.transform
+        self.cuts = transform.cuts if isinstance(transform, MultiCrop) else isinstance(transform, CuttingTransform)
         self.has_text = self.tokenizer is not None and self.source.has_captions
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Of a sample's pixels: [3, H, W], or its global crops [2, 3, H, W] and its local ones [n, 3, S, S]."""
+        return self.transform.shapes if isinstance(self.transform, MultiCrop) else [(3, *self.img_size)]
 
     def read(self, indices: np.ndarray, keys: np.ndarray, num_rows: int, valid: np.ndarray | None = None) -> MicroBatch:
         """Read a micro-batch, without erasing and mixing.
@@ -117,12 +128,11 @@ class Reader:
             valid: of an evaluation's rows, bool [R]; one whose image is skipped is not valid either. In training None:
                 every row is valid, and another sample takes the place of one that is skipped.
         """
-        cuts: list[Cut] = []
-        images: torch.Tensor | Crops | None = None
+        parts: list[torch.Tensor | list[Cut]] = []
         targets: torch.Tensor | None = None
         is_valid = np.ones(len(indices), dtype=bool) if valid is None else valid.copy()
-        if self.load_images and not self.cuts:
-            images = self._zeros((len(indices), 3, *self.img_size))
+        if self.load_images:
+            parts += [[] for _ in self.shapes] if self.cuts else self._zeros(len(indices))
         if self.load_targets and self.source.multi_label:
             targets = torch.zeros((len(indices), self.source.num_classes), dtype=torch.float32)
         elif self.load_targets:
@@ -142,10 +152,11 @@ class Reader:
                 pixels, read_index, reason = self._image(index, key, replace=valid is None)
                 if read_index != index and row < num_rows:
                     skipped.append((index, reason))
-                if isinstance(pixels, Cut):
-                    cuts.append(pixels)
-                elif isinstance(images, torch.Tensor) and pixels is not None:
-                    images[row] = pixels
+                for part, own in zip(parts, pixels, strict=True) if pixels else ():
+                    if isinstance(part, list):
+                        part += own
+                    else:
+                        part[row] = own
             if read_index is None:
                 is_valid[row] = False
                 continue
@@ -153,8 +164,7 @@ class Reader:
                 targets[row] = torch.as_tensor(self.source.target(read_index))
             if texts is not None:
                 texts[row] = self._text(read_index, key if valid is None else None)
-        if self.load_images and self.cuts:  # of training, where every row is valid
-            images = packed(cuts, self.img_size, _zeros((sum(cut.data.size for cut in cuts),)))
+        images, local_images, *_ = (*map(self._packed, parts, self.shapes), None, None)
         return MicroBatch(
             keys=torch.from_numpy(keys),
             indices=torch.from_numpy(indices),
@@ -166,11 +176,21 @@ class Reader:
             num_rows=num_rows,
             skipped=skipped,
             texts=texts,
+            local_images=local_images,
         )
 
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        worker = get_worker_info()
-        return _zeros(shape) if worker is None or self.slots is None else self.slots.zeros(worker.id, shape)
+    def _zeros(self, num_rows: int) -> Sequence[torch.Tensor]:
+        """Black pixels of rows, uint8 [num_rows, *shape] for each of `shapes`: one place of the slots holds them."""
+        sizes = [num_rows * math.prod(shape) for shape in self.shapes]
+        worker, total = get_worker_info(), (sum(sizes),)
+        memory = _zeros(total) if worker is None or self.slots is None else self.slots.zeros(worker.id, total)
+        return [part.view(num_rows, *shape) for part, shape in zip(memory.split(sizes), self.shapes, strict=True)]
+
+    def _packed(self, part: torch.Tensor | list[Cut], shape: tuple[int, ...]) -> torch.Tensor | Crops:
+        if isinstance(part, torch.Tensor):
+            return part
+        memory = _zeros((sum(cut.data.size for cut in part),))
+        return packed(part, (shape[-2], shape[-1]), memory, num_views=shape[0] if len(shape) == 4 else 0)
 
     def _text(self, index: int, key: int | None) -> torch.Tensor:
         """Token ids [L] of one of a sample's captions: drawn by the key, or the first without one."""
@@ -187,7 +207,7 @@ class Reader:
         error.reason = reason
         raise error
 
-    def _image(self, index: int, key: int, replace: bool) -> tuple[torch.Tensor | Cut | None, int | None, str]:
+    def _image(self, index: int, key: int, replace: bool) -> tuple[Pixels | None, int | None, str]:
         """The pixels of a sample, or of the first of its keyed replacements that can be decoded; its number; why."""
         candidate, reason = index, ""
         for tried in itertools.count(1):
@@ -205,7 +225,7 @@ class Reader:
             candidate = place % len(self.source)
         return None, None, reason
 
-    def _pixels(self, index: int, key: int) -> torch.Tensor | Cut | None:
+    def _pixels(self, index: int, key: int) -> Pixels | None:
         """A sample's pixels; if no images are loaded None, of an image whose crop can be decoded all the same."""
         if self.has_text:
             self._captions(index)  # on the stages without texts too, so that all of them skip the same samples
@@ -216,7 +236,9 @@ class Reader:
             # A file that a device decodes would show its damage there, too late for a replacement.
             image = open_image(data, self.source.describe(index), self.decoder, whole=self.skips and self.cuts)
             pixels = self.transform(image, key)
-        return pixels if self.load_images else None
+        if not self.load_images:
+            return None
+        return [[pixels]] if isinstance(pixels, Cut) else [pixels] if isinstance(pixels, torch.Tensor) else pixels
 
 
 def _zeros(shape: tuple[int, ...]) -> torch.Tensor:
@@ -239,12 +261,12 @@ class Batches(Dataset):
     Args:
         reader: of its rows.
         most_rows: of a batch.
-        most_pixels: of an image.
+        most_bytes: of the pixels of a sample.
     """
 
-    def __init__(self, reader: Reader, most_rows: int, most_pixels: int) -> None:
+    def __init__(self, reader: Reader, most_rows: int, most_bytes: int) -> None:
         self.reader = reader
-        self._most_bytes = most_rows * 3 * most_pixels
+        self._most_bytes = most_rows * most_bytes
 
     def __getitem__(self, number: int) -> MicroBatch | Failure:
         try:
@@ -277,8 +299,8 @@ class TrainBatches(Batches):
         transforms: Mapping[int, Transform] = MappingProxyType({}),
         skipped_batches: int = 0,
     ) -> None:
-        most_pixels = max((side**2 for side in transforms), default=math.prod(reader.img_size))
-        super().__init__(reader, share.micro_batch + 2, most_pixels)  # two partners that other micro-batches own
+        most_bytes = max((3 * side**2 for side in transforms), default=sum(map(math.prod, reader.shapes)))
+        super().__init__(reader, share.micro_batch + 2, most_bytes)  # two partners that other micro-batches own
         self._sizes = sizes
         self._skipped_batches = skipped_batches
         self._transforms = dict(transforms)  # by the side of the images
@@ -325,7 +347,7 @@ class EvalBatches(Batches):
     """By the number of a rank's batch of an evaluation."""
 
     def __init__(self, reader: Reader, batch: int, dp_rank: int, dp_size: int) -> None:
-        super().__init__(reader, batch, math.prod(reader.img_size))
+        super().__init__(reader, batch, sum(map(math.prod, reader.shapes)))
         self._batch = batch
         self._dp_rank = dp_rank
         self._dp_size = dp_size

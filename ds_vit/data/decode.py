@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -79,6 +80,7 @@ class Jpeg:
         height, width: in pixels.
         fast: whether it is to be decoded by `scaled`.
         whole: whether all of it is to be decoded, to find damage below the rows that are needed.
+        pixels: of the whole file as `decoded` keeps them for `scaled`, uint8 [H, W, 3], and their scale; or None.
     """
 
     data: bytes
@@ -87,6 +89,7 @@ class Jpeg:
     width: int
     fast: bool
     whole: bool
+    pixels: tuple[np.ndarray, int] | None = None
 
     def image(self) -> Image.Image:
         """The whole image, RGB, bit for bit Pillow's."""
@@ -108,6 +111,22 @@ class Jpeg:
         part = pixels.reshape(-1)[top * row_bytes + 4 * left :]
         return Image.frombytes("RGB", (width, height), part, "raw", "RGBX", row_bytes, 1)  # copies only the box
 
+    def decoded(self, parts: Sequence[tuple[Box, tuple[int, int]]]) -> Image.Image | Jpeg:
+        """The whole image decoded once, for several crops: a Pillow image, or where `fast` a file for `scaled`.
+
+        Args:
+            parts: the box of each crop, and the (height, width) that it is to be resized to.
+
+        Raises:
+            ImageDecodeError: the file is damaged.
+        """
+        if not self.fast:
+            return self.image()
+        scale = min((_scale(box, at_least) for box, at_least in parts), default=1)
+        whole = (0, 0, self.height, self.width)
+        pixels, scale = self.scaled(whole, (self.height // scale, self.width // scale))
+        return replace(self, pixels=(pixels.copy(), scale))
+
     def scaled(self, box: Box, at_least: tuple[int, int]) -> tuple[np.ndarray, int]:
         """A part of the image by the fast transforms, in no less than a given size where the part itself is not less.
 
@@ -122,9 +141,10 @@ class Jpeg:
         Raises:
             ImageDecodeError: the file is damaged.
         """
-        top, left, height, width = box
-        scale = next((s for s in _SCALES if height >= s * at_least[0] and width >= s * at_least[1]), 1)
-        data, rows = self._rows_above(top + height)
+        if self.pixels is not None:
+            return _part(*self.pixels, box), self.pixels[1]
+        scale = _scale(box, at_least)
+        data, rows = self._rows_above(box[0] + box[2])
         size = (-(-rows // scale), -(-self.width // scale))
         options: dict[str, object] = {"colorspace": "RGB", "fastdct": True, "fastupsample": True}
         if scale > 1:
@@ -133,7 +153,7 @@ class Jpeg:
             pixels = _decode(data, size, strict=rows == self.height, **options)
         except ValueError:
             pixels, scale = np.asarray(decode(self.data, self.name)), 1
-        return pixels[top // scale : -(-(top + height) // scale), left // scale : -(-(left + width) // scale)], scale
+        return _part(pixels, scale, box), scale
 
     def for_another_decoder(self) -> tuple[bytes, str] | None:
         """The file and its name, if a decoder on a device makes of it what Pillow makes, within `fast`; else None.
@@ -162,6 +182,17 @@ class Jpeg:
     def _rows_above(self, bottom: int) -> tuple[bytes, int]:
         """A file whose decoder stops somewhere below the row `bottom`; its height."""
         return (self.data, self.height) if self.whole else _without_rows_below(self.data, bottom, self.height)
+
+
+def _scale(box: Box, at_least: tuple[int, int]) -> int:
+    """By how much a box may be scaled down to be no smaller than a size: 1, 2, 4 or 8."""
+    return next((s for s in _SCALES if box[2] >= s * at_least[0] and box[3] >= s * at_least[1]), 1)
+
+
+def _part(pixels: np.ndarray, scale: int, box: Box) -> np.ndarray:
+    """A box of an image that is scaled down, with the pixels that its edges cut."""
+    top, left, height, width = box
+    return pixels[top // scale : -(-(top + height) // scale), left // scale : -(-(left + width) // scale)]
 
 
 def open_image(data: bytes, name: str, how: str = "exact", *, whole: bool = False) -> Image.Image | Jpeg:

@@ -25,8 +25,13 @@ def _channels(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
+def _on(pixels: torch.Tensor | Crops, device: torch.device) -> torch.Tensor:
+    """The pixels of images on their device, not normalised."""
+    return augmented(pixels, device) if isinstance(pixels, Crops) else pixels.to(device, non_blocking=True)
+
+
 def _normalised(pixels: torch.Tensor, image: ImageConfig) -> torch.Tensor:
-    """(pixels / 255 - mean) / std of [R, 3, H, W], in float32."""
+    """(pixels / 255 - mean) / std of [..., 3, H, W], in float32."""
     images = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
     # On a CPU a few rows at once: all four passes over them then find them in the cache.
     few = max(1, _IN_CACHE // pixels[0].numel()) if pixels.device.type == "cpu" else len(pixels)
@@ -55,20 +60,30 @@ def finish_images(
         dtype: what to return them in.
 
     Returns:
-        [B, 3, H, W].
+        [B, 3, H, W]; with several crops of an image the global ones, [B, 2, 3, H, W].
     """
     assert batch.images is not None, "the micro-batch was loaded without images"
-    device = torch.device(device)
-    if isinstance(batch.images, Crops):
-        pixels = augmented(batch.images, device)
-    else:
-        pixels = batch.images.to(device, non_blocking=True)
-    images = _normalised(pixels, image)
+    images = _normalised(_on(batch.images, torch.device(device)), image)
     if batch.erase is not None:
         assert augment is not None, "the micro-batch has boxes to erase"
         images = erase(images, batch.erase, batch.keys, augment.remode)
     images = images[: batch.num_rows] if batch.mix is None else mix_images(images, batch.num_rows, batch.mix)
     return images.to(dtype)
+
+
+def finish_local_images(
+    batch: MicroBatch, image: ImageConfig, *, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The normalised local crops of a micro-batch's own rows, computed in float32: [B, n, 3, S, S].
+
+    Args:
+        batch: with local crops.
+        image: for mean and std.
+        device: where to compute and return them.
+        dtype: what to return them in.
+    """
+    assert batch.local_images is not None, "the micro-batch has no local crops"
+    return _normalised(_on(batch.local_images, torch.device(device)), image)[: batch.num_rows].to(dtype)
 
 
 def finish_targets(

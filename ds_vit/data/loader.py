@@ -27,11 +27,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
 from ds_vit.config.image_sizes import ImageSizes
+from ds_vit.data.augment.crops import MultiCrop
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.augment.transforms import eval_transform
-from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches
+from ds_vit.data.batches import Batches, EvalBatches, Failure, MicroBatch, Reader, TrainBatches, Transform
 from ds_vit.data.sampler import SampleOrder, Share, num_evaluation_batches
-from ds_vit.data.settings import ImageConfig
+from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.slots import PREFETCHED, InSlot, shared_memory_advice
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
@@ -191,6 +192,15 @@ def _received(part: Any) -> Any:
     return torch.from_numpy(part) if isinstance(part, np.ndarray) else part
 
 
+def training_transform(image: ImageConfig, augment: AugmentConfig, crops: CropConfig | None = None) -> Transform:
+    """What a loader's process does to a training image.
+
+    Raises:
+        UserError: incompatible flags.
+    """
+    return worker_transform(image, augment) if crops is None else MultiCrop(image, crops, augment)
+
+
 def train_loader(
     source: Source,
     *,
@@ -203,6 +213,7 @@ def train_loader(
     stop_step: int,
     skipped_batches: int = 0,
     sizes: ImageSizes | None = None,
+    crops: CropConfig | None = None,
     load_images: bool = True,
     load_targets: bool = True,
     tokenizer: Tokenizer | None = None,
@@ -225,6 +236,7 @@ def train_loader(
         stop_step: the one behind the last.
         skipped_batches: how far that order is ahead of the optimizer steps, by which mixing ends.
         sizes: the side of a step's images, where it is not always that of `image`.
+        crops: several crops of each image, none of them mixed or erased; None for one image.
         load_images: whether this rank needs them: a pipeline's first stage does. Without them nothing is decoded,
             unless bad images are skipped: then a target depends on what can be decoded.
         load_targets: likewise; a pipeline's last stage needs them.
@@ -245,7 +257,8 @@ def train_loader(
     if mix.active and order.global_batch % 2:
         factors = f"{share.dp_size} ranks x {share.accumulation} micro-batches x {share.micro_batch}"
         raise UserError(f"--mixup and --cutmix need an even global batch, not {order.global_batch} ({factors})")
-    transform = worker_transform(image, augment)
+    assert crops is None or not (mix.active or augment.reprob or sizes), "crops are not mixed, erased or of other sizes"
+    transform = training_transform(image, augment, crops)
     reader = Reader(
         source,
         transform,
@@ -259,7 +272,7 @@ def train_loader(
     )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
-        size: worker_transform(replace(image, img_size=(size, size)), augment)
+        size: training_transform(replace(image, img_size=(size, size)), augment)
         for size in (sizes.sizes if sizes else ())
     }
     batches = TrainBatches(reader, order, share, augment, mix, sizes, transforms, skipped_batches)

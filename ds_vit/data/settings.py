@@ -53,6 +53,31 @@ class ImageConfig:
                 raise UserError(message)
 
 
+NUM_GLOBAL = 2
+"""Large crops of an image, if several crops are taken."""
+
+
+@dataclass(frozen=True)
+class CropConfig:
+    """Several crops of each training image: `NUM_GLOBAL` large ones of the model's size, and small ones.
+
+    Attributes:
+        local_size: side of a small crop in pixels.
+        num_local: small crops of an image; 0 for none.
+        global_scale, local_scale: smallest and largest area of a crop, as a share of the image's.
+    """
+
+    local_size: int
+    num_local: int = 8
+    global_scale: tuple[float, float] = (0.32, 1.0)
+    local_scale: tuple[float, float] = (0.05, 0.32)
+
+    @property
+    def num_views(self) -> int:
+        """Crops of an image."""
+        return NUM_GLOBAL + self.num_local
+
+
 PIXEL_FLAGS = tuple(field.name for field in fields(ImageConfig) if field.name != "img_size")
 """The fields that are flags of the same name; where one is not given, the model decides."""
 

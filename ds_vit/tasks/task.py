@@ -21,7 +21,17 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.config.flag import Scope
 from ds_vit.config.schema import names_with
-from ds_vit.data import ImageConfig, MicroBatch, Source, Tokenizer, finish_images, finish_targets, finish_texts
+from ds_vit.data import (
+    CropConfig,
+    ImageConfig,
+    MicroBatch,
+    Source,
+    Tokenizer,
+    finish_images,
+    finish_local_images,
+    finish_targets,
+    finish_texts,
+)
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
 from ds_vit.models.zoo import require_supported_name
@@ -32,6 +42,8 @@ from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.schedules import Horizon
 from ds_vit.tasks.zero_shot import ZERO_SHOT
 
+LOCAL_IMAGES = "local_images"
+"""The name of the field of an image's small crops."""
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(outputs of the last layer, batch) → fp32 scalar."""
 
@@ -139,6 +151,8 @@ class Task(ABC):
         evaluators: rate the features of the images, in addition to the task's metrics.
         evaluates_outputs: whether the task's metrics are computed.
         tokenizer: of the captions; set by a task whose fields read texts.
+        crops: several crops of each training image; set by a task whose field "images" has two global ones [B, 2, 3, H,
+            W], and whose field "local_images" has the others [B, n, 3, S, S].
         encoded_dim: E of `encode`; set by a task that has it.
 
     Raises:
@@ -167,6 +181,7 @@ class Task(ABC):
     takes_pairs: ClassVar[bool] = False
     """Whether the main tower takes an image and a text together, and nothing with images only."""
     tokenizer: Tokenizer | None = None
+    crops: CropConfig | None = None
     encoded_dim: int = 0
     figures: tuple[Figure, ...]
     """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
@@ -282,15 +297,21 @@ class Task(ABC):
         Images are finished once and in fp32, however many fields they are.
         """
         made: dict[str, torch.Tensor] = {}
-        if any(field.reads == "images" for field in fields):
+        sources = [LOCAL_IMAGES if field.name == LOCAL_IMAGES else field.reads for field in fields]
+        if "images" in sources:
             augment = self.augment if training else None
             made["images"] = finish_images(micro_batch, self.image, augment, device=device)
-        if any(field.reads == "targets" for field in fields):
+        if LOCAL_IMAGES in sources:
+            made[LOCAL_IMAGES] = finish_local_images(micro_batch, self.image, device=device)
+        if "targets" in sources:
             mix = self.mix if training else None
             made["targets"] = finish_targets(micro_batch, self.num_classes, mix, device=device)
-        if any(field.reads == "texts" for field in fields):
+        if "texts" in sources:
             made["texts"] = finish_texts(micro_batch, device=device)
-        return {field.name: made[field.reads].to(field.dtype or made[field.reads].dtype) for field in fields}
+        return {
+            field.name: made[source].to(field.dtype or made[source].dtype)
+            for field, source in zip(fields, sources, strict=True)
+        }
 
     def check(self) -> None:
         """Raise now what `step` would raise on the ranks.

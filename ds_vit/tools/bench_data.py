@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ds_vit import config as flags
-from ds_vit.data import Loader, Share, finish_images, train_loader
-from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented, worker_transform
+from ds_vit.data import Loader, MicroBatch, Share, finish_images, finish_local_images, train_loader
+from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.data.augment.on_device import Crops, CuttingTransform, augmented
 from ds_vit.data.augment.steps import RandomResizedCrop
 from ds_vit.data.augment.transforms import TrainTransform
 from ds_vit.data.decode import Box, Jpeg, open_image
+from ds_vit.data.loader import training_transform
 from ds_vit.engine.start import device_of
 from ds_vit.launching.process import Process, discover
 from ds_vit.tools.bench import seconds_of
@@ -155,12 +157,13 @@ def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.devic
 
     def transfer() -> None:
         for batch in batches:
-            finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
+            _finish(inputs, batch, device)
 
     def augment_there() -> None:
         for batch in batches:
-            if isinstance(batch.images, Crops):
-                augmented(batch.images, device)
+            for part in (batch.images, batch.local_images):
+                if isinstance(part, Crops):
+                    augmented(part, device)
 
     augment = max(0.0, both - decode)
     collate = max(0.0, whole - read - decode - augment)
@@ -172,6 +175,12 @@ def _stages(inputs: InputConfig, samples: Sequence[_Sample], device: torch.devic
     return found
 
 
+def _finish(inputs: InputConfig, batch: MicroBatch, device: torch.device) -> None:
+    finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
+    if batch.local_images is not None:
+        finish_local_images(batch, inputs.task.image, device=device)
+
+
 def _loader(inputs: InputConfig, workers: int) -> Loader:
     share = inputs.share
     return train_loader(
@@ -181,6 +190,7 @@ def _loader(inputs: InputConfig, workers: int) -> Loader:
         image=inputs.task.image,
         augment=inputs.task.augment,
         mix=inputs.task.mix,
+        crops=inputs.task.crops,
         stop_step=10**9 // inputs.order.global_batch,
         tokenizer=inputs.task.tokenizer,
         on_bad_image=inputs.on_bad_image,
@@ -192,7 +202,7 @@ def _decode_and_augment(
     inputs: InputConfig, samples: Sequence[_Sample]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Only decoding what the crop needs, and decoding with augmentation."""
-    transform = worker_transform(inputs.task.image, inputs.task.augment)
+    transform = training_transform(inputs.task.image, inputs.task.augment, inputs.task.crops)
     source, size = inputs.train_source, inputs.task.image.img_size
 
     def opened(sample: _Sample) -> Any:
@@ -212,7 +222,9 @@ def _decode_and_augment(
     def decode() -> None:
         for sample, box in zip(samples, boxes, strict=True):
             image = opened(sample)
-            if isinstance(transform, CuttingTransform):
+            if isinstance(transform, MultiCrop):
+                transform.decoded(image, transform.draw(sample.key, (image.height, image.width)))
+            elif isinstance(transform, CuttingTransform):
                 transform.bytes_of(image, box)
             elif isinstance(image, Jpeg):
                 image.scaled(box, size) if image.fast else image.crop(box)
@@ -233,7 +245,7 @@ def _loader_rate(inputs: InputConfig, images: int, device: torch.device) -> floa
     start, seen = time.perf_counter(), 0
     while seen < images:
         batch = next(batches)
-        finish_images(batch, inputs.task.image, inputs.task.augment, device=device)
+        _finish(inputs, batch, device)
         seen += batch.num_rows
     rate = seen / (time.perf_counter() - start)
     batches.close()

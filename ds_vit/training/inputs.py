@@ -185,6 +185,7 @@ class InputPipeline:
                 skipped_batches=skipped_batches,
                 stop_step=max(first_step, config.total_steps) + skipped_batches,
                 sizes=config.sizes and config.sizes.later(skipped_batches),
+                crops=task.crops,
                 **self._loading(fields),
             )
             self._read = iter(loader)

@@ -48,7 +48,8 @@ class Crop:
     """How an augmented image is made of its bytes.
 
     Attributes:
-        num_bytes: of the crop's pixels [height, width, 3], or of the JPEG file.
+        num_bytes: of the crop's pixels [height, width, 3], or of the JPEG file; 0 if the file is that of the crop
+            before.
         box: (top, left, height, width) in the image.
         interpolation: "bilinear" or "bicubic", of the resize.
         operations: what follows.
@@ -70,11 +71,15 @@ class Cut(NamedTuple):
 
 
 class Crops(NamedTuple):
-    """The samples of a micro-batch before augmentation: the bytes of one after the other, uint8, and what to do."""
+    """The samples of a micro-batch before augmentation: the bytes of one after the other, uint8, and what to do.
+
+    `num_views` is how many crops a sample has, one sample after the other; 0 if it is one image.
+    """
 
     data: torch.Tensor
     crops: Sequence[Crop]
     size: Size
+    num_views: int = 0
 
 
 class CuttingTransform:
@@ -130,18 +135,26 @@ def worker_transform(image: ImageConfig, augment: AugmentConfig) -> TrainTransfo
     return CuttingTransform(transform, augment) if augment.augment_on == "device" else transform
 
 
-def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor) -> Crops:
+def packed(cuts: Sequence[Cut], size: Size, memory: torch.Tensor, num_views: int = 0) -> Crops:
     """The samples of a micro-batch, their bytes in `memory` (uint8, as large as all of them)."""
     if cuts:
         np.concatenate([cut.data for cut in cuts], out=memory.numpy())
-    return Crops(memory, tuple(cut.crop for cut in cuts), size)
+    return Crops(memory, tuple(cut.crop for cut in cuts), size, num_views)
 
 
 # ---- on the device ---------------------------------------------------------------------------------------------------
 
 
 def augmented(crops: Crops, device: torch.device) -> torch.Tensor:
-    """Crops resized and augmented as their samples drew, float32 [R, 3, H, W] of whole numbers from 0 to 255."""
+    """Crops resized and augmented as their samples drew, float32 [R, 3, H, W] of whole numbers from 0 to 255.
+
+    Where a sample has v views they are [R, v, 3, H, W].
+    """
+    images = _augmented(crops, device)
+    return images.unflatten(0, (-1, crops.num_views)) if crops.num_views else images
+
+
+def _augmented(crops: Crops, device: torch.device) -> torch.Tensor:
     images = _resized(crops, device)
     # Rows are grouped by their operation on the CPU: the host never waits for the device.
     groups: list[tuple[str, list[int]]] = []
@@ -189,13 +202,15 @@ def _parts(crops: Crops, device: torch.device) -> Iterator[torch.Tensor]:
     """The crops' pixels, uint8 [3, h, w] each, decoded where they are not yet."""
     counts = [crop.num_bytes for crop in crops.crops]
     on_cpu = crops.data.split(counts)
-    files = [File(data, *crop.file) for data, crop in zip(on_cpu, crops.crops, strict=True) if crop.file]
-    decoded = decode_on(device, files)
-    on_device = on_cpu if len(files) == len(counts) else crops.data.to(device, non_blocking=True).split(counts)
+    of_files = [(data, crop.file) for data, crop in zip(on_cpu, crops.crops, strict=True) if crop.file]
+    decoded = decode_on(device, [File(data, *file) for data, file in of_files if data.numel()])
+    on_device = on_cpu if len(of_files) == len(counts) else crops.data.to(device, non_blocking=True).split(counts)
+    whole = torch.empty(0)
     for data, crop in zip(on_device, crops.crops, strict=True):
         top, left, height, width = crop.box
         if crop.file:
-            yield next(decoded)[:, top : top + height, left : left + width]
+            whole = next(decoded) if crop.num_bytes else whole
+            yield whole[:, top : top + height, left : left + width]
         else:
             yield data.view(height, width, 3).permute(2, 0, 1)
 

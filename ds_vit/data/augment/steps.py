@@ -194,6 +194,28 @@ def _(transform: transforms.GaussianBlur, key: int) -> Sequence[Operation]:
         return [Operation("KernelBlur", (transform.get_params(*transform.sigma), transform.kernel_size))]
 
 
+@draw.register
+def _(transform: transforms.RandomSolarize, key: int) -> Sequence[Operation]:
+    return [Operation("Solarize", (transform.threshold,))] if uniform(key, "solarize") < transform.p else []
+
+
+class RandomBlur:
+    """Pillow's Gaussian blur with a radius (standard deviation in pixels) that is uniform between two.
+
+    Args:
+        radius: smallest and largest.
+    """
+
+    def __init__(self, radius: tuple[float, float]) -> None:
+        self.radius = radius
+
+
+@draw.register
+def _(transform: RandomBlur, key: int) -> Sequence[Operation]:
+    low, high = transform.radius
+    return [Operation("GaussianBlur", (low + (high - low) * uniform(key, "blur radius"),))]
+
+
 @draw.register(RandAugment)  # Cubuk et al. 2019
 @draw.register(AutoAugment)  # Cubuk et al. 2018; 3-Augment, Touvron et al. 2022
 def _(transform: RandAugment | AutoAugment, key: int) -> Sequence[Operation]:
