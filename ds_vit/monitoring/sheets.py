@@ -14,37 +14,48 @@ from ds_vit.data import ImageConfig, MicroBatch, Source
 from ds_vit.data.decode import ImageDecodeError
 from ds_vit.run_folder import RunFolder, write_json, written_whole
 from ds_vit.tasks import Batch, Pairs
+from ds_vit.tasks.task import LOCAL_IMAGES
 
 SIDE = 112  # pixels of an image in a sheet
 _ACROSS = 8
+_IMAGES_FOR_SAMPLE = 4  # of which all crops are shown
 _MOST_MISTAKES = 24
 
 
-def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+def save_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path, num_views: int = 0) -> None:
     """Write images side by side into a PNG, and their captions into the .json next to it.
+
+    Args:
+        images: of any size.
+        captions: of each.
+        path: of the PNG.
+        num_views: images of a sample, which a row shows; 0 if each is a sample.
 
     Raises:
         OSError: it cannot be written.
     """
-    rows = -(-len(images) // _ACROSS)
-    sheet = Image.new("RGB", (SIDE * _ACROSS, SIDE * rows), "white")
+    across = num_views or _ACROSS
+    rows = -(-len(images) // across)
+    sheet = Image.new("RGB", (SIDE * across, SIDE * rows), "white")
     for at, image in enumerate(images):
         resample = Image.Resampling.NEAREST if max(image.size) < SIDE else Image.Resampling.BICUBIC
         tile = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE), resample)
-        sheet.paste(tile, (at % _ACROSS * SIDE, at // _ACROSS * SIDE))
+        sheet.paste(tile, (at % across * SIDE, at // across * SIDE))
     with written_whole(path) as partial:
         sheet.save(partial, format="png")
-    write_json(path.with_suffix(".json"), {"tile": SIDE, "captions": list(captions)})
+    write_json(path.with_suffix(".json"), {"tile": SIDE, "views": num_views, "captions": list(captions)})
 
 
 class TrainingSheet:
     """This rank's images of the first step as the model gets them, with their labels.
 
+    If an image has several crops, a row shows those of one sample: the global ones, then the local ones.
+
     Args:
         image: mean and std.
         source: the training split.
         classes: class names; empty if the task has none.
-        most: number of images.
+        most: number of images; of several crops a quarter as many samples are shown, at least one.
         num_batches: micro-batches of a step.
     """
 
@@ -53,6 +64,7 @@ class TrainingSheet:
         self._source = source
         self._classes = classes
         self._missing = most
+        self._num_views = 0
         self._batches_left = num_batches
         self._images: list[Image.Image] = []
         self._captions: list[str] = []
@@ -62,19 +74,33 @@ class TrainingSheet:
 
         Args:
             drawn: the samples and mixing weights.
-            batch: its tensors; without "images" [B, 3, H, W] nothing is added.
+            batch: its tensors; without "images" [B, 3, H, W], or the crops [B, 2, 3, H, W] and those of "local_images",
+                nothing is added.
             save: called once, when the sheet is complete.
         """
         if not (self._missing and self._batches_left and "images" in batch):
             return
-        pixels = batch["images"][: self._missing].float().cpu()
-        pixels = ((pixels * self._std + self._mean).clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
-        self._images += [Image.fromarray(one) for one in pixels.permute(0, 2, 3, 1).numpy()]
-        self._captions += [self._caption(drawn, row) for row in range(len(pixels))]
-        self._missing -= len(pixels)
+        views = [batch[name] for name in ("images", LOCAL_IMAGES) if name in batch]
+        if views[0].ndim == 5 and not self._num_views:
+            self._num_views = sum(part.shape[1] for part in views)
+            self._missing = max(1, self._missing // _IMAGES_FOR_SAMPLE)
+        samples = len(views[0][: self._missing])
+        of_parts = [self._pictures(part[:samples]) for part in views]
+        for row in range(samples):
+            of_sample = [picture for part in of_parts for picture in part[row]]
+            self._images += of_sample
+            self._captions += [self._caption(drawn, row), *[""] * (len(of_sample) - 1)]
+        self._missing -= samples
         self._batches_left -= 1
         if not (self._missing and self._batches_left):
             save(self)
+
+    def _pictures(self, images: torch.Tensor) -> list[list[Image.Image]]:
+        """Of normalised images [B, ..., 3, H, W]: the views of each sample, or its one image."""
+        pixels = images.float().cpu()
+        pixels = ((pixels * self._std + self._mean).clamp(0.0, 1.0) * 255.0).round().to(torch.uint8)
+        views = pixels.movedim(-3, -1).unflatten(0, (-1, 1)) if pixels.ndim == 4 else pixels.movedim(-3, -1)
+        return [[Image.fromarray(one) for one in sample] for sample in views.contiguous().numpy()]
 
     def save(self, path: Path) -> None:
         """Write the sheet.
@@ -82,7 +108,7 @@ class TrainingSheet:
         Raises:
             OSError: it cannot be written.
         """
-        save_sheet(self._images, self._captions, path)
+        save_sheet(self._images, self._captions, path, self._num_views)
 
     def _caption(self, drawn: MicroBatch, row: int) -> str:
         """A row's label; a mixed row has both labels, and lambda, the weight of the first."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from run_folders import Tags, page_of, write_run
 
 from ds_vit.config.augmentation import AugmentConfig, MixConfig
-from ds_vit.data import ImageConfig, SampleOrder, Share, finish_images, open_source, train_loader
-from ds_vit.monitoring.sheets import TrainingSheet
+from ds_vit.data import (
+    CropConfig,
+    ImageConfig,
+    SampleOrder,
+    Share,
+    finish_images,
+    finish_local_images,
+    open_source,
+    train_loader,
+)
+from ds_vit.monitoring.sheets import TrainingSheet, save_sheet
 
 
 @pytest.mark.parametrize("wanted", [0, 3, 9])
@@ -44,3 +55,39 @@ def test_a_sheet_shows_what_the_model_gets(tmp_path, wanted):
         top, left = number // 8 * told["tile"], number % 8 * told["tile"]
         tile = shown[top : top + told["tile"] : 14, left : left + told["tile"] : 14]  # nearest of 8 pixels
         assert (tile.permute(2, 0, 1) - (pixels.clamp(0, 1) * 255).round()).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("wanted", "samples"), [(3, 1), (13, 3), (40, 6)])
+def test_a_row_of_a_sheet_shows_the_crops_of_a_sample(tmp_path, wanted, samples):
+    """Would catch crops of another sample in a row, a label at the wrong crop, and a count in crops."""
+    image, crops = ImageConfig((8, 8), mean=(0.3, 0.4, 0.5), std=(0.2, 0.3, 0.4)), CropConfig(4, num_local=3)
+    source, mix = open_source("digits", None, "train"), MixConfig()
+    order, share = SampleOrder(len(source), 6, seed=1), Share(0, 1, 2, 3)
+    options = {"order": order, "share": share, "image": image, "augment": AugmentConfig(), "mix": mix, "stop_step": 2}
+    sheet = TrainingSheet(image, source, [f"digit {n}" for n in range(10)], wanted, share.accumulation)
+    saved, seen, captions = [], [], []
+    for drawn in train_loader(source, crops=crops, **options):
+        large, small = finish_images(drawn, image, device="cpu"), finish_local_images(drawn, image, device="cpu")
+        sheet.add(drawn, {"images": large, "local_images": small}, saved.append)
+        seen += [[*two, *others] for two, others in zip(drawn.images, drawn.local_images, strict=True)]
+        captions += [f"digit {target}" for target in drawn.targets.tolist()]
+    assert saved == [sheet]
+    sheet.save(tmp_path / "augmented.png")
+    told = json.loads((tmp_path / "augmented.json").read_text())
+    assert told["views"] == 5
+    assert told["captions"] == [text for own in captions[:samples] for text in (own, "", "", "", "")]
+    shown, side = torch.from_numpy(np.array(Image.open(tmp_path / "augmented.png"))).permute(2, 0, 1), told["tile"]
+    assert shown.shape == (3, side * samples, side * 5)
+    for row, column in itertools.product(range(samples), range(5)):
+        pixels, step = seen[row][column], side // (8 if column < 2 else 4)
+        tile = shown[:, row * side : (row + 1) * side : step, column * side : (column + 1) * side : step]
+        assert (tile.int() - pixels.int()).abs().max() <= 1
+
+
+def test_the_report_keeps_the_crops_of_a_sample_in_a_row(tmp_path, capsys):
+    """Would catch a grid that fills the width of the page, where the crops of a sample wrap."""
+    run = write_run(tmp_path / "run")
+    save_sheet([Image.new("RGB", (8, 8))] * 10, ["label", *[""] * 4] * 2, run / "augmented.png", num_views=5)
+    page, _ = page_of(capsys, "report", run)
+    grids = [fields for name, fields in Tags(page).elements if fields.get("class") == "tilesheet"]
+    assert [fields.get("style") for fields in grids] == ["grid-template-columns: repeat(5, 1fr)", None]

@@ -178,7 +178,8 @@ def _pictures(record: Record) -> list[Panel]:
             tiles = json.loads(sheet.with_suffix(".json").read_text())
             with Image.open(sheet) as image:
                 images = _split(image, tiles["tile"], tiles["captions"])
-            cards.append({"kind": "tiles", "title": title, "tiles": images, "wide": True})
+            columns = int(tiles.get("views", 0))  # the crops of a sample stay in a row
+            cards.append({"kind": "tiles", "title": title, "tiles": images, "columns": columns, "wide": True})
     for name, title in _PICTURES.items():
         with contextlib.suppress(OSError), Image.open(folder.picture(name)) as image:
             shown = image.convert("RGB")
