@@ -70,7 +70,7 @@ def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum
         sum_over_ranks: as `Sum`.
     """
     own = own if has_rows else torch.zeros_like(own)
-    sums, ranks = sum_over_ranks(torch.cat((own, own.new_tensor([float(has_rows)])))).split([len(own), 1])
+    sums, ranks = sum_over_ranks(torch.cat((own, own.new_full((1,), float(has_rows))))).split([len(own), 1])
     shift = sums / ranks.clamp(min=1.0)
     total = sum_over_ranks((own - shift).exp() * float(has_rows))
     return shift + total.clamp(min=torch.finfo(total.dtype).tiny).log()
@@ -101,9 +101,13 @@ class Assignment:
         part = slice(start, start + count)
         return replace(self, rows=self.rows[part], of_rows=self.of_rows[part])
 
+    def exact(self) -> Assignment:
+        """The same with prototypes converted to the type of the logits, once for all parts."""
+        return replace(self, prototypes=_exact(self.prototypes))
+
     def logarithms(self, part: slice) -> torch.Tensor:
-        """log q of some rows: [rows, k]."""
-        logits = _logits(self.rows[part], _exact(self.prototypes), self.temperature)
+        """log q of some rows: [rows, k]; of an `exact` assignment."""
+        logits = _logits(self.rows[part], self.prototypes, self.temperature)
         return logits.add_(self.of_prototypes).add_(self.of_rows[part, None])
 
 
@@ -188,7 +192,7 @@ def mean_logits(rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Su
         The mean [k], zero without any row; the number of rows of all ranks, float64 scalar.
     """
     sums = rows.sum(0, dtype=torch.float64)
-    sums = sum_over_ranks(torch.cat((sums, sums.new_tensor([len(rows)]))))
+    sums = sum_over_ranks(torch.cat((sums, sums.new_full((1,), len(rows)))))
     weights = _exact(prototypes)
     mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(weights.dtype)
     return _logits(mean, weights, 1.0), sums[-1]
@@ -225,7 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
         """student [G, V, E], prototypes [k, E], weights [G, V, U]; under `tp` d_student is this rank's summand."""
         differentiated = any(ctx.needs_input_grad)
         groups, in_group, in_assignment = weights.shape
-        own_prototypes = _exact(prototypes)
+        own_prototypes, assignment = _exact(prototypes), assignment.exact()
         total = weights.new_zeros((), dtype=torch.float64)
         d_student, d_prototypes = torch.zeros_like(student), torch.zeros_like(own_prototypes)
         for part in _parts(groups, max(in_group, in_assignment)):
@@ -376,6 +380,7 @@ def assignment_gauges(
         The mean entropy of a row's assignment (log K: uniform, nothing is learned), and the KL divergence of the mean
         assignment from the uniform one (log K: all rows have one prototype); float64 scalars, NaN without any row.
     """
+    assignment = assignment.exact()
     masses = torch.zeros_like(assignment.of_prototypes, dtype=torch.float64)
     entropy = masses.new_zeros(())
     for part in _parts(len(assignment.rows)):
@@ -383,9 +388,9 @@ def assignment_gauges(
         assigned = logarithms.exp()
         masses += assigned.sum(0, dtype=torch.float64)
         entropy -= (assigned * logarithms).sum(dtype=torch.float64)
-    scalars = torch.stack((entropy, entropy.new_tensor(float(len(assignment.rows)))))
+    scalars = torch.stack((entropy, torch.full_like(entropy, len(assignment.rows))))
     masses, (entropy, count) = sum_over_ranks(torch.cat((masses, scalars))).split([len(masses), 2])
     mean = masses / count
-    own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), entropy.new_tensor(float(len(mean)))))
+    own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), torch.full_like(entropy, len(mean))))
     entropy, negentropy, prototypes = own if tp is None else sum_over_group(own, tp)
     return entropy / count, negentropy + prototypes.log()
