@@ -91,6 +91,11 @@ class ClipTokenizer(Tokenizer):
         self.vocab_size = self._bpe.vocab_size
         self.start_id, self.end_id = self._bpe.sot_token_id, self._bpe.eot_token_id
 
+    def vocabulary(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        """Token → id, with OpenAI's names of the start and end tokens, and the merges in their order."""
+        named = {self.start_id: "<|startoftext|>", self.end_id: "<|endoftext|>"}
+        return {named.get(id_, token): id_ for token, id_ in self._bpe.encoder.items()}, [*self._bpe.bpe_ranks]
+
     def tokens(self, text: str) -> list[int]:
         """As `Tokenizer.tokens`."""
         return self._bpe.encode(text)
@@ -140,6 +145,14 @@ class FileTokenizer(Tokenizer):
     def tokens(self, text: str) -> list[int]:
         """As `Tokenizer.tokens`."""
         return self._library.encode(text, add_special_tokens=False).ids
+
+    def save(self, path: str) -> None:
+        """Write the file without its truncation and padding."""
+        self._library.save(path)
+
+    def token_of(self, id_: int) -> str:
+        """The token with this id."""
+        return str(self._library.id_to_token(id_))
 
 
 def _padding_beside(path: Path) -> str:

@@ -136,7 +136,7 @@ class _Format(NamedTuple):
     """A format to export to.
 
     Attributes:
-        write: writes a model into an empty folder.
+        write: writes a model into an empty folder; may return lines for people.
         load: loads that folder as the tool does.
         reader: the package that loads it.
         packages: needed in addition to the required ones.
@@ -144,7 +144,7 @@ class _Format(NamedTuple):
         pairs: the format of an image and a text tower, loaded as `two_towers.pairs`; None for the image tower only.
     """
 
-    write: Callable[[Exported, Path], None]
+    write: Callable[[Exported, Path], tuple[str, ...] | None]
     load: Callable[[Path], Predict]
     reader: str
     packages: tuple[str, ...] = ()
@@ -244,7 +244,7 @@ def export(
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror}") from None
     try:
-        tool.write(exported, partial)
+        notes += tool.write(exported, partial) or ()
         largest, scale = _compare(predict, tool.load(partial), exported.image.img_size)
         difference = Difference(folder, f"{tool.reader} {version(tool.reader)}", largest, scale, notes)
         if difference.within:

@@ -28,6 +28,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ContrastiveModel, ModelSpec, TextSettings, create_model, image_size, take_apart
 from ds_vit.weights import hf
 from ds_vit.weights.hf_names import ACTIVATIONS
+from ds_vit.weights.hf_tokenizer import write_tokenizer
 from ds_vit.weights.source import Exported, Predict
 from ds_vit.weights.two_tower_names import (
     HF_CLIP,
@@ -215,8 +216,11 @@ def _hf_tower(module: nn.Module, width: int) -> dict[str, Any]:
     }
 
 
-def write_hf(exported: Exported, folder: Path) -> None:
-    """Write config.json, model.safetensors (sharded above 5 GB) and preprocessor_config.json.
+def write_hf(exported: Exported, folder: Path) -> tuple[str, ...]:
+    """Write config.json, model.safetensors (sharded above 5 GB), preprocessor_config.json and the tokenizer's files.
+
+    Returns:
+        Lines for people: why there is no tokenizer.
 
     Raises:
         UserError: neither class represents the model or its images; nothing is written.
@@ -248,6 +252,8 @@ def write_hf(exported: Exported, folder: Path) -> None:
     config.save_pretrained(str(folder))
     save_weights(folder, to_theirs(state, HF_SIGLIP if siglip else HF_CLIP))
     hf.write_processor(exported, folder)
+    missing = write_tokenizer(exported.tokenizer, settings, folder)
+    return (missing,) if missing else ()
 
 
 def load_hf(folder: Path) -> Predict:
@@ -426,7 +432,7 @@ def load_open_clip(folder: Path) -> Predict:
 def notes(exported: Exported, to: str) -> tuple[str, ...]:
     """Lines for people: what the other tool does in another way than this model's run."""
     image, found = exported.image, []
-    if exported.tokenizer != "clip":
+    if to == "open_clip" and exported.tokenizer != "clip":
         found.append(f"the folder has no tokenizer: this text tower takes the ids of --tokenizer {exported.tokenizer}")
     pct = image.crop_pct or DEFAULT_CROP_PCT
     if to == "open_clip" and pct != 1.0 and image.crop_mode != "squash":

@@ -7,13 +7,13 @@ import json
 import pickle
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from micro_batches import in_global_order, load
 from PIL import Image
+from token_files import write_tokenizer
 
 from ds_vit.data import (
     AugmentConfig,
@@ -103,27 +103,6 @@ def test_clip_is_open_clip(length):
     assert ours.tolist() == reference(texts, context_length=length).tolist()
     assert [tokenizer.is_cut(text) for text in texts[::2]] == [False, True]
     assert (tokenizer.vocab_size, tokenizer.end_id) == (49408, 49407)
-
-
-def write_tokenizer(path: Path, template: str, **padding) -> str:
-    """A byte-level tokenizer with the special tokens <s>, </s> and <pad>."""
-    library = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", "<pad>"]
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel()
-    made.train_from_iterator(["a small cat", "a small dog"], trainer)
-    if template:
-        numbered = list(zip(special, range(3), strict=True))
-        made.post_processor = library.processors.TemplateProcessing(single=template, special_tokens=numbered)
-    if padding:
-        made.enable_padding(**padding)
-    made.enable_truncation(3)
-    made.save(str(path))
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,10 +17,13 @@ from curves import train_in
 from project import write_config
 from runs import refusal
 from safetensors.torch import load_file, save_file
+from token_files import write_tokenizer
 from vits import shake
 
 from ds_vit import cli
 from ds_vit.config import RunConfig
+from ds_vit.data import build_tokenizer
+from ds_vit.data.text import FileTokenizer
 from ds_vit.models import ModelSpec, create_contrastive_model, create_model, initialise, take_apart_towers
 from ds_vit.models.layers import tower_of
 from ds_vit.tasks import TASKS
@@ -146,6 +152,60 @@ def test_transformers_computes_the_same(tmp_path, kind):
     checkpoint, again = loaded(found.folder, RECIPES[kind])
     assert_same(again, state)
     assert f"{len(state)} of {len(state)} tensors taken as they are" in checkpoint.summary
+
+
+TOKENIZERS = {
+    "clip": ("CLIP", "clip", "CLIPTokenizer"),
+    "a file": ("CLIP", "<s> $A </s>", "TokenizersBackend"),
+    "a file, the last token": ("SigLIP", "$A </s>", "TokenizersBackend"),
+}
+
+
+@pytest.mark.parametrize("what", TOKENIZERS)
+def test_transformers_reads_texts_alike(tmp_path, what):
+    # Catches: another end token or length, padding that a bidirectional tower sees, a text that is not cut.
+    transformers = pytest.importorskip("transformers")
+    kind, form, expected = TOKENIZERS[what]
+    if form == "clip":
+        pytest.importorskip("open_clip")
+    tokenizer = form if form == "clip" else write_tokenizer(tmp_path / "tokenizer.json", form)
+    run = run_of(tmp_path / "run", kind, tokenizer=tokenizer)
+    found = export(run.folder, "hf")
+    assert found.notes == ()
+    processor = transformers.AutoProcessor.from_pretrained(found.folder)
+    assert type(processor.tokenizer).__name__ == expected
+    model = transformers.AutoModel.from_pretrained(found.folder).eval()
+    texts = ["a small cat", "A  dog!", "", "a small dog " * 9]
+    given = processor(text=texts, padding="max_length", truncation=True, return_tensors="pt")
+    assert given["input_ids"].shape == (4, 9)
+    ids = torch.from_numpy(np.stack([build_tokenizer(tokenizer, 9).encode(text) for text in texts]))
+    with torch.no_grad():
+        close(model.get_text_features(given["input_ids"]).pooler_output, model.get_text_features(ids).pooler_output)
+    assert torch.equal(given["input_ids"], ids) or form == "clip"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer", "reason"),
+    [
+        ("CLIP", "bytes", "transformers has no counterpart of --tokenizer bytes"),
+        ("SigLIP", "clip", "this text tower sees the padding of --tokenizer clip, id 0"),
+        ("CLIP", "other ids", r"transformers reads '' as \[2, 1\], and the run as \[0, 1\]"),
+    ],
+)
+def test_a_folder_without_tokenizer_says_why(tmp_path, capsys, monkeypatch, kind, tokenizer, reason):
+    # Catches: a tokenizer whose ids mean other words to the text tower.
+    pytest.importorskip("transformers")
+    if tokenizer == "clip":
+        pytest.importorskip("open_clip")
+    if tokenizer == "other ids":
+        tokenizer = write_tokenizer(tmp_path / "tokenizer.json", "<s> $A </s>")
+        other = write_tokenizer(tmp_path / "other.json", "<pad> $A </s>")
+        monkeypatch.setattr(FileTokenizer, "save", lambda _, path: shutil.copy(other, path))
+    run = run_of(tmp_path / "run", kind, tokenizer=tokenizer)
+    assert cli.main(["export", str(run.folder), "--to", "hf"]) == 0
+    [note] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert re.match(f"note: the folder has no tokenizer: {reason}", note), note
+    assert not [*(run.folder / "export-hf").glob("*token*")]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in RECIPES if kind != "SigLIP"])
