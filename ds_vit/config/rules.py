@@ -172,6 +172,12 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
         "without --pretrained or --initial-checkpoint",
     ),
     ("lr_base_size", lambda c: c.lr_scale_by_batch == "none", "without --lr-scale-by-batch"),
+    (
+        "kd_distill_type kd_loss_type kd_temperature distill_loss_weight task_loss_weight",
+        lambda c: not (c.kd_model_name or c.kd_checkpoint),
+        "without a teacher: --kd-model-name or --kd-checkpoint",
+    ),
+    ("kd_temperature", lambda c: c.kd_loss_type == "hard", "with --kd-loss-type hard"),
 )
 
 

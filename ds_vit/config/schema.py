@@ -310,6 +310,36 @@ class LossSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """A fixed teacher, and the loss against it."""
+
+    kd_model_name: str = flag(
+        "", "teacher to distil from: timm name, hf-hub:ORG/NAME or local-dir:FOLDER", task="classification"
+    )
+    kd_checkpoint: str = flag(
+        "", "weights of the teacher: a run, or a file for --kd-model-name", task="classification", metavar="RUN|FILE"
+    )
+    kd_distill_type: str = flag(
+        "logit", "what the student learns of the teacher", choices=("logit",), task="classification"
+    )
+    kd_loss_type: str = flag(
+        "kl",
+        "--kd-distill-type logit: the teacher's probabilities (kl), or its most probable class (hard)",
+        choices=("kl", "hard"),
+        task="classification",
+    )
+    kd_temperature: float = flag(
+        4.0, "temperature of both softmaxes under kl", span=Range(0, 10**4, above=True), task="classification"
+    )
+    distill_loss_weight: float | None = flag(
+        None, "weight of the loss against the teacher (1, or 1 - --task-loss-weight)", span=RATE, task="classification"
+    )
+    task_loss_weight: float | None = flag(
+        None, "weight of the loss against the labels (1)", span=RATE, task="classification"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """The optimizer, the batch and bad steps."""
 
@@ -369,6 +399,7 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
     "data": (DataSettings,),
     "augmentation": (ImageSettings, AugmentConfig, MixConfig),
     "loss": (LossSettings,),
+    "distillation": (DistillationSettings,),
     "optimizer": (OptimizerSettings,),
     "schedule": (ScheduleSettings,),
 }
@@ -379,6 +410,7 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
 class RunConfig(
     ScheduleSettings,
     OptimizerSettings,
+    DistillationSettings,
     LossSettings,
     MixConfig,
     AugmentConfig,

@@ -223,7 +223,7 @@ _HINTS: Mapping[str, str | _Entry] = {
     "worker_seeding": "random numbers depend on the sample's key, not on the worker: only --seed matters",
     "save_images": "--log-samples writes which samples each step used",
     "naflex_*": "images of several sizes in one batch are not here; drop it",
-    "kd_* distill_loss_weight task_loss_weight": "there is no distillation here; drop it",
+    "kd_student_feature_dim kd_teacher_feature_dim": "both widths are read from the models; drop it",
     # what is written
     "experiment": _experiment,
     "log_dir": "everything is written to --output DIR",
@@ -269,7 +269,7 @@ _HINTS: Mapping[str, str | _Entry] = {
     "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
     "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",
     "coca_*": "CoCa is not here; drop it",
-    "distill_model distill_pretrained": "there is no distillation here; drop it",
+    "distill_model distill_pretrained": "only classifiers are distilled here (--kd-model-name); drop it",
     "use_bnb_linear": "linear layers in 8 bits are not here; drop it",
     "trace": "a run trains the eager model; drop it",
     # optimizer

@@ -197,7 +197,7 @@ class Engine(ABC):
         end_overlap_without_sync(optimizer)
         if groups.layout.pp == groups.layout.tp == self.accumulation == 1:
             write_gradients_in_place(optimizer, self.engine.module.parameters())
-        self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module))
+        self.zero_map = build_zero_map(self.engine, groups, timm_names(self.engine.module), self._task.is_fixed)
         device_judges = self._device_can_judge()
         if device_judges and self.stage > 0:
             defer_norm_check(optimizer, lambda: self.guard.device_judges)

@@ -26,6 +26,7 @@ from ds_vit.models.text_tower import (
 )
 from ds_vit.models.zoo import (
     ModelSpec,
+    TeacherSpec,
     TimmViT,
     create_model,
     image_size,
@@ -47,6 +48,7 @@ __all__ = [
     "MaskedAutoencoder",
     "ModelSpec",
     "SequentialViT",
+    "TeacherSpec",
     "TextEmbed",
     "TextSettings",
     "TimmViT",

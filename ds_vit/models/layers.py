@@ -76,11 +76,17 @@ class Layer(nn.Module):
         prefix: of its parameters' names in the whole model; empty in the main tower.
         gives_features: whether, in evaluation, the last layer's outputs are the features of the images [B, D]; see
             `giving_features`.
+        evaluates_only: whether it is in evaluation mode in training too: a layer of a fixed teacher.
     """
 
     num_tokens: TokenCount
     prefix: str = ""
     gives_features: bool = False
+    evaluates_only: bool = False
+
+    def train(self, mode: bool = True) -> Layer:
+        """As torch's; no mode but evaluation where `evaluates_only`."""
+        return super().train(mode and not self.evaluates_only)
 
     def keyed_drops(self) -> list[KeyedDrop]:
         """The layer's random modules (found once: walking the modules at every call would cost more than they do)."""

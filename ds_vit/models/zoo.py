@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import timm
 import torch
@@ -51,6 +51,7 @@ class ModelSpec:
         img_size: height and width in pixels, one number for a square; None is the model's own.
         drop_path: stochastic depth rate of the last block, from 0 at the first; None is the model's own.
         model_kwargs: further arguments of timm's constructor.
+        teacher: the fixed model that this one is distilled from; None for none.
     """
 
     name: str
@@ -58,6 +59,19 @@ class ModelSpec:
     img_size: int | tuple[int, int] | None = None
     drop_path: float | None = None
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    teacher: TeacherSpec | None = None
+
+
+class TeacherSpec(NamedTuple):
+    """A fixed teacher.
+
+    Attributes:
+        model: timm's; its classes and image size are those of the student.
+        pixels: mean and std of its images, by name; those missing are the model's own.
+    """
+
+    model: ModelSpec
+    pixels: Mapping[str, Any]
 
 
 def supported_names() -> list[str]:

@@ -58,7 +58,8 @@ class ZeroMap:
 
     Attributes:
         shards: of the trained parameters, in the optimizer's order.
-        frozen: of the parameters that are not trained, in the model's type; one parameter each.
+        frozen: of the parameters that are not trained, in the model's type; one parameter each. Those of a fixed
+            teacher are not among them.
         stage: ZeRO's.
         dp_rank, tp_rank: of this rank.
         group: the ranks that hold this pipeline stage's parameters between them, tp innermost; None for all ranks.
@@ -231,13 +232,16 @@ class ZeroMap:
         return moved.to(vector.device)
 
 
-def build_zero_map(engine: Any, groups: Groups, names: Mapping[str, str]) -> ZeroMap:
+def build_zero_map(
+    engine: Any, groups: Groups, names: Mapping[str, str], is_fixed: Callable[[str], bool] = lambda name: False
+) -> ZeroMap:
     """The map of an initialised DeepSpeed engine (a collective of all ranks).
 
     Args:
         engine: DeepSpeed's.
         groups: of the run.
         names: from the names of `engine.module.named_parameters()` to timm's.
+        is_fixed: whether a frozen parameter of this timm name is never saved nor restored.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     parameters = dict(engine.module.named_parameters())
@@ -248,7 +252,7 @@ def build_zero_map(engine: Any, groups: Groups, names: Mapping[str, str]) -> Zer
         shards = list(_zero3(optimizer, timm))
     else:
         shards = list(_partitioned(optimizer, timm))
-    still = [p for p in parameters.values() if not p.requires_grad]
+    still = [p for p in parameters.values() if not p.requires_grad and not is_fixed(timm[id(p)])]
     frozen = [_frozen(p, timm[id(p)], block) for block, p in enumerate(still, len(shards))]
     own = tuple(names[local] for local, p in parameters.items() if p.requires_grad)
     return ZeroMap(

@@ -12,6 +12,7 @@ from ds_vit.models import MAIN_TOWER
 from ds_vit.tasks.bridge_tower import BridgeTowerTask
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.contrastive import Clip, SigLip
+from ds_vit.tasks.distillation import Distillation
 from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics, Pairs
@@ -84,6 +85,8 @@ def find_task(config: RunConfig, explicit: frozenset[str]) -> type[Task]:
     if config.task not in TASKS:
         raise UserError(f"there is no --task {config.task}; there is {', '.join(TASKS)}")
     task = TASKS[config.task]
+    if task is Classification and (config.kd_model_name or config.kd_checkpoint):
+        task = Distillation
     for flag, reason in idle_flags(task).items():
         if is_asked_for(flag, config, explicit):
             raise UserError(f"{spelling(flag)} has no effect with --task {task.name}{reason}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ds_vit.config.schema import names_of_task
 from ds_vit.data.sampler import evaluation_keys
 from ds_vit.parallel.tensor import TensorParallel
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
@@ -23,11 +25,16 @@ class Classification(ChainTask):
     """
 
     name = "classification"
+    flags = names_of_task("classification")
     figures = (
         Figure("top1", "top-1", "%"),
         Figure("top5", "top-5", "%"),
         Figure("loss", "loss", digits=5, higher_is_better=False, summed_up=False),
     )
+
+    def identity(self) -> dict[str, Any]:
+        """As `Task.identity`: nothing, for its flags are those of distillation."""
+        return {}
 
     def fields(self, *, training: bool) -> tuple[Field, ...]:
         """As `Task.fields`."""

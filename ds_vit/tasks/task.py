@@ -168,6 +168,9 @@ class Task(ABC):
     """Whether the loss couples all samples of the global batch; `collect` and `couple` serve accumulation."""
     teachers: ClassVar[Mapping[str, str]] = {}
     """Towers that `create_model` froze, and whose weights are the moving average of another's: teacher → student."""
+    fixed_towers: ClassVar[tuple[str, ...]] = ()
+    """Towers that `create_model` froze and that stay as they are: loaded from their source at each start of a run, in
+    no checkpoint and in no exported file."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
@@ -267,6 +270,10 @@ class Task(ABC):
         """Values of flags, by their recipe names, that have to be the same in a run that resumes."""
         values = {name: getattr(self.config, name) for name in sorted(self.flags - set(names_with(Scope.FREE)))}
         return values if self.tokenizer is None else {**values, "tokenizer": self.tokenizer.name}
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether a parameter of this name belongs to one of `fixed_towers`."""
+        return name.startswith(tuple(f"{tower}." for tower in self.fixed_towers))
 
     def weight_files(self) -> dict[str, frozenset[str]]:
         """The parameters that the end of a run writes apart from `model.safetensors`, by the name of their file."""

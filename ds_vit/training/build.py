@@ -21,7 +21,7 @@ from ds_vit.engine.start import device_of
 from ds_vit.fault_tolerance.signals import Deadline, Signals
 from ds_vit.fault_tolerance.watchdog import Watchdog
 from ds_vit.launching.process import Process
-from ds_vit.models import create_model, names_and_shapes
+from ds_vit.models import create_model
 from ds_vit.monitoring.metrics import Listeners, Reporter, make_console
 from ds_vit.monitoring.profile import StepProfiler
 from ds_vit.monitoring.progress import Line
@@ -276,7 +276,7 @@ class Training:
                 folder.checkpoints,
                 engine,
                 model.task,
-                names_and_shapes(model.whole),
+                model.saved_shapes,
                 engine.teachers or ema,
                 throughput,
                 self.signals or Signals(),

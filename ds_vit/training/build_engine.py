@@ -188,7 +188,6 @@ def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) ->
         of_stage = set(chain[bounds[config.stage] : bounds[config.stage + 1]])
         filled = {name: [layer for layer in layers if layer in of_stage] for name, layers in towers.items()}
         towers = {MAIN_TOWER: chain}
-    initial = config.model.initial_checkpoint
     for name, layers in filled.items():
         initialise(
             tower_of(whole, name),
@@ -197,7 +196,7 @@ def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) ->
             device=device,
             # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
             dtype=config.dtype if config.zero_stage == 3 else torch.float32,
-            checkpoint=initial if initial and name in initial.towers else None,
+            checkpoint=config.model.weights_of(name),
             on_layer=on_layer,
         )
     return towers

@@ -25,6 +25,7 @@ _REMEDIES = {
     "img_size_schedule": "give the same --img-size-schedule, --epochs and --max-steps, say --allow-schedule-change",
     "task_schedules": "give the same --epochs and --max-steps, say --allow-schedule-change",
     "shapes": "give the same --model-kwargs",
+    "teacher": "give the same teacher by --kd-model-name or --kd-checkpoint",
     "images": "give the same training data",
     "class_names": "give the same training data, with the same names of class folders",
     "mixture": "give the same folders in --data-dir, with the same --data-weights",
@@ -205,6 +206,8 @@ def _difference(key: str, old: Any, new: Any) -> str:
     """How two values differ that must be the same, for people."""
     if key == "samples":  # hashes, which say nothing to people
         return "the number of images is the same, and the name, label or a caption of at least one is another"
+    if key == "teacher" and old and new:
+        return "its weights are others"
     if key == "class_names":
         old, new = ({f"class {number}": name for number, name in enumerate(names)} for names in (old, new))
     if not isinstance(new, dict):

@@ -7,8 +7,9 @@ result for each tensor is kept, to be reported.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -133,6 +134,7 @@ class InitialCheckpoint:
         tokenizer: the name of the tokenizer of the file's text tower; empty if the file does not say it.
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
             translation of foreign names leaves out or merges into others.
+        tower: of the model, that these are the values of; `MAIN_TOWER` for one without further towers too.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class InitialCheckpoint:
         *,
         resample_patch_embed: bool = False,
         classes: Sequence[str] = (),
+        tower: str = MAIN_TOWER,
     ) -> None:
         """Open a checkpoint and compare its names and shapes with the model's.
 
@@ -150,6 +153,7 @@ class InitialCheckpoint:
             model: the description of the model, on the meta device.
             resample_patch_embed: let kernels of another patch size be resampled, as positions are.
             classes: names of the model's classes; if the file names the same in another order, its classifier follows.
+            tower: of which `model` is the description.
 
         Raises:
             UserError: the file cannot be read, its patch size is another one, or names or shapes differ in more than
@@ -157,6 +161,7 @@ class InitialCheckpoint:
         """
         path = Path(path)
         tensors = open_weights(path)
+        self.tower = tower
         self.left_out = tuple(
             name
             for name in tensors
@@ -256,7 +261,7 @@ class InitialCheckpoint:
     @property
     def towers(self) -> frozenset[str]:
         """The towers of the model that may have values here."""
-        return frozenset({MAIN_TOWER} | ({"text"} if any(name.startswith(_TEXT) for name in self._wanted) else set()))
+        return frozenset({self.tower} | ({"text"} if any(name.startswith(_TEXT) for name in self._wanted) else set()))
 
     @property
     def summary(self) -> str:
@@ -274,24 +279,44 @@ class InitialCheckpoint:
 
     def covers(self, layer: nn.Module) -> bool:
         """Whether the file gives every value of a layer."""
-        return not any(_prefix(layer) + name in self.newly_initialised for name in layer.state_dict())
+        return not any(self._name(layer, local) in self.newly_initialised for local in layer.state_dict())
+
+    def _name(self, layer: nn.Module, local: str) -> str:
+        """The name in the file of a layer's tensor."""
+        name = _prefix(layer) + local
+        return name if self.tower == MAIN_TOWER else name.removeprefix(f"{self.tower}.")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for files of the same values; of each tensor at most 1,024 elements are read, from all over it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._values):
+            value = self._values[name]
+            flat = value.reshape(-1)
+            read = flat[:: max(1, flat.numel() // 1024)].to(torch.float64)
+            digest.update(f"{name} {tuple(value.shape)} ".encode() + read.numpy().tobytes())
+        return digest.hexdigest()
 
     def load(self, layer: nn.Module) -> None:
         """Copy the file's values into a layer of `take_apart`; only these are read."""
         with torch.no_grad():
             for local, tensor in layer.state_dict().items():
-                name = _prefix(layer) + local
+                name = self._name(layer, local)
                 if name not in self.newly_initialised:
                     value = self._values[name]
                     tensor.copy_(value[self._rows] if self._rows and name in self._classifier else value)
 
 
-def find_pretrained(model: TimmViT) -> tuple[Path, str]:
+def find_pretrained(
+    model: TimmViT, flag: str = "--pretrained", instead: str = "--initial-checkpoint"
+) -> tuple[Path, str]:
     """The weights that a model's name stands for: timm's or a repository's, downloaded if they are not in the cache, or
     those in its folder.
 
     Args:
         model: from `create_model`; its `pretrained_cfg` says which: the tag given, else timm's default.
+        flag: that asks for them, for messages.
+        instead: the flag that takes a file of them.
 
     Returns:
         The file in the cache, or the folder; the name with its tag, the repository and the revision, for people.
@@ -308,10 +333,11 @@ def find_pretrained(model: TimmViT) -> tuple[Path, str]:
     if not repository:
         way_out = "drop the flag, or use one of the names of `timm.list_pretrained('vit_*')`"
         if cfg.get("url"):
-            way_out = f"download {cfg['url']} and give that file by --initial-checkpoint"
-        raise UserError(f"--pretrained: timm has no weights of {name} on the Hugging Face Hub; {way_out}")
+            way_out = f"download {cfg['url']} and give that file by {instead}"
+        raise UserError(f"{flag}: timm has no weights of {name} on the Hugging Face Hub; {way_out}")
     whole = cfg.get("hf_hub_filename") or HF_WEIGHTS_NAME
     files = [*_get_safe_alternatives(whole), whole]  # timm's order: safetensors first
-    what = f"--pretrained: the weights of {name} are"
-    path = hub_file(repository, files, what, ", or give that file by --initial-checkpoint in place of --pretrained")
+    what = f"{flag}: the weights of {name} are"
+    in_place = f" in place of {flag}" if flag == "--pretrained" else ""  # a teacher's file needs its name
+    path = hub_file(repository, files, what, f", or give that file by {instead}{in_place}")
     return path, f"{name} ({repository}, revision {path.parent.name[:12]})"

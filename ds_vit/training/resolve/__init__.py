@@ -31,7 +31,7 @@ from ds_vit.data import Share, Source
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.models import BlockLayer, names_and_shapes
+from ds_vit.models import BlockLayer
 from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags
@@ -125,9 +125,10 @@ class Resolved:
     def identity(self) -> dict[str, Any]:
         """What has to be the same in a run that resumes from a checkpoint of this one."""
         sizes, source = self.image_sizes, self.data.train_source
-        shapes = names_and_shapes(self.model.whole)
+        shapes = self.model.saved_shapes
         return {
             "task": self.config.task,
+            **{tower: checkpoint.fingerprint for tower, checkpoint in self.model.fixed.items()},
             **self.model.task.identity(),
             "model": self.config.model,
             "num_classes": self.config.num_classes,

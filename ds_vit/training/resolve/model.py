@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,16 @@ from ds_vit.data import ImageConfig, describe_cut_captions
 from ds_vit.data.augment.on_device import worker_transform
 from ds_vit.data.settings import resolve_pixels
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, ContrastiveModel, ModelSpec, TimmViT, frozen_names, image_size, tower_of
+from ds_vit.models import (
+    MAIN_TOWER,
+    ContrastiveModel,
+    ModelSpec,
+    TimmViT,
+    frozen_names,
+    image_size,
+    names_and_shapes,
+    tower_of,
+)
 from ds_vit.models.kept_rows import check_kept
 from ds_vit.models.layers import tower_names
 from ds_vit.models.resolution import check_sizes
@@ -28,6 +37,7 @@ from ds_vit.planner.pipeline import fastest_stages, stage_bounds
 from ds_vit.tasks import Task
 from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
+from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.weights import InitialCheckpoint, find_pretrained
 
 
@@ -41,6 +51,7 @@ class ModelConfig:
         task: its training task.
         image: its input.
         initial_checkpoint: the source of its weights; None for random ones, and in a run that resumes.
+        fixed: the sources of the weights of `Task.fixed_towers`, by tower; in a run that resumes too.
         frozen: timm names of parameters that are not trained.
         bounds: pipeline stage i has the layers from bounds[i] up to, and without, bounds[i + 1].
         class_parallel: the classifier is sharded over classes.
@@ -52,6 +63,7 @@ class ModelConfig:
     task: Task
     image: ImageConfig
     initial_checkpoint: InitialCheckpoint | None
+    fixed: Mapping[str, InitialCheckpoint]
     frozen: frozenset[str] = field(repr=False)
     bounds: tuple[int, ...]
     class_parallel: bool
@@ -65,6 +77,17 @@ class ModelConfig:
         """
         *_, last, end = self.bounds
         return end - last > 1
+
+    @property
+    def saved_shapes(self) -> dict[str, torch.Size]:
+        """timm name → whole shape of what checkpoints have, in the model's order."""
+        shapes = names_and_shapes(self.whole)
+        return {name: shape for name, shape in shapes.items() if not self.task.is_fixed(name)}
+
+    def weights_of(self, tower: str) -> InitialCheckpoint | None:
+        """The source of a tower's weights; None where they are drawn, or come from a checkpoint of the run."""
+        initial = self.initial_checkpoint
+        return self.fixed.get(tower) or (initial if initial and tower in initial.towers else None)
 
 
 def resolve_model(
@@ -93,11 +116,13 @@ def resolve_model(
         img_size=config.img_size,
         drop_path=config.drop_path if "drop_path" in explicit else None,
         model_kwargs={**config.model_kwargs, **({"drop_rate": config.drop} if config.drop else {})},
+        teacher=describe_teacher(config),
     )
     whole = task_type.create_model(spec, config, for_training=not config.eval_only)
     classes = data.train_source.class_names if task_type.has_classes else ()
     initial, notes = (None, []) if resumes else _initial_weights(config, whole, classes)
-    notes += _unseen_pixels(whole)
+    fixed, of_teacher = open_teacher(config, whole, classes) if spec.teacher else ({}, [])
+    notes += [*of_teacher, *_unseen_pixels(whole)]
     if config.tp > 1:
         for name in tower_names(whole):
             check_cut(tower_of(whole, name), config.tp)
@@ -121,6 +146,7 @@ def resolve_model(
         task=task,
         image=image,
         initial_checkpoint=initial,
+        fixed=fixed,
         frozen=frozen,
         bounds=stage_bounds(config.pp_partition, config.pp, whole, frozen),
         class_parallel=_class_parallel(config, num_classes),

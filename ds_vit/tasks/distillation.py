@@ -1,0 +1,180 @@
+"""Distillation of a classifier from a fixed teacher (Hinton et al. 2015; Touvron et al. 2021), as timm's `timm.task`.
+
+The teacher is a frozen tower next to the student, which sees the same augmented and mixed images. It is in evaluation
+mode in every step, is loaded from its source at each start of a run, and is in no checkpoint and no exported file.
+
+Shapes: B samples of a micro-batch, C classes, c of them on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_vit.config import RunConfig
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, image_size
+from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, gather_logits, own_classes
+from ds_vit.tasks.classification import Classification
+from ds_vit.tasks.metrics import Batch
+from ds_vit.tasks.task import StepContext
+
+TEACHER = "teacher"
+_ONE_SIZE = "its teacher takes images of one size"
+
+
+def loss_weights(task: float | None, distill: float | None) -> tuple[float, float]:
+    """The weights of the loss against the labels and of that against the teacher, by timm's rule.
+
+    Both default to 1; with only the first one given, the second is 1 minus it.
+    """
+    if distill is None:
+        return (1.0, 1.0) if task is None else (task, 1.0 - task)
+    return (1.0 if task is None else task), distill
+
+
+def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL divergence of the student's softened probabilities from the teacher's, times temperature squared, a scalar.
+
+    Args:
+        student: logits fp32 [B, C].
+        teacher: logits fp32 [B, C].
+        temperature: of both; the factor keeps the gradient's size (Hinton et al. 2015, section 2).
+    """
+    own, wanted = (F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher))
+    return F.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
+
+
+def class_parallel_soft_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float, tp: TensorParallel
+) -> torch.Tensor:
+    """`soft_loss` of a student whose logits are sharded over the classes, the same on every rank.
+
+    Args:
+        student: logits fp32 [B, c] of this rank, without padding.
+        teacher: logits fp32 [B, C] of all classes.
+        temperature: of both.
+        tp: the ranks over which the classes are sharded.
+    """
+    first, count = own_classes(teacher.shape[1], tp)
+    wanted = F.log_softmax(teacher / temperature, dim=1)
+    entropy = -(wanted.exp() * wanted).sum(dim=1).mean()
+    own = wanted[:, first : first + count].exp()
+    return (SoftmaxCrossEntropy.apply(student / temperature, own, tp) - entropy) * temperature**2
+
+
+def hard_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy against the teacher's most probable class (Touvron et al. 2021, equation 3), a scalar.
+
+    Args:
+        student: logits fp32 [B, C].
+        teacher: logits fp32 [B, C].
+    """
+    return F.cross_entropy(student, teacher.argmax(dim=1))
+
+
+def class_parallel_hard_loss(student: torch.Tensor, teacher: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """`hard_loss` of a student whose logits are sharded over the classes; arguments as `class_parallel_soft_loss`."""
+    first, count = own_classes(teacher.shape[1], tp)
+    classes = torch.arange(first, first + count, device=teacher.device)
+    own = (teacher.argmax(dim=1)[:, None] == classes).float()
+    return SoftmaxCrossEntropy.apply(student, own, tp)
+
+
+class Distillation(Classification):
+    """`--task classification` with a teacher: `--kd-model-name` or `--kd-checkpoint`."""
+
+    fixed_towers = (TEACHER,)
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes"), _ONE_SIZE),
+        "auto_batch": "its trial step leaves out the teacher",
+    }
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> nn.Module:
+        """As `Task.create_model`: the student, with the teacher as a further tower.
+
+        The teacher takes images of the student's size: its position embeddings are resampled where it has another one.
+        """
+        student = create_model(spec, for_training=for_training)
+        assert spec.teacher is not None, "resolve_model describes the teacher"
+        asked = replace(spec.teacher.model, num_classes=spec.num_classes, img_size=image_size(student), drop_path=0.0)
+        teacher = create_model(asked, for_training=False)
+        teacher.pretrained_cfg = {**teacher.pretrained_cfg, **spec.teacher.pixels}
+        student.teacher = teacher.requires_grad_(False)
+        student.further_towers = (TEACHER,)
+        return student
+
+    @classmethod
+    def towers(cls, model: nn.Module) -> dict[str, list[Layer]]:
+        """As `Task.towers`; the teacher's layers are in evaluation mode in training too."""
+        towers = super().towers(model)
+        for layer in towers[TEACHER]:
+            layer.evaluates_only = True
+            layer.eval()
+        return towers
+
+    def check(self) -> None:
+        """As `Task.check`."""
+        super().check()
+        if self.config.pp > 1:
+            raise UserError(
+                f"--pp {self.config.pp}: a student and its teacher are not split into pipeline stages; use --pp 1, and "
+                "ZeRO-3 or --tp to shard both"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`ModelConfig.fixed`)."""
+        names = ("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight")
+        return {name: getattr(self.config, name) for name in names}
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def setup(self, context: StepContext) -> None:
+        """As `Task.setup`."""
+        super().setup(context)
+        self._weights = loss_weights(self.config.task_loss_weight, self.config.distill_loss_weight)
+        cfg = self.model.teacher.pretrained_cfg
+
+        def channels(values: object) -> torch.Tensor:
+            return torch.tensor(values, device=context.device).view(1, -1, 1, 1)
+
+        self._mean, self._std = channels(self.image.mean), channels(self.image.std)
+        self._teacher_mean, self._teacher_std = channels(cfg["mean"]), channels(cfg["std"])
+        self._same_pixels = tuple(cfg["mean"]) == self.image.mean and tuple(cfg["std"]) == self.image.std
+
+    def _seen_by_teacher(self, images: torch.Tensor) -> torch.Tensor:
+        """Images [B, 3, H, W] that are normalised for the student, normalised for the teacher."""
+        if self._same_pixels:
+            return images
+        pixels = images.float() * self._std + self._mean
+        return ((pixels - self._teacher_mean) / self._teacher_std).to(images.dtype)
+
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """As `Task.step`."""
+        seen = self._seen_by_teacher(batch["images"])
+        taught = context.forward(TEACHER, [seen], batch, grad=False)
+        outputs = context.forward(MAIN_TOWER, [batch["images"]], batch)
+        with torch.autocast(outputs.device.type, enabled=False):
+            of_labels, of_teacher = self._loss(outputs, batch), self._distill_loss(outputs, taught, context)
+        of_task, of_distilling = self._weights
+        return of_task * of_labels + of_distilling * of_teacher
+
+    def _distill_loss(self, outputs: torch.Tensor, taught: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The loss against the teacher's logits [B, c], a fp32 scalar."""
+        tp, hard, temperature = context.class_parallel, self.config.kd_loss_type == "hard", self.config.kd_temperature
+        if tp is None:
+            student, teacher = outputs.float(), taught.float()
+            return hard_loss(student, teacher) if hard else soft_loss(student, teacher, temperature)
+        teacher = gather_logits(taught, num_classes=self.num_classes, tp=tp).float()
+        student = outputs[:, : own_classes(self.num_classes, tp)[1]].float()
+        if hard:
+            return class_parallel_hard_loss(student, teacher, tp)
+        return class_parallel_soft_loss(student, teacher, temperature, tp)

@@ -1,0 +1,93 @@
+"""The fixed teacher of a run that distils: its description and its weights, checked before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_vit.config import RunConfig, load_recipe
+from ds_vit.data.settings import PIXEL_FLAGS
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import ModelSpec, TeacherSpec, TimmViT, image_size
+from ds_vit.tasks import task_of
+from ds_vit.tasks.distillation import TEACHER
+from ds_vit.weights import InitialCheckpoint, find_pretrained
+from ds_vit.weights.files import StoredWeights, find_weights
+
+
+def describe_teacher(config: RunConfig) -> TeacherSpec | None:
+    """The teacher of `--kd-model-name` and `--kd-checkpoint`; None without them.
+
+    A run of ours describes its model itself. Its dropout and drop-path are left out: a teacher is in evaluation mode.
+
+    Raises:
+        UserError: there are no such weights, or nothing says which model they are of.
+    """
+    if not config.kd_model_name and not config.kd_checkpoint:
+        return None
+    stored = _stored(config)
+    values: dict[str, Any] = load_recipe(str(stored.recipe)) if stored and stored.recipe else {}
+    name = values.get("model", config.kd_model_name)
+    if not name:
+        raise UserError(
+            f"--kd-checkpoint {config.kd_checkpoint}: no config.yaml says which model these weights are of: give "
+            "--kd-model-name"
+        )
+    if config.kd_model_name not in ("", name):
+        raise UserError(
+            f"--kd-model-name {config.kd_model_name}: the run of --kd-checkpoint {config.kd_checkpoint} trained "
+            f"{name}; drop --kd-model-name"
+        )
+    task = task_of(values)
+    if task.takes_pairs or not task.has_classes:
+        raise UserError(
+            f"--kd-checkpoint {config.kd_checkpoint} is a run of --task {task.name}, whose model has no classes; "
+            f"--kd-distill-type {config.kd_distill_type} needs a classifier as teacher"
+        )
+    given = values.get("model_kwargs") or {}
+    kwargs = {key: value for key, value in given.items() if not key.endswith("drop_rate")}
+    pixels = {key: values[key] for key in PIXEL_FLAGS if key in ("mean", "std") and values.get(key)}
+    return TeacherSpec(ModelSpec(name, model_kwargs=kwargs), pixels)
+
+
+def _stored(config: RunConfig) -> StoredWeights | None:
+    if not config.kd_checkpoint:
+        return None
+    try:
+        stored = find_weights(config.kd_checkpoint)
+        stored.verify()
+    except UserError as error:
+        raise UserError(f"--kd-checkpoint {config.kd_checkpoint}: {error}") from error
+    return stored
+
+
+def open_teacher(
+    config: RunConfig, whole: TimmViT, classes: Sequence[str]
+) -> tuple[dict[str, InitialCheckpoint], list[str]]:
+    """The weights of the teacher by its tower, and lines for people.
+
+    Args:
+        config: the flags.
+        whole: the student, with the teacher as a further tower.
+        classes: names of the student's classes; a teacher that names the same in another order is reordered.
+
+    Raises:
+        UserError: the weights do not fit, are of another number of classes, or cannot be found.
+    """
+    teacher = whole.get_submodule(TEACHER)
+    stored = _stored(config)
+    path: str | Path
+    if stored:
+        path, source = stored.path, config.kd_checkpoint
+    else:
+        path, source = find_pretrained(teacher, "--kd-model-name", "--kd-checkpoint")
+    checkpoint = InitialCheckpoint(path, teacher, classes=classes, tower=TEACHER)
+    if checkpoint.newly_initialised:
+        theirs = next((shape[0] for name, shape in checkpoint.ignored.items() if name.endswith("head.weight")), 0)
+        raise UserError(
+            f"the teacher of {source} has {theirs} classes and the student {whole.num_classes}: both need the same; "
+            "fine-tune the teacher on this data first, and give its run by --kd-checkpoint"
+        )
+    height, width = image_size(teacher)
+    return {TEACHER: checkpoint}, [f"teacher from {source}, at {height} x {width} pixels: {checkpoint.summary}"]

@@ -1,0 +1,307 @@
+"""Distillation: the curve of timm's own task classes in every layout, and a teacher that is in no file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from curves import assert_same_curve, checkpoints_in_time, read_rows
+from pairwise import cover
+from project import write_config
+from runs import refusal, resolved
+from safetensors.torch import load_file, save_file
+from timm.loss import SoftTargetCrossEntropy
+from timm.models import save_for_hf
+from timm.task import LogitDistillationTask
+
+from ds_vit.checkpoint.folder import newest, open_checkpoint
+from ds_vit.tasks.distillation import loss_weights
+from ds_vit.training.build import input_config
+from ds_vit.training.inputs import InputPipeline
+
+STEPS, BATCH, CLIP, TEMPERATURE = 10, 24, 0.1, 3.0
+NAME = "vit_tiny_patch16_224"
+STUDENT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+# Dropout that only evaluation mode switches off.
+TEACHER = {"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "proj_drop_rate": 0.3, "drop_path_rate": 0.3}
+PIXELS = {"mean": (0.5, 0.4, 0.3), "std": (0.3, 0.2, 0.4)}  # of the teacher
+SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.05}}
+RUN = [
+    *("--dataset", "digits", "--model", NAME, "--img-size", 16, "--workers", 0, "--val-split", ""),
+    *("--model-kwargs", *(f"{key}={value}" for key, value in STUDENT.items())),
+    *("--mixup", 0.4, "--sched", "constant", "--warmup-epochs", 0, "--epochs", 1, "--log-interval", 1),
+    *("--max-steps", STEPS, "--checkpoint-interval", 0),
+]
+KINDS = {
+    "soft": ["--kd-temperature", TEMPERATURE, "--task-loss-weight", 0.3],
+    "hard": ["--kd-loss-type", "hard", "--distill-loss-weight", 0.7, "--task-loss-weight", 0.5],
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A folder with timm's random student, and a teacher in timm's own form with another normalisation."""
+    folder = tmp_path_factory.mktemp("weights")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        student = timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT)
+        save_file(student.state_dict(), str(folder / "student.safetensors"))
+        write_teacher(folder / "teacher")
+    return folder
+
+
+def write_teacher(folder, num_classes=10, **changes):
+    """A random teacher that is sure of what it says, as timm saves a model."""
+    kwargs = {**TEACHER, **changes}
+    model = timm.create_model(NAME, num_classes=num_classes, img_size=16, **kwargs)
+    torch.nn.init.normal_(model.head.weight, std=0.7)
+    model.pretrained_cfg |= PIXELS
+    save_for_hf(model, folder, safe_serialization=True, model_args={"img_size": 16, **kwargs})
+
+
+def command(weights, output, kind, micro_batch, accumulation, stage, *words):
+    """The command line of a run, except its ranks."""
+    config = write_config(output.with_suffix(".json"), stage, optimizer=SGD, gradient_clipping=CLIP)
+    argv = ["--deepspeed_config", config, *RUN, *KINDS[kind], "-b", micro_batch, "--grad-accum-steps", accumulation]
+    argv += ["--initial-checkpoint", weights / "student.safetensors", "--output", output]
+    argv += ["--kd-model-name", f"local-dir:{weights / 'teacher'}"]
+    return [str(word) for word in [*argv, *words]]
+
+
+# ---- timm's task -----------------------------------------------------------------------------------------------------
+
+
+class HardDistillationTask(LogitDistillationTask):
+    """timm has hard targets for distillation tokens only."""
+
+    def forward(self, input, target):
+        logits = self.trainable_module(input)
+        with torch.no_grad():
+            taught = self.teacher(self.teacher.normalize_input(input, self.student_mean, self.student_std))
+        loss = self.task_loss_weight * self.criterion(logits, target)
+        return {"loss": loss + self.distill_loss_weight * F.cross_entropy(logits, taught.argmax(1))}
+
+
+def timm_task(weights, kind):
+    """timm's task of a kind, with the same weights."""
+    student = timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT)
+    student.load_state_dict(load_file(str(weights / "student.safetensors")))
+    teacher = timm.create_model(f"local-dir:{weights / 'teacher'}", pretrained=True)
+    assert teacher.pretrained_cfg["mean"] != student.pretrained_cfg["mean"]
+    shared = {"student_model": student, "teacher_model": teacher.requires_grad_(False), "verbose": False}
+    shared |= {"criterion": SoftTargetCrossEntropy(), "device": torch.device("cpu")}
+    if kind == "soft":
+        return LogitDistillationTask(**shared, temperature=TEMPERATURE, task_loss_weight=0.3)
+    return HardDistillationTask(**shared, distill_loss_weight=0.7, task_loss_weight=0.5)
+
+
+@pytest.fixture(scope="module")
+def expected(weights, tmp_path_factory):
+    """Kind → loss and gradient norm of each step in torch and timm alone, on the run's own batches."""
+    folder = tmp_path_factory.mktemp("expected")
+
+    @functools.cache
+    def curve(kind):
+        plan = resolved(command(weights, folder / kind, kind, BATCH, 1, 1))
+        engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+        batches = InputPipeline(input_config(plan), engine, SimpleNamespace(waited=lambda seconds: None)).training()
+        task = timm_task(weights, kind).train()
+        trained = dict(task.trainable_module.named_parameters())
+        no_decay = [p for name, p in trained.items() if p.ndim < 2 or name in ("cls_token", "pos_embed")]
+        decayed = [p for name, p in trained.items() if p.ndim >= 2 and name not in ("cls_token", "pos_embed")]
+        groups = [{"params": decayed}, {"params": no_decay, "weight_decay": 0.0}]
+        optimizer, rows = torch.optim.SGD(groups, **SGD["params"]), []
+        for step, batch in enumerate(itertools.islice(batches, STEPS), start=1):
+            optimizer.zero_grad()
+            loss = task(batch["images"], batch["targets"])["loss"]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
+            optimizer.step()
+            rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+        assert all(row["grad_norm"] > 1.5 * CLIP for row in rows), "clipping does nothing"
+        return rows
+
+    return curve
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def _cases():
+    """(kind, ranks, accumulation, ZeRO stage, further flags) of one global batch."""
+    for kind, dp, accumulation, stage, how in itertools.product(
+        KINDS, (1, 2, 3), (1, 4), (0, 1, 2, 3), ("plain", "recomputed", "tp 2", "class-parallel", "sequence-parallel")
+    ):
+        if BATCH % (dp * accumulation) == 0 and not (dp == 3 and "parallel" in how):
+            yield {"kind": kind, "dp": dp, "accumulation": accumulation, "stage": stage, "how": how}
+
+
+HOW = {
+    "plain": (1, []),
+    "recomputed": (1, ["--grad-checkpointing"]),
+    "tp 2": (2, ["--tp", 2, "--class-parallel", "off"]),
+    "class-parallel": (2, ["--tp", 2, "--class-parallel", "on"]),
+    "sequence-parallel": (2, ["--tp", 2, "--sequence-parallel"]),
+}
+CASES = cover([case for case in _cases() if case["dp"] * HOW[case["how"]][0] <= 4])
+
+
+def train_on_rank(argv, breakage=None):
+    """On a rank: the exit code of a run; `breakage` names one of the functions below."""
+    from ds_vit.train import main
+
+    with checkpoints_in_time(), globals()[breakage]() if breakage else contextlib.nullcontext():
+        return main(argv)
+
+
+def train(ranks, weights, output, case, *words, breakage=None):
+    """All rows of a run in a layout."""
+    tp, more = HOW[case["how"]]
+    micro_batch = BATCH // (case["dp"] * case["accumulation"])
+    shape = (micro_batch, case["accumulation"], case["stage"])
+    world = tp * case["dp"]
+    argv = command(weights, output, case["kind"], *shape, *more, *words)
+    assert ranks.run(world, train_on_rank, argv, breakage) == [0] * world
+    return read_rows(output)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_the_curve_is_that_of_timms_task(ranks, weights, expected, tmp_path, case):
+    # Catches: a teacher in training mode, images normalised for the student, a temperature or a weight that is left
+    # out, a mean over a rank's samples or classes, a teacher that ZeRO or tensor parallelism changes.
+    assert_same_curve(expected(case["kind"]), train(ranks, weights, tmp_path / "run", case), rtol=1e-5)
+
+
+BASE = {"kind": "soft", "dp": 1, "accumulation": 1, "stage": 1, "how": "plain"}
+
+
+def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks, weights, expected, tmp_path):
+    # Catches: a teacher in checkpoints or in the exported weights, one that is not loaded again after a resume.
+    first, second = BASE | {"dp": 2, "stage": 3}, BASE | {"how": "tp 2", "accumulation": 4}
+    words = ("--checkpoint-interval", 5)
+    train(ranks, weights, tmp_path / "run", first, *words, "--max-steps", 5)
+    rows = train(ranks, weights, tmp_path / "run", second, *words, "--resume", "auto")
+    assert_same_curve(expected("soft"), rows, rtol=1e-5)
+    names = set(timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT).state_dict())
+    checkpoint, _ = newest(tmp_path / "run" / "checkpoints")
+    assert set(open_checkpoint(checkpoint.path).tensors("model")) == names
+    assert set(load_file(str(tmp_path / "run" / "model.safetensors"))) == names
+
+
+# ---- what is broken is seen ------------------------------------------------------------------------------------------
+
+
+def teacher_in_training_mode():
+    """Its dropout draws."""
+    from ds_vit.models import Layer
+
+    return mock.patch.object(Layer, "train", torch.nn.Module.train)
+
+
+def no_squared_temperature():
+    """The loss is the mere divergence."""
+    from ds_vit.tasks import distillation
+
+    whole = distillation.soft_loss
+    return mock.patch.object(distillation, "soft_loss", lambda s, t, temperature: whole(s, t, temperature) / 9.0)
+
+
+def weights_swapped():
+    """The weight of one loss is the other's."""
+    from ds_vit.tasks import distillation
+
+    whole = distillation.loss_weights
+    return mock.patch.object(distillation, "loss_weights", lambda *given: whole(*given)[::-1])
+
+
+def images_of_the_student():
+    """The teacher gets images with the student's normalisation."""
+    from ds_vit.tasks.distillation import Distillation
+
+    return mock.patch.object(Distillation, "_seen_by_teacher", lambda self, images: images)
+
+
+@contextlib.contextmanager
+def teacher_is_trained():
+    """Gradients reach the teacher, and its norm is counted."""
+    from ds_vit.engine.plain import PlainContext
+    from ds_vit.tasks.distillation import Distillation
+
+    create, forward = Distillation.create_model.__func__, PlainContext.forward
+
+    def trained(cls, *args, **kwargs):
+        whole = create(cls, *args, **kwargs)
+        whole.teacher.requires_grad_(True)
+        return whole
+
+    def with_gradient(self, tower, inputs, batch, *, grad=True):
+        return forward(self, tower, inputs, batch)
+
+    with (
+        mock.patch.object(Distillation, "create_model", classmethod(trained)),
+        mock.patch.object(PlainContext, "forward", with_gradient),
+    ):
+        yield
+
+
+BREAKAGES = [teacher_in_training_mode, no_squared_temperature, weights_swapped, images_of_the_student]
+BREAKAGES += [teacher_is_trained]
+
+
+@pytest.mark.parametrize("breakage", [breakage.__name__ for breakage in BREAKAGES])
+def test_what_is_broken_is_seen(ranks, weights, expected, tmp_path, breakage):
+    rows = train(ranks, weights, tmp_path / "run", BASE, breakage=breakage)
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_curve(expected("soft"), rows, rtol=1e-5)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [*itertools.product((None, 0.0, 0.3), repeat=2)])
+def test_the_weights_of_the_losses_are_timms(given):
+    """One weight without the other: timm's three rules."""
+    task, distill = given
+    model = timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT)
+    theirs = LogitDistillationTask(model, model, task_loss_weight=task, distill_loss_weight=distill, verbose=False)
+    assert loss_weights(task, distill) == (theirs.task_loss_weight, theirs.distill_loss_weight)
+
+
+def test_a_teacher_of_other_classes_is_refused(capsys, weights, tmp_path):
+    write_teacher(tmp_path / "other", num_classes=7)
+    argv = command(weights, tmp_path / "run", "soft", BATCH, 1, 1, "--kd-model-name", f"local-dir:{tmp_path / 'other'}")
+    assert "has 7 classes and the student 10: both need the same" in refusal(capsys, argv)
+
+
+REFUSED = {
+    "--pp": (("--pp", 2), "--pp 2: a student and its teacher are not split into pipeline stages"),
+    "several sizes": (("--train-img-sizes", 8, 16), "--train-img-sizes has no effect with --task classification: its"),
+    "no name": (("--kd-checkpoint", "{weights}/student.safetensors", "--kd-model-name", ""), "give --kd-model-name"),
+    "no such run": (("--kd-checkpoint", "{weights}/none"), "none does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(capsys, weights, tmp_path, case):
+    words, said = REFUSED[case]
+    words = [str(word).format(weights=weights) for word in words]
+    argv = command(weights, tmp_path / "run", "soft", BATCH, 1, 1, *words)
+    if case == "--pp":
+        with pytest.raises(ValueError, match=said):
+            resolved(argv, world=2)
+    else:
+        assert said in refusal(capsys, argv)
+
+
+def test_flags_without_a_teacher_are_refused(capsys, weights, tmp_path):
+    argv = command(weights, tmp_path / "run", "hard", BATCH, 1, 1, "--kd-model-name", "")
+    argv = [word for word in argv if word not in ("--task-loss-weight", "0.5", "--distill-loss-weight", "0.7")]
+    assert "without a teacher: --kd-model-name or --kd-checkpoint" in refusal(capsys, argv)
