@@ -77,9 +77,12 @@ class Layer(nn.Module):
         gives_features: whether, in evaluation, the last layer's outputs are the features of the images [B, D]; see
             `giving_features`.
         evaluates_only: whether it is in evaluation mode in training too: a layer of a fixed teacher.
+        images_per_sample: images of the model's size, or rows, that a sample of a training batch brings: in all calls
+            of a micro-batch, and in the largest one. Estimates of memory and time multiply by them.
     """
 
     num_tokens: TokenCount
+    images_per_sample: tuple[float, float] = (1.0, 1.0)
     prefix: str = ""
     gives_features: bool = False
     evaluates_only: bool = False
@@ -96,7 +99,17 @@ class Layer(nn.Module):
 
 
 class EmbedLayer(Layer):
-    """Images to tokens: patches, class and register tokens, positions."""
+    """Images to tokens: patches, class and register tokens, positions.
+
+    Attributes:
+        takes_sizes: whether each call may bring images of another size; see `SizeSwitch`.
+    """
+
+    takes_sizes: bool = False
+
+    def patches(self, images: torch.Tensor) -> torch.Tensor:
+        """images [B, C, height, width] -> [B, N, D]; [B, rows, columns, D] where positions are resampled."""
+        return self.patch_embed(images)
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """images [B, C, height, width] -> tokens [B, S, D]."""
@@ -117,7 +130,7 @@ class VisionTransformerEmbed(EmbedLayer, VisionTransformer):
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """As `EmbedLayer.embed`."""
-        return self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(images))))
+        return self.norm_pre(self.patch_drop(self._pos_embed(self.patches(images))))
 
 
 class EvaEmbed(EmbedLayer, Eva):
@@ -125,7 +138,7 @@ class EvaEmbed(EmbedLayer, Eva):
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """As `EmbedLayer.embed`."""
-        tokens, _ = self._pos_embed(self.patch_embed(images))
+        tokens, _ = self._pos_embed(self.patches(images))
         return self.norm_pre(tokens)
 
 
@@ -351,6 +364,13 @@ def encoder_layers(model: TimmViT) -> list[Layer]:
     return layers
 
 
+def head_layer(model: TimmViT) -> HeadLayer:
+    """The head of a `copy_to_take_apart`."""
+    head = _part(model, _ends_of(model)[1], _HEAD)
+    assert isinstance(head, HeadLayer)
+    return head
+
+
 def check_complete(layers: list[Layer], model: nn.Module) -> list[Layer]:
     """The layers, which must hold each parameter of the model once."""
     names, held = set(model.state_dict()), [name for layer in layers for name in layer.state_dict()]
@@ -423,7 +443,7 @@ def take_apart(model: TimmViT) -> list[Layer]:
     """
     own = copy_to_take_apart(model)
     layers = encoder_layers(own)
-    head = _part(own, _ends_of(own)[1], _HEAD)
+    head = head_layer(own)
     head.num_tokens = layers[-1].num_tokens
     layers[-1].class_token_is_read_alone = own.global_pool == "token" and own.attn_pool is None
     return check_complete([*layers, head], model)

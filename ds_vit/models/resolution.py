@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from timm.layers import PatchEmbed
 from timm.layers.format import Format
 from torch import nn
@@ -42,20 +44,59 @@ def set_image_size(module: nn.Module, size: int, patch_size: tuple[int, int]) ->
         size: pixels.
         patch_size: of the model; not every stage has its stem.
     """
-    grid = size // patch_size[0], size // patch_size[1]
-    ropes: dict[int, nn.Module] = {}
-    for layer in (child for child in module.modules() if isinstance(child, Layer)):
-        layer.num_tokens.num_patches = grid[0] * grid[1]
-        if isinstance(layer, EmbedLayer):
-            stem = layer.patch_embed
-            stem.img_size = (size, size)
-            layer.dynamic_img_size = grid != stem.grid_size
-            stem.flatten = not layer.dynamic_img_size
-            stem.output_fmt = Format.NHWC if layer.dynamic_img_size else Format.NCHW
-        elif (rope := getattr(layer, "rope", None)) is not None:
-            ropes[id(rope)] = rope
-    for rope in ropes.values():
-        if getattr(rope, "feat_shape", None) is None:  # a kind that caches no table
-            rope.grid_size = grid
-        else:
-            rope.update_feat_shape(grid)
+    SizeSwitch([child for child in module.modules() if isinstance(child, Layer)], patch_size).set(size)
+
+
+class SizeSwitch:
+    """Sets the image size of layers, as often as a step needs it.
+
+    Rotary tables of each size are computed once. Layers that are run again for their activations need the size of their
+    first run: `BlockRun` sets it.
+
+    Args:
+        layers: of a model that `check_sizes` accepts.
+        patch_size: of the model.
+    """
+
+    def __init__(self, layers: Sequence[Layer], patch_size: tuple[int, int]) -> None:
+        self._layers, self._patch_size = layers, patch_size
+        ropes = {
+            id(layer.rope): layer.rope
+            for layer in layers
+            if not isinstance(layer, EmbedLayer) and getattr(layer, "rope", None) is not None
+        }
+        self._ropes = [*ropes.values()]
+        self._tables: dict[int, list[tuple[Any, dict[str, torch.Tensor | None]]]] = {}
+        self._size: int | None = None
+
+    def set(self, size: int) -> None:
+        """Let the layers take square images of another size.
+
+        Args:
+            size: pixels.
+        """
+        if size == self._size:
+            return
+        self._size = size
+        grid = size // self._patch_size[0], size // self._patch_size[1]
+        for layer in self._layers:
+            layer.num_tokens.num_patches = grid[0] * grid[1]
+            if isinstance(layer, EmbedLayer):
+                stem = layer.patch_embed
+                stem.img_size = (size, size)
+                layer.dynamic_img_size = grid != stem.grid_size
+                stem.flatten = not layer.dynamic_img_size
+                stem.output_fmt = Format.NHWC if layer.dynamic_img_size else Format.NCHW
+        if size not in self._tables:
+            for rope in self._ropes:
+                if getattr(rope, "feat_shape", None) is None:  # a kind that caches no table
+                    rope.grid_size = grid
+                else:
+                    rope.update_feat_shape(grid)
+            self._tables[size] = [(getattr(rope, "feat_shape", None), {**rope._buffers}) for rope in self._ropes]
+        for rope, (shape, tables) in zip(self._ropes, self._tables[size], strict=True):
+            rope._buffers.update(tables)
+            if shape is None:
+                rope.grid_size = grid
+            else:
+                rope.feat_shape = shape

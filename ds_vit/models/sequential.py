@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.checkpointing import CheckpointFunction, recompute_all
 from ds_vit.models.kept_rows import find_rows
 from ds_vit.models.keyed_drop import KeyedDrop, Together, hash_together
-from ds_vit.models.layers import BlockLayer, Layer
+from ds_vit.models.layers import BlockLayer, EmbedLayer, Layer
+from ds_vit.models.resolution import SizeSwitch
 
 
 @dataclass(eq=False)
@@ -26,14 +28,16 @@ class BlockRun:
     """Consecutive blocks as a function of tensors, for a checkpoint function; only the tokens change in them.
 
     Hashed draws come as the last tensor: when the run is repeated, the drops may hold those of another micro-batch.
-    The computed rows are known by then, and stay with the run.
+    The computed rows and the image size are known by then, and stay with the run.
     """
 
     blocks: Sequence[BlockLayer]
     drops: Sequence[KeyedDrop]
     rows: Mapping[KeyedDrop, torch.Tensor] | None
+    set_size: Callable[[], None] = lambda: None
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        self.set_size()
         if not self.drops:
             return self._through(inputs)
         with Together(self.drops, inputs[-1], self.rows).active():
@@ -51,13 +55,16 @@ def run_layers(
     checkpoint_interval: int,
     checkpoint_function: CheckpointFunction,
     keys_on_host: torch.Tensor | None = None,
+    set_size: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run layers one after the other on `inputs`; returns the outputs of the last.
 
     All random draws of the layers are hashed before the first of them runs; `keys_on_host` are the samples' keys on the
     CPU, if they are known there. If gradients are enabled, every `checkpoint_interval` consecutive blocks are run by
-    `checkpoint_function`, which recomputes them in the backward pass; 0 keeps all activations.
+    `checkpoint_function`, which recomputes them in the backward pass; 0 keeps all activations. `set_size` is called
+    before the layers run, and before blocks run again.
     """
+    set_size()
     layers, keys = tuple(layers), inputs[1]
     drops = [drop for drop in dict.fromkeys(drop for layer in layers for drop in layer.keyed_drops()) if drop.draws]
     if keys is None:  # a module that draws says so itself
@@ -72,7 +79,10 @@ def run_layers(
                     inputs = layer(inputs)
                 continue
             while blocks := list(itertools.islice(group, checkpoint_interval)):
-                inputs = (checkpoint_function(BlockRun(blocks, drops, rows).forward, *inputs, *bits), *inputs[1:])
+                inputs = (
+                    checkpoint_function(BlockRun(blocks, drops, rows, set_size).forward, *inputs, *bits),
+                    *inputs[1:],
+                )
     return inputs
 
 
@@ -103,6 +113,9 @@ class SequentialViT(nn.Module):
         self.keys_on_host: torch.Tensor | None = None  # of the next forward pass, from the engine
         self.checkpoint_interval = checkpoint_interval
         self.checkpoint_function = checkpoint_function or recompute_all
+        embed = layers[0]
+        takes_sizes = isinstance(embed, EmbedLayer) and embed.takes_sizes
+        self._sizes = SizeSwitch(layers, embed.patch_embed.patch_size) if takes_sizes else None
 
     def forward(
         self, images: torch.Tensor, keys: torch.Tensor | None = None, *others: torch.Tensor | None
@@ -113,9 +126,11 @@ class SequentialViT(nn.Module):
         Raises:
             UserError: no keys for a model that draws random numbers: with drop-path, dropout or a mask.
         """
-        return run_layers(
-            self.layers, (images, keys, *others), self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
-        )
+        arguments = self.checkpoint_interval, self.checkpoint_function, self.keys_on_host
+        if self._sizes is None:
+            return run_layers(self.layers, (images, keys, *others), *arguments)
+        set_size = partial(self._sizes.set, images.shape[-1])
+        return run_layers(self.layers, (images, keys, *others), *arguments, set_size)
 
 
 class Towers(nn.Module):
