@@ -15,6 +15,7 @@ from ds_vit.models.masked_autoencoder import (
     masked_patches,
 )
 from ds_vit.models.param_groups import freeze, frozen_names, no_weight_decay_names
+from ds_vit.models.self_distillation import HeadSettings, SelfDistillationViT, create_self_distillation
 from ds_vit.models.sequential import SequentialViT, Towers, giving_features, run_layers, timm_names
 from ds_vit.models.text_tower import (
     TEXT_MODELS,
@@ -44,9 +45,11 @@ __all__ = [
     "BridgeTowerLayer",
     "CheckpointFunction",
     "ContrastiveModel",
+    "HeadSettings",
     "Layer",
     "MaskedAutoencoder",
     "ModelSpec",
+    "SelfDistillationViT",
     "SequentialViT",
     "TeacherSpec",
     "TextEmbed",
@@ -60,6 +63,7 @@ __all__ = [
     "create_bridge_tower",
     "create_contrastive_model",
     "create_model",
+    "create_self_distillation",
     "decoder_names",
     "freeze",
     "frozen_names",

@@ -34,10 +34,14 @@ from ds_vit.models import (
 )
 from ds_vit.models.checkpointing import GivenByDear, Storages, storages_of
 from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.layers import EmbedLayer
+from ds_vit.models.self_distillation import ProjectionHeadLayer
 from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.hardware import Accelerator
 
 Counted = TypeVar("Counted")
+_BEGIN = (TextEmbed, ProjectionHeadLayer)
+"""Layers that begin a tower which takes no images, and give an example of what it takes."""
 
 # One layer after the other
 
@@ -63,16 +67,16 @@ def count_each(
     """
     keys = torch.zeros(images, dtype=torch.int64, device="meta")
     value: Any = None
-    if not isinstance(layers[0], TextEmbed):
-        height, width = image_size(model)
-        value = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
     found: list[tuple[Counted, Any]] = []
     known: tuple[Any, ...] | None = None
     for layer in layers:
         layer.train(training)
-        if isinstance(layer, TextEmbed):  # begins a tower
+        if isinstance(layer, _BEGIN):
             value = (layer.example(images), keys)
-        elif isinstance(layer, BridgeTowerLayer):
+        elif value is None or isinstance(layer, EmbedLayer):
+            height, width = image_size(model)
+            value = (torch.empty(images, model.in_chans, height, width, device="meta", dtype=dtype), keys)
+        if isinstance(layer, BridgeTowerLayer):
             value = (*value, layer.example(images))
         key = (cost_key(layer.block), value[0].requires_grad) if isinstance(layer, BlockLayer) else None
         if key is not None and key == known:  # a block returns the shapes that it received
@@ -160,8 +164,9 @@ def count_flops(model: TimmViT, frozen: frozenset[str] = frozenset()) -> Flops:
             sizes = {names[name]: p.numel() for name, p in layer.named_parameters() if p.ndim > 1}
             trained = sum(size for name, size in sizes.items() if name not in frozen)
             has_gradient = has_gradient or any(name not in frozen for name in names.values())
-            forward += flops
-            training += flops * (1 + has_gradient + (trained / sum(sizes.values()) if sizes else has_gradient))
+            of_sample = flops * layer.images_per_sample[0]
+            forward += round(of_sample)
+            training += of_sample * (1 + has_gradient + (trained / sum(sizes.values()) if sizes else has_gradient))
     return Flops(forward, round(training))
 
 
@@ -240,6 +245,11 @@ class Pass(NamedTuple):
         """What selective recomputing repeats."""
         return Pass((), self.bytes, self.operations)
 
+    def times(self, images: float) -> Pass:
+        """Of a sample that brings several images; the number of operations stays."""
+        products = tuple(one._replace(rows=round(one.rows * images), flops=one.flops * images) for one in self.products)
+        return Pass(products, self.bytes * images, self.operations)
+
     def seconds(self, accelerator: Accelerator, of_type: int, micro_batch: int) -> float:
         """The device's time, or the host's where that is longer.
 
@@ -295,8 +305,8 @@ def work_of_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype) 
             outputs = _run_backward(layer, outputs)
         sizes, is_block = [parameter.numel() for parameter in layer.parameters()], isinstance(layer, BlockLayer)
         work = LayerWork(
-            forward.counted(),
-            backward.counted(),
+            forward.counted().times(layer.images_per_sample[0]),
+            backward.counted().times(layer.images_per_sample[0]),
             given=outputs[0].numel() * outputs[0].element_size() // _IMAGES,
             tensors=len(sizes),
             parameters=sum(sizes),
@@ -390,7 +400,11 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
 
     images = 2  # of a single one some copies are views
     found = count_each(model, layers, count, images=images, dtype=dtype)
-    return [Kept(total // images, inputs, *(part // images for part in parts)) for (total, *parts), inputs in found]
+    kept = []
+    for layer, (sizes, inputs) in zip(layers, found, strict=True):
+        total, *parts = (int(size / images * layer.images_per_sample[0]) for size in sizes)
+        kept.append(Kept(total, inputs, *parts))
+    return kept
 
 
 def saved_bytes(function: Callable[[], Any], held_anyway: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
@@ -451,10 +465,11 @@ def temporary_memory(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype
 
     few, more = ([made for made, _ in count_each(model, layers, count, images=n, dtype=dtype)] for n in (2, 4))
     found: dict[int, Temporary] = {}
-    for of_two, of_four in zip(few, more, strict=True):
+    for layer, of_two, of_four in zip(layers, few, more, strict=True):
         if id(of_two) not in found:  # blocks that are alike share one list
-            slopes = [(b - a) / 2 for a, b in zip(of_two, of_four, strict=True)]
-            found[id(of_two)] = Temporary(_fullest({(a - 2 * n, n) for a, n in zip(of_two, slopes, strict=True)}))
+            slopes, at_once = [(b - a) / 2 for a, b in zip(of_two, of_four, strict=True)], layer.images_per_sample[1]
+            moments = {(a - 2 * n, n * at_once) for a, n in zip(of_two, slopes, strict=True)}
+            found[id(of_two)] = Temporary(_fullest(moments))
     return [found[id(of_two)] for of_two in few]
 
 

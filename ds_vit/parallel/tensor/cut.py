@@ -22,6 +22,7 @@ from ds_vit.models.layers import (
     block_stacks,
 )
 from ds_vit.models.masked_autoencoder import BridgeLayer, PaintLayer
+from ds_vit.models.self_distillation import ProjectionHead, ProjectionHeadLayer
 from ds_vit.models.zoo import TimmViT
 from ds_vit.parallel.tensor.collectives import TensorParallel, join_tokens, split_tokens, sum_over_group
 from ds_vit.parallel.tensor.norm import ShardedNorm
@@ -62,6 +63,8 @@ def _refused_kind(model: TimmViT) -> str | None:
 
 def _counts(model: TimmViT) -> Iterator[tuple[str, int]]:
     """The numbers that a degree must divide: (name, number), for each module to shard."""
+    if isinstance(model, ProjectionHead):
+        yield "--prototypes", model.settings.prototypes
     parts = [
         (stack.removesuffix("blocks").replace("_", " "), block)
         for stack, blocks in block_stacks(model).items()
@@ -258,10 +261,12 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
         summed = [parameter for module, plan in _planned(layer) for parameter in _cut_module(module, plan, region)]
         if isinstance(layer, EmbedLayer) and isinstance(getattr(layer, "rope", None), RopeFrequencies):
             _shard(layer.rope, "freqs", 2, (layer.rope.freqs.shape[2],), tp)
+        if isinstance(layer, ProjectionHeadLayer):
+            _shard(layer.last_layer, "weight", 0, (layer.last_layer.weight.shape[0],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
             _cut_columns(layer.head, (layer.head.out_features,), tp)
             mix_in(layer.head, Entered, region=region)
-        if tp.sequence_parallel:
+        if tp.sequence_parallel and not isinstance(layer, ProjectionHeadLayer):
             _share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):
                 summed = [p for p in layer.parameters() if not getattr(p, "tensor_model_parallel", False)]

@@ -1,0 +1,317 @@
+"""A timm ViT with a projection head, and a teacher with its own: the model of DINO and iBOT.
+
+Caron et al. 2021 (https://arxiv.org/abs/2104.14294), Zhou et al. 2022 (https://arxiv.org/abs/2111.07832), with the
+choices of DINOv2 (Oquab et al. 2024, https://arxiv.org/abs/2304.07193; facebookresearch/dinov2): one head for class
+tokens and patches, initial values, and a mask token that replaces patches before the positions are added.
+
+The student's backbone is the main tower and has timm's names; `dino_head`, `teacher` and `teacher_head` are further
+towers. A backbone gives all its normed tokens in training and the class token in evaluation. It takes images of several
+sizes in one step. Weight normalisation of the prototypes is a function of the weight in the head's forward pass, so the
+weight is one parameter, and its norm is fixed at 1.
+
+Shapes: B images, S tokens, D width of the ViT, N patches, R rows of a head call, E width of the bottleneck, K
+prototypes (K / tp of a rank where they are sharded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.layers import trunc_normal_
+from torch import nn
+
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models.keyed_drop import mix_in, sample_keys
+from ds_vit.models.layers import (
+    EmbedLayer,
+    HeadLayer,
+    Layer,
+    TokenCount,
+    check_complete,
+    copy_to_take_apart,
+    encoder_layers,
+    head_layer,
+    take_apart,
+)
+from ds_vit.models.resolution import check_sizes
+from ds_vit.models.zoo import ModelSpec, TimmViT, create_model
+
+HEAD, TEACHER, TEACHER_HEAD = "dino_head", "teacher", "teacher_head"
+"""The further towers."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """Settings of the projection head; the defaults are DINOv2's.
+
+    Attributes:
+        prototypes: K.
+        hidden_dim: width of its two hidden layers.
+        bottleneck_dim: E.
+    """
+
+    prototypes: int = 65536
+    hidden_dim: int = 2048
+    bottleneck_dim: int = 256
+
+
+class Prototypes(nn.Module):
+    """The weight-normalised last layer without its product: the losses multiply by it, a few rows at a time.
+
+    Args:
+        count: K.
+        width: E.
+        device: of the weight, which gets no values.
+    """
+
+    def __init__(self, count: int, width: int, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width, device=device))
+
+    def forward(self) -> torch.Tensor:
+        """Each prototype divided by its length, float32 [K / tp, E]."""
+        return F.normalize(self.weight.float(), dim=-1)
+
+
+class ProjectionHead(nn.Module):
+    """The description of a head: three linear maps with GELU between them, and prototypes.
+
+    Attributes:
+        in_dim: D.
+        settings: of the head.
+        images_per_sample: of its layer.
+    """
+
+    attn_pool: ClassVar[None] = None
+    images_per_sample: tuple[float, float] = (1.0, 1.0)
+
+    def __init__(self, in_dim: int, settings: HeadSettings, device: str) -> None:
+        """Args: as the attributes, and the device, on which parameters get no values."""
+        super().__init__()
+        self.in_dim, self.settings = in_dim, settings
+        hidden, bottleneck = settings.hidden_dim, settings.bottleneck_dim
+        self.mlp = nn.Sequential(
+            nn.Linear(in_dim, hidden, device=device),
+            nn.GELU(),
+            nn.Linear(hidden, hidden, device=device),
+            nn.GELU(),
+            nn.Linear(hidden, bottleneck, device=device),
+        )
+        self.last_layer = Prototypes(settings.prototypes, bottleneck, device)
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """DINOv2's initial values."""
+        for module in self.mlp:
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        bound = self.settings.bottleneck_dim**-0.5
+        nn.init.uniform_(self.last_layer.weight, -bound, bound)
+
+
+class ProjectionHeadLayer(Layer):
+    """The one layer of a head's tower."""
+
+    def __init__(self, head: ProjectionHead) -> None:
+        """Args: a `copy_to_take_apart`."""
+        super().__init__()
+        self.mlp, self.last_layer = head.mlp, head.last_layer
+        self.num_tokens = TokenCount(1, 0)
+
+    def example(self, rows: int) -> torch.Tensor:
+        """Rows [R, D] without values, to count what the tower costs."""
+        first = self.mlp[0]
+        return torch.empty(rows, first.in_features, dtype=first.weight.dtype, device="meta")
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """(rows [R, D], …) -> float32 [R + K / tp, E]: rows of length 1, then this rank's prototypes of length 1.
+
+        One tensor, so that the prototypes are read within the forward pass of their owner, around which ZeRO-3 gathers
+        them, and gradients return to it.
+        """
+        rows = F.normalize(self.mlp(inputs[0]).float(), dim=-1)
+        return torch.cat((rows, self.last_layer()))
+
+
+class TokenViT(nn.Module):
+    """Mixed in before the class of a timm ViT: a backbone whose last layer gives tokens in training.
+
+    Attributes:
+        images_per_sample: of its layers.
+    """
+
+    images_per_sample: tuple[float, float] = (1.0, 1.0)
+
+
+class SelfDistillationViT(TokenViT):
+    """The same for the student, which has a mask token and describes all towers.
+
+    Attributes:
+        mask_token: replaces the embedding of masked patches [1, 1, D].
+        settings: of both heads.
+    """
+
+    further_towers: ClassVar = (HEAD, TEACHER, TEACHER_HEAD)
+    settings: HeadSettings
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """timm's initial values, and DINOv2's of the mask token."""
+        super().init_weights(needs_reset=needs_reset)
+        nn.init.zeros_(self.mask_token)
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's names and the mask token, which is treated like the class token."""
+        return super().no_weight_decay() | {"mask_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's groups; the mask token belongs to the stem, like the class token."""
+        groups = super().group_matcher(coarse)
+        return {**groups, "stem": rf"{groups['stem']}|mask_token"}
+
+
+def create_self_distillation(
+    spec: ModelSpec,
+    settings: HeadSettings,
+    *,
+    for_training: bool = True,
+    device: str = "meta",
+) -> SelfDistillationViT:
+    """The description of student, teacher and their heads, on the meta device without memory.
+
+    The teacher has no drop-path and no dropout, and is frozen.
+
+    Args:
+        spec: the backbone. Its number of classes is ignored: there is no classifier.
+        settings: of the heads.
+        for_training: as in `create_model`.
+        device: as in `create_model`; on another one than meta the values of heads and mask token are not set.
+
+    Raises:
+        UserError: as `create_model`; no class token that is read alone, patch dropout, overlapping patches, or images
+            that are not square or no multiple of the patch size.
+    """
+    spec = replace(spec, num_classes=0)
+    model = create_model(spec, for_training=for_training, device=device, classifier=False)
+    _check_backbone(model, spec)
+    none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
+    still = replace(spec, drop_path=0.0, model_kwargs={**spec.model_kwargs, **none})
+    teacher = create_model(still, for_training=for_training, device=device, classifier=False)
+    mix_in(teacher, TokenViT)
+    mix_in(model, SelfDistillationViT)
+    model.settings = settings
+    model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim, device=device))
+    towers = (
+        ProjectionHead(model.embed_dim, settings, device),
+        teacher,
+        ProjectionHead(model.embed_dim, settings, device),
+    )
+    for name, tower in zip(SelfDistillationViT.further_towers, towers, strict=True):
+        model.add_module(name, tower)
+    for tower in towers[1:]:
+        tower.requires_grad_(False)
+    return model
+
+
+def count_crops(model: SelfDistillationViT, *, num_local: int, local_size: int, masked_share: float) -> None:
+    """Tell the towers how much a sample brings, for estimates of memory and time.
+
+    A small crop counts by its share of a large one's tokens.
+
+    Args:
+        model: from `create_self_distillation`.
+        num_local: local crops of a sample, next to two global ones.
+        local_size: their side in pixels.
+        masked_share: expected share of the global crops' patches that are masked.
+    """
+    patch, patches, prefix = model.patch_embed.patch_size, model.patch_embed.num_patches, model.num_prefix_tokens
+    tokens_of_local = prefix + (local_size // patch[0]) * (local_size // patch[1])
+    of_locals = num_local * tokens_of_local / (prefix + patches)
+    model.images_per_sample = 2.0 + of_locals, max(2.0, of_locals)
+    model.teacher.images_per_sample = 2.0, 2.0
+    rows = 2.0 + 2.0 * patches * masked_share
+    model.dino_head.images_per_sample = rows + num_local, rows + num_local
+    model.teacher_head.images_per_sample = rows, rows
+
+
+def _check_backbone(model: TimmViT, spec: ModelSpec) -> None:
+    """Reject a backbone that cannot be trained this way."""
+    if model.global_pool != "token" or model.cls_token is None:
+        raise UserError(
+            f"--task dino reads the class token, and {spec.name!r} has global_pool {model.global_pool!r} and "
+            f"{'a' if model.cls_token is not None else 'no'} class token; add --model-kwargs class_token=true "
+            "global_pool=token"
+        )
+    if not isinstance(model.patch_drop, (nn.Identity, type(None))):
+        raise UserError(
+            f"model_kwargs patch_drop_rate {model.patch_drop.prob}: --task dino masks patches and predicts them, and "
+            "those that are left out have no prediction; drop patch_drop_rate"
+        )
+    height, width = model.patch_embed.img_size
+    if height != width:
+        raise UserError(f"--task dino takes square crops, and {spec.name!r} has images of {height} x {width}")
+    check_sizes(model, spec.name, [height])
+
+
+class MaskedEmbed(EmbedLayer):
+    """Mixed in before the class of an `EmbedLayer`: masks patches.
+
+    Attributes:
+        mask_token: of the student; the teacher has none.
+    """
+
+    takes_sizes = True
+
+    def forward(self, inputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """(images [B, C, height, width], keys int64 [B], mask bool [B, N] or None) -> (tokens [B, S, D], keys)."""
+        images, keys, mask, *_ = (*inputs, None)
+        self._mask = mask
+        try:
+            return super().forward((images, keys))
+        finally:
+            self._mask = None
+
+    def patches(self, images: torch.Tensor) -> torch.Tensor:
+        """As `EmbedLayer.patches`."""
+        patches = super().patches(images)
+        if self._mask is None:
+            return patches
+        mask = self._mask.view(*patches.shape[:-1], 1)
+        return torch.where(mask, self.mask_token.to(patches.dtype).view(-1), patches)
+
+
+class TokensHead(HeadLayer):
+    """Mixed in before the class of a `HeadLayer`: in training it gives all tokens [B, S, D] after the final norm."""
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """(tokens [B, S, D], keys int64 [B], …) -> normed tokens [B, S, D]; in evaluation, class tokens [B, D]."""
+        if not self.training:
+            return super().forward(inputs)
+        with sample_keys(self.keyed_drops(), inputs[1]):
+            return self.norm(inputs[0])
+
+
+@take_apart.register
+def _(model: TokenViT) -> list[Layer]:
+    """As timm's: depth + 2 layers."""
+    own = copy_to_take_apart(model)
+    layers = encoder_layers(own)
+    embed, head = layers[0], head_layer(own)
+    head.num_tokens = embed.num_tokens
+    mix_in(embed, MaskedEmbed)
+    mix_in(head, TokensHead)
+    if isinstance(model, SelfDistillationViT):
+        embed.mask_token = own.mask_token
+    for layer in (*layers, head):
+        layer.images_per_sample = model.images_per_sample
+    return check_complete([*layers, head], model)
+
+
+@take_apart.register
+def _(model: ProjectionHead) -> list[Layer]:
+    """One layer."""
+    layer = ProjectionHeadLayer(copy_to_take_apart(model))
+    layer.images_per_sample = model.images_per_sample
+    return check_complete([layer], model)
