@@ -196,6 +196,7 @@ class PipeEngine(Engine):
                 with torch.no_grad():
                     collected.append(self._task.collect(context, batch))
             coupled = self._task.couple(context, collected)
+            assert coupled.loss is not None, f"--task {self._task.name} has no chain of towers"
             staged.coupled_loss, staged.pieces = coupled.loss.detach(), iter(coupled.pieces)
         return chunk
 

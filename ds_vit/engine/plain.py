@@ -17,7 +17,7 @@ from ds_vit.engine.patches.overlap import Overlap
 from ds_vit.engine.step_guard import StepResult
 from ds_vit.models import Towers, giving_features
 from ds_vit.optim.ema import TeacherAverage
-from ds_vit.tasks import MAIN_TOWER, Batch, Task
+from ds_vit.tasks import Batch, Task
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,11 +74,10 @@ class PlainEngine(Engine):
     def _make_context(self, model: Towers, *, trains: bool, **shared: Any) -> PlainContext:
         context = PlainContext(towers=model, **shared)
         if self._task.teachers and trains:
-            pairs = [
-                pair
-                for teacher, student in self._task.teachers.items()
-                for pair in zip(model[teacher].parameters(), model[student].parameters(), strict=True)
-            ]
+            pairs = []
+            for teacher, student in self._task.teachers.items():
+                students = dict(model[student].named_parameters())  # it may have more (a mask token)
+                pairs += [(parameter, students[name]) for name, parameter in model[teacher].named_parameters()]
             context.teachers = TeacherAverage(self.zero_map, pairs)
         return context
 
@@ -107,8 +106,7 @@ class PlainEngine(Engine):
             if number == 0:
                 meanwhile()
             self.engine.backward(loss)
-            self._total = loss.detach() if self._total is None else self._total + loss.detach()
-            self._num_losses += 1
+            self._add(loss)
             self.engine.step()
         assert self._total is not None
         return self._result(self._total / self.accumulation)
@@ -120,11 +118,22 @@ class PlainEngine(Engine):
             collected = [self.engine(partial(self._task.collect, self.context, batch)) for batch in micro_batches]
         meanwhile()
         coupled = self.engine(partial(self._task.couple, self.context, collected))
-        self._total, self._num_losses = coupled.loss.detach(), 1
+        del collected
+        if coupled.loss is not None:
+            self._total, self._num_losses = coupled.loss.detach(), 1
         for batch, piece in zip(micro_batches, coupled.pieces, strict=True):
-            self.engine.backward(self.engine(partial(self._task.step, self.context, batch, piece)))
+            loss = self.engine(partial(self._task.step, self.context, batch, piece))
+            self.engine.backward(loss)
+            if coupled.loss is None:
+                self._add(loss)
             self.engine.step()
-        return self._result(self._total)
+        assert self._total is not None, "there are no micro-batches"
+        return self._result(self._total / self._num_losses)
+
+    def _add(self, loss: torch.Tensor) -> None:
+        """Count the loss of a micro-batch, before the optimizer steps."""
+        self._total = loss.detach() if self._total is None else self._total + loss.detach()
+        self._num_losses += 1
 
     def _result(self, loss: torch.Tensor) -> StepResult:
         result = super()._result(loss)
@@ -145,7 +154,7 @@ class PlainEngine(Engine):
             batch = next(batches)
             forward = partial(run or self._task.outputs, self.context, batch)
             if features:
-                forward = partial(self.context.forward, MAIN_TOWER, self._inputs(batch)[:1], batch)
+                forward = partial(self.context.forward, self._task.feature_tower, self._inputs(batch)[:1], batch)
             with giving_features(self.module, features):
                 outputs = self.engine(forward)
                 outputs = self._whole(outputs, features)

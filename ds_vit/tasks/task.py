@@ -111,11 +111,12 @@ class Coupled:
     """The result of `Task.couple`.
 
     Attributes:
-        loss: the loss of the global batch, fp32 scalar, the same on every rank.
+        loss: the loss of the global batch, fp32 scalar, the same on every rank; None where it is the mean of what
+            `step` returns, over the micro-batches and the ranks.
         pieces: for each micro-batch of this rank, what `step` takes to produce its share of the gradient.
     """
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     pieces: Sequence[Mapping[str, torch.Tensor]]
 
 
@@ -164,13 +165,15 @@ class Task(ABC):
     """Flags that only this task takes, by their recipe names."""
     refused_flags: ClassVar[Mapping[str, str]] = {}
     """Flags that would have no effect, each with the reason."""
-    coupled: ClassVar[bool] = False
+    coupled: bool = False
     """Whether the loss couples all samples of the global batch; `collect` and `couple` serve accumulation."""
     teachers: ClassVar[Mapping[str, str]] = {}
     """Towers that `create_model` froze, and whose weights are the moving average of another's: teacher → student."""
     fixed_towers: ClassVar[tuple[str, ...]] = ()
     """Towers that `create_model` froze and that stay as they are: loaded from their source at each start of a run, in
     no checkpoint and in no exported file."""
+    feature_tower: ClassVar[str] = MAIN_TOWER
+    """The tower whose features are evaluated, and whose images token maps show."""
     updates_after_step: ClassVar[bool] = False
     """Whether `after_update` needs to know about each applied step before the next one begins."""
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
@@ -278,6 +281,12 @@ class Task(ABC):
     def weight_files(self) -> dict[str, frozenset[str]]:
         """The parameters that the end of a run writes apart from `model.safetensors`, by the name of their file."""
         return {}
+
+    def average_files(self) -> dict[str, frozenset[str]] | None:
+        """Of a task with teachers: the files of their weights in float32, under the names of their students, by the
+        name of the file; the first is the one to use. None for `ema.safetensors`, and teachers as `weight_files` says.
+        """
+        return None
 
     # ---- a batch ---------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ds_vit.monitoring.metrics import Reporter
 from ds_vit.monitoring.throughput import Throughput
 from ds_vit.optim.ema import Ema
 from ds_vit.parallel.groups import Groups
-from ds_vit.tasks import MAIN_TOWER, Batch, FeatureBank, Metrics, ZeroShotAccuracy, ZeroShotData
+from ds_vit.tasks import Batch, FeatureBank, Metrics, ZeroShotAccuracy, ZeroShotData
 from ds_vit.training.build_engine import EngineConfig, build_engine
 from ds_vit.training.inputs import EvaluationInputs, InputConfig, InputPipeline
 
@@ -326,13 +326,13 @@ class Evaluations:
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         draws = kind == "eval" and self.draws_token_maps
         nothing: AbstractContextManager[token_maps.Seen] = nullcontext(token_maps.Seen())
-        with token_maps.watched(self.engine.tower(MAIN_TOWER)) if draws else nothing as seen:
+        with token_maps.watched(self.engine.tower(task.feature_tower)) if draws else nothing as seen:
             watch = Watch(
                 lambda batches: seen.passing(self.watchdog.micro_batches(batches)), stop_on_signal, show, note, **doing
             )
             figures = evaluate(self.engine, self.inputs, watch)
         if seen.images is not None:
-            maps = seen.maps(self.engine.tower(MAIN_TOWER), self.engine.groups.tp)
+            maps = seen.maps(self.engine.tower(task.feature_tower), self.engine.groups.tp)
             show({name: token_maps.picture(seen.images, values, task.image) for name, values in maps.items()})
         if self.reporter:
             row = {"step": step, **figures}
