@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WEIGHTS = {"raw": "model", "ema": "ema"}
+WEIGHTS = {"raw": "model", "ema": "ema", "teacher": "teacher"}
 """Kind of weights → how the names of its files begin, here and in a checkpoint's folder."""
 
 
@@ -118,7 +118,7 @@ def weights_in(folder: Path, kind: str) -> Path | None:
 
     Args:
         folder: to look into.
-        kind: "raw" or "ema".
+        kind: of `WEIGHTS`.
     """
     stem = WEIGHTS[kind]
     candidates = (folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors")

@@ -131,6 +131,9 @@ class Saver:
         keep: checkpoints to keep in addition to the best one; 0 keeps all.
         group: of all ranks, over gloo; used for nothing else during a save.
         apart: file name → parameters that `save_weights` writes into that file; a checkpoint has all in one.
+        averages: file name → parameters whose average `save_weights` writes into that file, in place of
+            `ema.safetensors`; None for that file. `save_best` writes the first one's parameters.
+        left_out: parameters that `save_weights` writes into no file.
         metadata: further entries of the header of every file of weights, averaged ones too.
     """
 
@@ -142,6 +145,8 @@ class Saver:
         group: dist.ProcessGroup,
         apart: Mapping[str, Collection[str]] | None = None,
         metadata: Mapping[str, str] | None = None,
+        averages: Mapping[str, Collection[str]] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         self.parent = parent
         self.share = share
@@ -151,10 +156,13 @@ class Saver:
         self._host = HostCopy(share)
         self._held: list[Sequence[Segment]] | None = None
         self._gathers: dict[tuple[str, ...], Gather] = {}
+        prefixes = ("", _EMA_PREFIX) if averages is None else ("",)
         self._apart = {
-            f"{prefix}{name}": frozenset(names) for name, names in (apart or {}).items() for prefix in ("", _EMA_PREFIX)
+            f"{prefix}{name}": frozenset(names) for name, names in (apart or {}).items() for prefix in prefixes
         }
-        self._metadata = dict.fromkeys(WEIGHTS.values(), metadata or {})
+        self._averages = {name: frozenset(names) for name, names in (averages or {}).items()}
+        self._left_out = frozenset(left_out)
+        self._metadata = dict.fromkeys((*WEIGHTS.values(), *self._averages), metadata or {})
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
         self._finished: list[Save] = []
@@ -227,6 +235,9 @@ class Saver:
             source = "ema" if name.startswith(_EMA_PREFIX) else "model"
             if source in host:
                 host[name] = host[source]
+        if self._averages:
+            average = host.pop("ema")
+            host |= dict.fromkeys(self._averages, average)
         kinds = tuple(host)
         temporary = folder / ".weights.partial"
         entries, error = self._write(temporary, kinds, host)
@@ -255,10 +266,11 @@ class Saver:
                 stale.unlink()
             return
         try:
-            weights = folders.open_checkpoint(self.parent / name).tensors("model")
+            weights = folders.open_checkpoint(self.parent / name).tensors("ema" if self._averages else "model")
         except UserError as damage:
             raise OSError(str(damage)) from None
-        specs = self._specs(("model", *self._apart))["model"]
+        of_best = next(iter(self._averages), "model")
+        specs = self._specs((of_best, *self._apart))[of_best]
         save_weights(
             folder, {spec.name: weights[spec.name] for spec in specs}, name=BEST, metadata=self._metadata["model"]
         )
@@ -319,10 +331,14 @@ class Saver:
         """The whole tensors of each of these kinds; a tensor with a separate file is in no other."""
         out = {}
         for kind in kinds:
-            if kind in self._apart:
+            if kind in self._averages:
+                out[kind] = [spec for spec in self.share.specs("ema") if spec.name in self._averages[kind]]
+            elif kind in self._apart:
                 out[kind] = [spec for spec in self.share.specs("model") if spec.name in self._apart[kind]]
             else:
                 elsewhere = frozenset().union(*(self._apart[name] for name in kinds if name in self._apart))
+                if self._apart.keys() & set(kinds):  # the weights of the end; a checkpoint has everything
+                    elsewhere |= self._left_out
                 out[kind] = [spec for spec in self.share.specs(kind) if spec.name not in elsewhere]
         return out
 

@@ -38,6 +38,7 @@ from ds_vit.config.flag import (
     spelling_of,
 )
 from ds_vit.config.image_sizes import parse_schedule
+from ds_vit.config.self_distillation import SelfDistillationSettings
 from ds_vit.config.units import Interval, parse_bytes, parse_seconds, parse_set, parse_steps
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -398,7 +399,7 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
     "model": (ModelSettings,),
     "data": (DataSettings,),
     "augmentation": (ImageSettings, AugmentConfig, MixConfig),
-    "loss": (LossSettings,),
+    "loss": (LossSettings, SelfDistillationSettings),
     "distillation": (DistillationSettings,),
     "optimizer": (OptimizerSettings,),
     "schedule": (ScheduleSettings,),
@@ -411,6 +412,7 @@ class RunConfig(
     ScheduleSettings,
     OptimizerSettings,
     DistillationSettings,
+    SelfDistillationSettings,
     LossSettings,
     MixConfig,
     AugmentConfig,

@@ -17,6 +17,7 @@ from ds_vit.tasks.evaluators import KNN, LINEAR, Evaluator, FeatureBank
 from ds_vit.tasks.masked_autoencoder import MaskedAutoencoding
 from ds_vit.tasks.metrics import Batch, Figure, Metrics, Pairs
 from ds_vit.tasks.schedules import Horizon
+from ds_vit.tasks.self_distillation import SelfDistillation
 from ds_vit.tasks.task import ChainTask, Coupled, Field, Loss, StepContext, Task
 from ds_vit.tasks.zero_shot import ZERO_SHOT, ZeroShotAccuracy, ZeroShotData, open_zero_shot
 
@@ -45,7 +46,7 @@ __all__ = [
     "task_of",
 ]
 
-_ALL = (Classification, MaskedAutoencoding, Clip, SigLip, BridgeTowerTask)
+_ALL = (Classification, MaskedAutoencoding, Clip, SigLip, BridgeTowerTask, SelfDistillation)
 TASKS: dict[str, type[Task]] = {task.name: task for task in _ALL}
 """From the word of `--task` to the task."""
 

@@ -188,8 +188,8 @@ def _run(
         engine_config, inputs = resolve_parts(config, explicit, process, on_cpu=on_cpu, sources=sources)
     task, layout = engine_config.model.task, engine_config.layout
     initial = engine_config.model.initial_checkpoint
-    if initial is not None and initial.newly_initialised:
-        _evaluate_features_only(task, found, initial.newly_initialised)
+    if initial is not None and (missing := _missing(engine_config.model.whole, task, initial.newly_initialised)):
+        _evaluate_features_only(task, found, missing)
     _check_classes(found, task.class_names)
     json = {key: value for key, value in engine_config.json.items() if key not in MONITORS}
     engine_config = dataclasses.replace(engine_config, json=json)
@@ -230,6 +230,16 @@ def _about(engine: EngineConfig, found: StoredWeights, config: flags.RunConfig) 
         "val_split": config.val_split,
         **({"zeroshot": config.zeroshot, "zeroshot_templates": config.zeroshot_templates} if config.zeroshot else {}),
     }
+
+
+def _missing(whole: Any, task: Task, names: Sequence[str]) -> list[str]:
+    """Those of the names that evaluation would need."""
+    from ds_vit.models import MAIN_TOWER, tower_of
+
+    if task.feature_tower == MAIN_TOWER:
+        return [*names]
+    needed = dict(tower_of(whole, task.feature_tower).named_parameters())
+    return [name for name in names if name in needed]
 
 
 def _evaluate_features_only(task: Task, found: StoredWeights, missing: Sequence[str]) -> None:

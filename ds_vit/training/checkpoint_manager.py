@@ -141,6 +141,8 @@ class CheckpointManager:
             config.keep,
             engine.groups.files,
             apart=task.weight_files(),
+            averages=task.average_files(),
+            left_out=[name for name in shapes if name.split(".")[0] in task.teachers],
             metadata=names_as_metadata(task.class_names, task.tokenizer.name if task.tokenizer else ""),
         )
         self._saved_step: int | None = None  # of the last save that was started, or resumed from

@@ -105,7 +105,8 @@ def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Row
             said += f" ({files} file{'s' if files > 1 else ''}: {run.skipped.name})"
         rows.append(("skipped images", said))
     apart = task.weight_files()
-    names = [f"{name}.safetensors" for name in ("model", BEST, *apart, "ema", *(f"ema-{name}" for name in apart))]
+    averages = task.average_files() or ["ema", *(f"ema-{name}" for name in apart)]
+    names = [f"{name}.safetensors" for name in ("model", BEST, *apart, *averages)]
     launches = num_starts(run)
     marks = {label: marked(run.checkpoints, name) for label, name in (("newest", "latest"), ("best", BEST))}
     saved = ", ".join(f"{label} {name}" for label, name in marks.items() if name)

@@ -23,14 +23,19 @@ from torch.utils.serialization import config as torch_config
 
 from ds_vit.checkpoint.folder import Damaged, marked, open_checkpoint
 from ds_vit.checkpoint.tensors import TensorFiles
+from ds_vit.config import load_recipe
 from ds_vit.fault_tolerance.errors import UserError, first_line
+from ds_vit.models import MAIN_TOWER
 from ds_vit.run_folder import WEIGHTS, RunFolder, weights_in
+from ds_vit.tasks import task_of
 from ds_vit.weights.hf_names import from_hf, is_hf
 from ds_vit.weights.two_tower_names import from_two_towers, is_two_towers
 
 _SAFETENSORS = (".safetensors", ".json")
 _TORCH = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 _IN_FOLDER = (
+    "teacher.safetensors.index.json",
+    "teacher.safetensors",
     "model.safetensors.index.json",
     "model.safetensors",
     "open_clip_model.safetensors",
@@ -90,7 +95,7 @@ def _shards(path: Path) -> list[Path]:
     if path.suffix == ".json":
         files = [path.parent / name for name in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
     if path.name.startswith("ema.safetensors"):
-        raw = [path.parent / name for name in _IN_FOLDER[:2] if (path.parent / name).is_file()]
+        raw = [path.parent / name for name in _IN_FOLDER[2:4] if (path.parent / name).is_file()]
         files = [*(_shards(raw[0]) if raw else []), *files]
     if text := _TEXT.get(path.name.split(".")[0]):
         candidates = (path.with_name(f"{text}.safetensors{ending}") for ending in (".index.json", ""))
@@ -183,7 +188,7 @@ class StoredWeights:
         path: for `open_weights`: a file, the index of a sharded one, or a folder of another tool.
         recipe: the config.yaml of the run that wrote them; None if no run did.
         folder: default for results.
-        kind: "raw" or "ema".
+        kind: "raw", "ema" or "teacher".
     """
 
     path: Path
@@ -241,13 +246,18 @@ def _recipe_of(place: Path) -> Path | None:
     return next((config for config in configs if config.is_file()), None)
 
 
+def _has_teacher(recipe: Path | None) -> bool:
+    """Whether the run of a config.yaml evaluates a teacher."""
+    return recipe is not None and task_of(load_recipe(str(recipe))).feature_tower != MAIN_TOWER
+
+
 def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") -> StoredWeights:
     """Find weights on disk.
 
     Args:
         source: a run's output folder, one of its checkpoint folders, or a file or folder that `--initial-checkpoint`
             accepts.
-        kind: "raw", or "ema" for the moving average.
+        kind: "raw", or "ema" for the moving average. The raw weights of a run with a teacher are the teacher's.
         checkpoint: of a run: "latest", "best", the name of a folder in checkpoints/ or a path; empty for the final
             weights, or the latest checkpoint's if the run is not complete.
 
@@ -269,8 +279,12 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
         return StoredWeights(source, recipe if of_run else None, folder, kind)
     places = _places(RunFolder(source), checkpoint) if is_run else [source]
     for place in places:
-        if path := weights_in(place, kind):
-            return StoredWeights(path, _recipe_of(place), folder=source, kind=kind)
+        recipe = _recipe_of(place)
+        # A teacher is the average of its student: in checkpoints, too.
+        kinds = ("teacher", "ema") if kind == "raw" and _has_teacher(recipe) else (kind,)
+        for found in kinds:
+            if path := weights_in(place, found):
+                return StoredWeights(path, recipe, folder=source, kind=found)
     where = " or ".join(str(place) for place in places)
     hint = "; it has raw weights" if any(weights_in(place, "raw") for place in places) else ""
     raise UserError(f"there is no {WEIGHTS[kind]}.safetensors (or its index.json) in {where}{hint}")
@@ -279,7 +293,7 @@ def find_weights(source: str | Path, kind: str = "raw", checkpoint: str = "") ->
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `find_weights` to a command line."""
     parser.add_argument("source", metavar="RUN", help="a run's folder, a checkpoint, or a file of weights")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="the weights, or their moving average [raw]")
+    parser.add_argument("--weights", choices=("raw", "ema"), help="the weights, or their moving average [raw]")
     parser.add_argument(
         "--checkpoint",
         metavar="NAME",

@@ -26,12 +26,14 @@ from ds_vit.models.hub import hub_file
 from ds_vit.models.layers import Layer
 from ds_vit.models.masked_autoencoder import decoder_names, is_of_decoder
 from ds_vit.models.param_groups import classifier_names
+from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, SelfDistillationViT
 from ds_vit.models.zoo import TimmViT, names_and_shapes
 from ds_vit.weights.files import class_names, config_beside, open_weights, tokenizer_name
 from ds_vit.weights.hf_names import check_hf_config
 from ds_vit.weights.two_tower_names import check_two_towers
 
 _TEXT = "text."
+_OF_SELF_DISTILLATION = tuple(f"{tower}." for tower in (TEACHER, TEACHER_HEAD, HEAD))
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
 
 
@@ -119,8 +121,14 @@ def _text_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _prefix(layer: nn.Module) -> str:
-    """Of the names of a layer's tensors in the whole model."""
-    return layer.prefix if isinstance(layer, Layer) else ""
+    """Of the names of a layer's tensors in the file, where a teacher has its student's."""
+    prefix = layer.prefix if isinstance(layer, Layer) else ""
+    return "" if prefix == f"{TEACHER}." else prefix
+
+
+def _new_parts(model: nn.Module) -> frozenset[str]:
+    """The parameters that a file of the backbone may lack: a decoder, or a mask token."""
+    return frozenset({"mask_token"}) if isinstance(model, SelfDistillationViT) else decoder_names(model)
 
 
 class InitialCheckpoint:
@@ -162,10 +170,13 @@ class InitialCheckpoint:
         path = Path(path)
         tensors = open_weights(path)
         self.tower = tower
+        self._averaged = (TEACHER,) if isinstance(model, SelfDistillationViT) else ()  # begins as its student
         self.left_out = tuple(
             name
             for name in tensors
-            if (is_of_decoder(name) and not decoder_names(model)) or (name.startswith(_TEXT) and not _text_names(model))
+            if (is_of_decoder(name) and not _new_parts(model))
+            or (name.startswith(_TEXT) and not _text_names(model))
+            or name.startswith(_OF_SELF_DISTILLATION)
         )
         self.tokenizer = tokenizer_name(path) if _text_names(model) else ""
         self._wanted = names_and_shapes(model)
@@ -204,7 +215,7 @@ class InitialCheckpoint:
 
     def _fit(self, model: TimmViT, tensors: dict[str, torch.Tensor], resample_patch_embed: bool) -> None:
         """Translate and compare; UserError for what differs."""
-        wanted, decoder, text = self._wanted, sorted(decoder_names(model)), _text_names(model)
+        wanted, decoder, text = self._wanted, sorted(_new_parts(model)), _text_names(model)
         opened = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         if isinstance(model, ContrastiveModel):
             tensors = _as_projection(tensors)
@@ -261,7 +272,8 @@ class InitialCheckpoint:
     @property
     def towers(self) -> frozenset[str]:
         """The towers of the model that may have values here."""
-        return frozenset({self.tower} | ({"text"} if any(name.startswith(_TEXT) for name in self._wanted) else set()))
+        has_text = any(name.startswith(_TEXT) for name in self._wanted)
+        return frozenset((self.tower, *self._averaged, *(("text",) if has_text else ())))
 
     @property
     def summary(self) -> str:

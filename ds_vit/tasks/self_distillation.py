@@ -1,0 +1,476 @@
+"""Self-distillation without labels: DINO (Caron et al. 2021) with iBOT's masked patches (Zhou et al. 2022).
+
+A student sees two global crops of an image, some of their patches masked, and several local crops. It predicts how its
+own moving average, the teacher, assigns the whole global crops to prototypes. Terms, weights and defaults are those of
+DINOv2 (Oquab et al. 2024, https://arxiv.org/abs/2304.07193; facebookresearch/dinov2).
+
+Centering, Sinkhorn-Knopp and KoLeo mean the global batch in every layout. With several micro-batches a step has two
+passes: the first collects the teacher's bottleneck features and the student's class tokens, which are small, and the
+second differentiates. Everything random follows from the key of a crop.
+
+Shapes: B samples of a micro-batch, A micro-batches of a rank, n local crops, V = 2 + n crops, N patches of a global
+crop, M masked patches of a micro-batch, S tokens, D width, R rows of a head call, E bottleneck width, K prototypes (k
+of this rank where they are sharded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_vit import randomness
+from ds_vit.config import RunConfig
+from ds_vit.config.schema import names_of_task
+from ds_vit.data import CropConfig, ImageConfig, Source
+from ds_vit.data.augment.block_masks import block_masks
+from ds_vit.data.settings import NUM_GLOBAL
+from ds_vit.fault_tolerance.errors import UserError
+from ds_vit.models import MAIN_TOWER, HeadSettings, Layer, ModelSpec, SelfDistillationViT, create_self_distillation
+from ds_vit.models.resolution import check_sizes
+from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
+from ds_vit.parallel.tensor import TensorParallel, stack_over_group
+from ds_vit.tasks.metrics import Batch, Figure, Metrics
+from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
+from ds_vit.tasks.self_distillation_loss import (
+    Assignment,
+    Sum,
+    assignment_cross_entropy,
+    centered,
+    crop_weights,
+    koleo,
+    next_center,
+    patch_weights,
+    sinkhorn,
+)
+from ds_vit.tasks.task import LOCAL_IMAGES, Coupled, Field, StepContext, Task
+
+_NO_CLASSES = "its loss is over crops and its model has no classes"
+_NO_LABELS = "the teacher gives the targets, and there are no labels to mix"
+_OWN_AUGMENTATION = "its crops have DINO's own augmentation"
+_NO_CLASSIFIER = "its model has no classifier"
+_SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
+_PARTS = ("class", "patch")
+"""Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
+
+
+_Taught = dict[str, torch.Tensor]
+"""The teacher's bottleneck features, by part."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Views:
+    """What follows from the keys of a micro-batch's samples.
+
+    Attributes:
+        keys: of the crops, int64 [B, V].
+        keys_on_host: the same on the CPU.
+        masks: bool [2B, N], or None without masked patches.
+        patches: places of the masked ones among the 2B * N patches of the global crops, int64 [M].
+        weights: of the masked patches in the loss, float32 [M, 1, 1].
+    """
+
+    keys: torch.Tensor
+    keys_on_host: torch.Tensor
+    masks: torch.Tensor | None
+    patches: torch.Tensor
+    weights: torch.Tensor
+
+
+class SelfDistillation(Task):
+    """`--task dino`.
+
+    A batch has "images" [B, 2, 3, G, G] and "local_images" [B, n, 3, L, L]; evaluation has one image of a sample.
+    """
+
+    name = "dino"
+    flags = names_of_task("dino")
+    refused_flags: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("mixup", "cutmix", "cutmix_minmax"), _NO_LABELS),
+        **dict.fromkeys(("smoothing", "bce_loss", "bce_sum", "bce_target_thresh", "num_classes"), _NO_CLASSES),
+        **dict.fromkeys(("linear_probe", "class_parallel", "drop"), _NO_CLASSIFIER),
+        **dict.fromkeys(("img_size_schedule", "train_img_sizes", "compile"), _SIZES),
+        **dict.fromkeys(
+            ("no_aug", "train_crop_mode", "train_interpolation", "scale", "ratio", "hflip", "vflip", "color_jitter"),
+            _OWN_AUGMENTATION,
+        ),
+        **dict.fromkeys(
+            ("color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "aa", "reprob"), _OWN_AUGMENTATION
+        ),
+    }
+    has_classes = False
+    teachers: ClassVar[Mapping[str, str]] = {TEACHER: MAIN_TOWER, TEACHER_HEAD: HEAD}
+    feature_tower = TEACHER
+    updates_after_step = True
+    figures = (Figure("feature_std", "feature deviation", digits=3, summed_up=False),)
+
+    model: SelfDistillationViT
+    crops: CropConfig
+
+    def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
+        super().__init__(config, image, source, model)
+        if self.evaluators and not config.eval_metric:  # which say more about the features than their spread
+            self.figures = (*self.figures[1:], self.figures[0])
+        self.crops = CropConfig(
+            local_size=_local_size(config, self.model),
+            num_local=config.local_crops_number,
+            global_scale=_pair(config.global_crops_scale),
+            local_scale=_pair(config.local_crops_scale),
+        )
+        self.masks_patches = config.ibot_weight > 0
+        self.uses_sinkhorn = config.centering == "sinkhorn"
+        self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:
+        """As `Task.create_model`."""
+        settings = HeadSettings(config.prototypes, config.head_hidden_dim, config.head_bottleneck_dim)
+        model = create_self_distillation(spec, settings, for_training=for_training)
+        if config.local_crops_number:
+            check_sizes(model, spec.name, [_local_size(config, model)])
+        masked = config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
+        count_crops(
+            model,
+            num_local=config.local_crops_number,
+            local_size=_local_size(config, model),
+            masked_share=masked,
+        )
+        return model
+
+    @classmethod
+    def layers(cls, model: nn.Module) -> list[Layer]:
+        """The layers of all towers, for what counts their memory and time."""
+        return [layer for layers in cls.towers(model).values() for layer in layers]
+
+    @classmethod
+    def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:
+        """As `Task.locked_names`: without masks, nothing reaches the mask token."""
+        return frozenset() if config.ibot_weight > 0 else frozenset({"mask_token"})
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.weight_files`: the student's head; what is left is its backbone."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {"head": frozenset(name for name in names if name.startswith(f"{HEAD}."))}
+
+    def average_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.average_files`: the teacher's backbone, which is timm's model, and its head."""
+        prefix, (of_head,) = f"{TEACHER}.", self.weight_files().values()
+        names = (name for name, _ in self.model.named_parameters() if name.startswith(prefix))
+        return {TEACHER: frozenset(name.removeprefix(prefix) for name in names), TEACHER_HEAD: of_head}
+
+    # ---- a batch ---------------------------------------------------------------------------------------------------
+
+    def fields(self, *, training: bool) -> tuple[Field, ...]:
+        """As `Task.fields`."""
+        shape, crops = (3, *self.image.img_size), self.crops
+        if not training:
+            return (Field("images", "first", "images", shape),)
+        fields = (Field("images", "first", "images", (NUM_GLOBAL, *shape)),)
+        if not crops.num_local:
+            return fields
+        local = (crops.num_local, 3, crops.local_size, crops.local_size)
+        return (*fields, Field(LOCAL_IMAGES, "first", "images", local))
+
+    def _views(self, batch: Batch) -> _Views:
+        """Keys and masks of a micro-batch's crops. Masks are drawn on the host: it knows M without a wait."""
+        keys, on_host = (_view_keys(batch[name], self.crops.num_views) for name in ("keys", "keys_on_host"))
+        if not self.masks_patches:
+            none = torch.empty(0, dtype=torch.int64, device=keys.device)
+            return _Views(keys, on_host, None, none, torch.empty(0, 1, 1, device=keys.device))
+        grid, of_global = self.model.patch_embed.grid_size, on_host[:, :NUM_GLOBAL].reshape(-1).numpy()
+        probability, ratios = self.config.mask_sample_probability, _pair(self.config.mask_ratio_min_max)
+        masks = torch.from_numpy(block_masks(of_global, grid, probability, ratios))
+        made = (masks, masks.flatten().nonzero()[:, 0], patch_weights(masks))
+        return _Views(keys, on_host, *(_to_device(tensor, keys.device) for tensor in made))
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def setup(self, context: StepContext) -> None:
+        """As `Task.setup`."""
+        self._tp = context.groups.tensor_parallel(sequence_parallel=False)
+        prototypes = self.model.settings.prototypes
+        self.centers = {part: torch.zeros(prototypes, device=context.device) for part in _PARTS}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what the micro-batches of a step have left."""
+        self._next_centers: dict[str, torch.Tensor] = {}
+        self._taught: list[_Taught] = []
+        self._taught_step = 0
+
+    def _tokens(
+        self, context: StepContext, tower: str, images: torch.Tensor, views: _Views, first: int, *, masked: bool
+    ) -> torch.Tensor:
+        """Normed tokens [B * v, S, D] of crops [B, v, 3, h, w], which are number `first` and those after it."""
+        crops = slice(first, first + images.shape[1])
+        keys, on_host = (keys[:, crops].reshape(-1) for keys in (views.keys, views.keys_on_host))
+        inputs = [images.flatten(0, 1), views.masks] if masked and views.masks is not None else [images.flatten(0, 1)]
+        return context.forward(tower, inputs, {"keys": keys, "keys_on_host": on_host}, grad=tower == MAIN_TOWER)
+
+    def _masked_patches(self, tokens: torch.Tensor, views: _Views) -> torch.Tensor:
+        """Those of global crops' tokens [2B, S, D] that are masked: [M, D]."""
+        patches = tokens[:, self.model.num_prefix_tokens :].flatten(0, 1)
+        return patches.index_select(0, views.patches)
+
+    def _project(
+        self, context: StepContext, tower: str, rows: Sequence[torch.Tensor], batch: Batch
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Bottleneck features of each tensor of rows, and the prototypes: one call, so that ZeRO-3 gathers once."""
+        lengths = [len(tensor) for tensor in rows]
+        outputs = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
+        *features, prototypes = outputs.split([*lengths, len(outputs) - sum(lengths)])
+        return features, prototypes
+
+    def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, torch.Tensor]:
+        """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E]; prototypes [k, E]."""
+        tokens = self._tokens(context, TEACHER, batch["images"], views, 0, masked=False)
+        rows = (tokens[:, 0], self._masked_patches(tokens, views))
+        features, prototypes = self._project(context, TEACHER_HEAD, rows, batch)
+        # Copies: a view would keep the prototypes of each micro-batch.
+        return {part: rows.clone() for part, rows in zip(_PARTS, features, strict=True)}, prototypes
+
+    def _assign(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor) -> dict[str, Assignment]:
+        """The assignments of class tokens and of masked patches (a collective)."""
+        temperature = context.schedules["teacher_temp"]
+        if self.uses_sinkhorn:
+            total = _sum_over(context)
+            return {part: sinkhorn(rows, prototypes, temperature, total, self._tp) for part, rows in taught.items()}
+        return {
+            part: centered(rows, prototypes, temperature, self._own(self.centers[part]), self._tp)
+            for part, rows in taught.items()
+        }
+
+    def _own(self, of_all: torch.Tensor) -> torch.Tensor:
+        """This rank's share of numbers of all prototypes: [K] -> [k]."""
+        return of_all if self._tp is None else of_all.chunk(self._tp.size)[self._tp.rank]
+
+    def _note_taught(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor, micro_batches: int) -> None:
+        """Find the next centres once the rows of a step are complete (then a collective); they count after its update.
+
+        Args:
+            context: of this rank.
+            taught: bottleneck features of some micro-batches.
+            prototypes: the teacher's.
+            micro_batches: how many those are.
+        """
+        if self.uses_sinkhorn:
+            return
+        if self._taught_step != context.step:  # the step before was left in its middle
+            self._forget()
+            self._taught_step = context.step
+        self._taught += [taught, *[{}] * (micro_batches - 1)]
+        if len(self._taught) < context.accumulation:
+            return
+        for part in _PARTS:
+            rows = torch.cat([noted[part] for noted in self._taught if noted])
+            own = next_center(self._own(self.centers[part]), rows, prototypes, _sum_over(context))
+            self._next_centers[part] = _whole(own, self._tp)
+        self._taught = []
+
+    def _koleo(self, context: StepContext, classes: torch.Tensor) -> torch.Tensor:
+        """This rank's share of KoLeo over both global crops, of class tokens [A * B, 2, D] (a collective)."""
+        if len(classes) * context.groups.layout.dp < 2:
+            raise UserError("--koleo-weight needs a global batch of at least 2: a sample has no neighbour; raise it")
+        first = context.groups.dp_rank * len(classes)
+        return torch.stack([koleo(crop, context.gather, first) for crop in classes.unbind(1)]).sum()
+
+    def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """As `Task.step`. With `piece`, the value is this micro-batch's share of the loss too."""
+        config, views = self.config, self._views(batch)
+        if piece is None:
+            taught, prototypes = self._teach(context, batch, views)
+            self._note_taught(context, taught, prototypes, 1)
+            assignments = self._assign(context, taught, prototypes)
+        else:
+            assignments = _unpacked(piece, context.schedules["teacher_temp"])
+        tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
+        classes, rows = tokens[:, 0], [tokens[:, 0], self._masked_patches(tokens, views)]
+        if self.crops.num_local:
+            rows.append(self._tokens(context, MAIN_TOWER, batch[LOCAL_IMAGES], views, NUM_GLOBAL, masked=False)[:, 0])
+        (of_global, patches, *of_local), prototypes = self._project(context, HEAD, rows, batch)
+        samples = len(batch["images"])
+        crops = torch.cat([of_crops.unflatten(0, (samples, -1)) for of_crops in (of_global, *of_local)], dim=1)
+        pairs = crop_weights(samples, self.crops.num_local).to(crops.device)
+
+        def cross_entropy(part: str, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return assignment_cross_entropy(rows, prototypes, config.student_temp, assignments[part], weights, self._tp)
+
+        loss = cross_entropy("class", crops, pairs)
+        if self.masks_patches:
+            loss = loss + config.ibot_weight * cross_entropy("patch", patches[:, None], views.weights)
+        if config.koleo_weight > 0:
+            features = classes.float().unflatten(0, (samples, NUM_GLOBAL))
+            if piece is None:
+                share = self._koleo(context, features)
+            else:
+                share = (features * piece["koleo_gradient"]).sum()
+                share = share - share.detach() + piece["koleo"]
+            loss = loss + config.koleo_weight * share
+        return loss
+
+    def collect(self, context: StepContext, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """As `Task.collect`: the teacher's bottleneck features, and for KoLeo the student's class tokens."""
+        views = self._views(batch)
+        taught, self._prototypes = self._teach(context, batch, views)  # the same ones in each micro-batch
+        if self.config.koleo_weight > 0:
+            tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
+            taught["koleo"] = tokens[:, 0].float().unflatten(0, (-1, NUM_GLOBAL))
+        return taught
+
+    def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
+        """As `Task.couple`: assignments over the global batch, and KoLeo's gradients."""
+        prototypes, lengths = self._prototypes, {part: [len(rows[part]) for rows in collected] for part in _PARTS}
+        del self._prototypes
+        taught = {part: torch.cat([rows[part] for rows in collected]) for part in _PARTS}
+        self._note_taught(context, taught, prototypes, len(collected))
+        assignments = self._assign(context, taught, prototypes)
+        pieces: list[dict[str, torch.Tensor]] = [{} for _ in collected]
+        for part, assignment in assignments.items():
+            first = 0
+            for piece, length in zip(pieces, lengths[part], strict=True):
+                piece |= _packed(part, assignment.narrow(first, length))
+                first += length
+        if self.config.koleo_weight > 0:
+            classes = torch.cat([rows["koleo"] for rows in collected]).requires_grad_()
+            with torch.enable_grad():
+                loss = self._koleo(context, classes)
+                (gradient,) = torch.autograd.grad(loss, classes)
+            # Every micro-batch has the loss as its value, and features of its own: the engine divides by their number.
+            parts = (len(collected) * gradient).split(len(collected[0]["koleo"]))
+            for piece, of_micro_batch in zip(pieces, parts, strict=True):
+                piece |= {"koleo": loss.detach(), "koleo_gradient": of_micro_batch}
+        return Coupled(None, pieces)
+
+    def after_update(self, context: StepContext) -> None:
+        """As `Task.after_update`: the centres, then the teacher."""
+        self.centers |= self._next_centers
+        self._forget()
+        context.update_teachers(context.schedules["teacher_momentum"])
+
+    def schedules(self, step: int, horizon: Horizon) -> Mapping[str, float]:
+        """As `Task.schedules`."""
+        config, total = self.config, horizon.total_steps
+        warmup = config.warmup_teacher_temp_epochs * horizon.steps_per_epoch
+        values = {
+            "teacher_momentum": cosine(step, config.teacher_momentum, config.teacher_momentum_end, total),
+            "teacher_temp": linear_warmup(step, config.warmup_teacher_temp, config.teacher_temp, warmup),
+        }
+        if config.weight_decay_end is None:
+            return values
+        return {**values, "weight_decay": cosine(step, horizon.weight_decay, config.weight_decay_end, total)}
+
+    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
+        """As `Task.rate_factors`: the patch embedding learns more slowly."""
+        names = [name for name, _ in model.named_parameters() if name.startswith("patch_embed.")]
+        return dict.fromkeys(names, self.config.patch_embed_lr_mult)
+
+    def held_names(self, step: int, horizon: Horizon) -> frozenset[str]:
+        """As `Task.held_names`: the prototypes during the first epochs."""
+        is_held = horizon.is_within(step, self.config.freeze_last_layer_epochs)
+        return frozenset({f"{HEAD}.last_layer.weight"}) if is_held else frozenset()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As `Task.state_dict`: the centres."""
+        return {} if self.uses_sinkhorn else dict(self.centers)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As `Task.load_state_dict`."""
+        if not self.uses_sinkhorn:
+            self.centers = {part: state[part].to(self.centers[part].device) for part in _PARTS}
+        self._forget()
+
+    # ---- evaluation ------------------------------------------------------------------------------------------------
+
+    def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
+        """As `Task.outputs`: the teacher's features [B, D]."""
+        return context.forward(TEACHER, [batch["images"]], batch)
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """As `Task.metrics`."""
+        return FeatureSpread(self.model.num_features, device)
+
+
+class FeatureSpread(Metrics):
+    """The deviation of normalised features times √D: near 1 where they are spread, 0 where they have collapsed.
+
+    Chen and He 2021, https://arxiv.org/abs/2011.10566, section 4.1.
+
+    Args:
+        width: D.
+        device: where the sums are kept.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(2 * width + 1, device)  # features, their squares, images
+
+    def update(self, outputs: torch.Tensor, batch: Batch) -> None:
+        """Features fp32 [B, D]."""
+        rows = nn.functional.normalize(outputs.double(), dim=1)
+        rows = torch.cat((rows, rows.square(), torch.ones_like(rows[:, :1])), dim=1)
+        self.sums += torch.where(batch["valid"][:, None], rows, 0.0).sum(0)
+
+    def compute(self) -> dict[str, float]:
+        """As `Metrics.compute`."""
+        images = int(self.sums[-1])
+        means, squares = (self.sums[:-1] / max(images, 1)).chunk(2)
+        deviation = (squares - means.square()).clamp(min=0.0).sqrt().mean() * len(means) ** 0.5
+        return {"feature_std": float(deviation), "images": images}
+
+
+def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
+    """--local-crops-size; by default the multiple of the patch size that is nearest to 96."""
+    patch = model.patch_embed.patch_size[0]
+    return config.local_crops_size or max(1, round(96 / patch)) * patch
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    low, high = values
+    return low, high
+
+
+def _view_keys(keys: torch.Tensor, num_views: int) -> torch.Tensor:
+    """The keys of a sample's crops, for drop-path, dropout and masks: int64 [B] -> [B, num_views]."""
+    of_samples = randomness.mix_tensor(keys, randomness.name_key("view"))
+    return randomness.mix_tensor(of_samples[:, None], torch.arange(num_views, device=keys.device))
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _sum_over(context: StepContext) -> Sum:
+    """The sum over the data-parallel ranks."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=context.groups.dp)
+        return x
+
+    return total
+
+
+def _whole(own: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+    """The shares of all ranks: [k] -> [K] (a collective)."""
+    return own if tp is None else stack_over_group(own, tp).flatten()
+
+
+def _packed(part: str, assignment: Assignment) -> dict[str, torch.Tensor]:
+    """An assignment as tensors of a piece."""
+    names = ("rows", "prototypes", "of_prototypes", "of_rows")
+    return {f"{part}/{name}": getattr(assignment, name) for name in names}
+
+
+def _unpacked(piece: Mapping[str, torch.Tensor], temperature: float) -> dict[str, Assignment]:
+    """The assignments in a piece."""
+    of_parts = {
+        part: {name.removeprefix(f"{part}/"): tensor for name, tensor in piece.items() if name.startswith(f"{part}/")}
+        for part in _PARTS
+    }
+    return {part: Assignment(temperature=temperature, **tensors) for part, tensors in of_parts.items()}

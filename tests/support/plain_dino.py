@@ -1,0 +1,282 @@
+"""DINO with iBOT as a plain loop of timm and torch in one process, without DeepSpeed, and our run of the same.
+
+The loop takes from our code what is random, which other tests check: the order of the samples, their crops, the draws
+of drop-path, the masks and the initial weights. Losses are written out over whole matrices.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from picture_folders import made, smooth_photo
+from project import write_config
+from safetensors.torch import load_file, save_file
+
+from ds_vit import randomness
+from ds_vit.checkpoint.load import tensors_of_json
+from ds_vit.config import RunConfig
+from ds_vit.data import CropConfig, ImageConfig, SampleOrder, open_source
+from ds_vit.data.augment.block_masks import block_masks
+from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.models import HeadSettings, ModelSpec, create_self_distillation, initialise, take_apart_towers, tower_of
+from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
+
+MODEL = "vit_tiny_patch16_224"
+KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+SIZE, LOCAL, NUM_LOCAL = 16, 8, 2
+HEAD = HeadSettings(prototypes=48, hidden_dim=256, bottleneck_dim=16)
+GLOBAL_BATCH, IMAGES, STEPS, EPOCHS = 48, 240, 20, 4
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.04}
+SPREAD, FACTORS = 0.15, {"patch_embed": 4.0, "qkv": 4.0, "cls_token": 0.1}
+DROP_PATH, LAYER_DECAY, CLIP = 0.1, 0.9, 0.02
+WORDS = [
+    *("--task", "dino", "--model", MODEL, "--img-size", SIZE, "--drop-path", DROP_PATH, "--workers", 0),
+    *("--model-kwargs", *(f"{name}={value}" for name, value in KWARGS.items())),
+    *("--mean", 0.5, 0.5, 0.5, "--std", 0.5, 0.5, 0.5, "--val-split", "", "--log-interval", 1, "--log-images", 0),
+    *("--local-crops-size", LOCAL, "--local-crops-number", NUM_LOCAL, "--prototypes", HEAD.prototypes),
+    *("--head-hidden-dim", HEAD.hidden_dim, "--head-bottleneck-dim", HEAD.bottleneck_dim),
+    *("--sched", "constant", "--warmup-epochs", 0, "--epochs", EPOCHS, "--layer-decay", LAYER_DECAY),
+    *("--weight-decay-end", 0.4, "--warmup-teacher-temp-epochs", 2, "--teacher-momentum", 0.9),
+    *("--mask-ratio-min-max", 0.3, 0.6),
+]
+"""Flags of our run, without the folder of images and --centering."""
+
+
+class Plain(NamedTuple):
+    """Loss and norm of each step; the teacher's tensors by our names, and the centres, at the end."""
+
+    rows: list[dict[str, Any]]
+    teacher: dict[str, torch.Tensor]
+    centers: dict[str, torch.Tensor]
+
+
+def write_images(folder: Path) -> Path:
+    """Small smooth images of one class."""
+    for number in range(IMAGES):
+        smooth_photo(20, 24, number).save(made(folder / "train" / "all" / f"{number:03}.png"))
+    write_weights(folder)
+    return folder
+
+
+def words_of(folder: Path, stage: int, output: Path, *words: Any) -> list[str]:
+    """The command line of our run; its JSON is written next to the output."""
+    zero = {"stage": stage}
+    blocks = {"optimizer": {"type": "SGD", "params": SGD}, "gradient_clipping": CLIP}
+    for word in [word for word in words if isinstance(word, dict)]:
+        zero |= word
+    config = write_config(output.with_name(f"{output.name}.json"), stage, zero_optimization=zero, **blocks)
+    flags = [word for word in words if not isinstance(word, dict)]
+    data = ("--data-dir", folder, "--initial-checkpoint", folder / "weights.safetensors")
+    return [str(w) for w in (*WORDS, *data, "--deepspeed_config", config, "--output", output, *flags)]
+
+
+def write_weights(folder: Path) -> Path:
+    """Random weights of the backbone, larger than timm's: KoLeo amplifies rounding where features are alike."""
+    generator, file = torch.Generator().manual_seed(0), folder / "weights.safetensors"
+    shapes = timm.create_model(MODEL, num_classes=0, img_size=SIZE, **KWARGS).state_dict()
+    state = {}
+    for name, tensor in shapes.items():
+        spread = SPREAD * next((factor for part, factor in FACTORS.items() if part in name), 1.0)
+        is_scale = "norm" in name and name.endswith("weight")
+        state[name] = float(is_scale) + spread * torch.randn(tensor.shape, generator=generator)
+    save_file(state, str(file))
+    return file
+
+
+def initial_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all towers, by our names: the file's, and ours of heads and mask token."""
+    spec = ModelSpec(MODEL, img_size=SIZE, drop_path=DROP_PATH, model_kwargs=KWARGS)
+    whole = create_self_distillation(spec, HEAD)
+    found = {}
+    for name, layers in take_apart_towers(whole).items():
+        initialise(tower_of(whole, name), layers, seed=RunConfig().seed, device="cpu")
+        found |= {layer.prefix + name: p.detach() for layer in layers for name, p in layer.named_parameters()}
+    return found | load_file(str(folder / "weights.safetensors"))
+
+
+class Backbone(torch.nn.Module):
+    """timm's ViT with a mask token, whose drop-path has our draws."""
+
+    def __init__(self, drop_path: float) -> None:
+        super().__init__()
+        self.vit = timm.create_model(
+            MODEL, num_classes=0, img_size=SIZE, drop_path_rate=drop_path, dynamic_img_size=True, **KWARGS
+        )
+        replace_drops(self.vit)
+        self.drops = [module for module in self.vit.modules() if isinstance(module, KeyedDrop)]
+        self.mask_token = torch.nn.Parameter(torch.zeros(1, 1, self.vit.embed_dim))
+
+    def forward(self, images: torch.Tensor, keys: torch.Tensor, masks: torch.Tensor | None = None) -> torch.Tensor:
+        """Normed tokens."""
+        tokens = self.vit.patch_embed(images)
+        if masks is not None:
+            tokens = torch.where(masks.view(*tokens.shape[:3], 1), self.mask_token[None], tokens)
+        with sample_keys(self.drops, keys):
+            return self.vit.norm(self.vit.blocks(self.vit.norm_pre(self.vit._pos_embed(tokens))))
+
+
+class Head(torch.nn.Module):
+    """DINO's head: logits of rows, prototypes normalised."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [width, HEAD.hidden_dim, HEAD.hidden_dim, HEAD.bottleneck_dim]
+        linears = [torch.nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        gelu = torch.nn.GELU
+        self.mlp = torch.nn.Sequential(linears[0], gelu(), linears[1], gelu(), linears[2])
+        self.last_layer = torch.nn.Linear(HEAD.bottleneck_dim, HEAD.prototypes, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.mlp(rows), dim=-1) @ F.normalize(self.last_layer.weight, dim=-1).T
+
+
+def sinkhorn(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Three iterations of Sinkhorn-Knopp, as in DINOv2's code."""
+    q = (logits.double() / temperature).exp().T
+    q /= q.sum()
+    for _ in range(3):
+        q /= q.sum(dim=1, keepdim=True) * len(q)
+        q /= q.sum(dim=0, keepdim=True) * q.shape[1]
+    return (q * q.shape[1]).T.float()
+
+
+def koleo(features: torch.Tensor) -> torch.Tensor:
+    """Minus the mean logarithm of the distance to the nearest row."""
+    rows = F.normalize(features, dim=-1, eps=1e-8)
+    nearest = (rows @ rows.T).detach().fill_diagonal_(-1.0).argmax(1)
+    return -(F.pairwise_distance(rows, rows[nearest], eps=1e-8) + 1e-8).log().mean()
+
+
+def _layer_of(name: str) -> int:
+    """The number of a parameter of the backbone's layer, for --layer-decay; the heads are above the last one."""
+    if name.startswith("vit.blocks."):
+        return 1 + int(name.split(".")[2])
+    in_stem = name.startswith(("vit.cls_token", "vit.pos_embed", "vit.patch_embed", "mask_token"))
+    return 0 if in_stem else KWARGS["depth"]  # the final norm counts with the last block, as in timm
+
+
+def _groups(backbone: Backbone, head: Head) -> list[dict[str, Any]]:
+    """One group a parameter, with its factor on the learning rate."""
+    groups = []
+    for name, parameter in backbone.named_parameters():
+        factor = LAYER_DECAY ** (KWARGS["depth"] + 1 - _layer_of(name)) * (0.2 if "patch_embed" in name else 1.0)
+        decays = parameter.ndim > 1 and not name.endswith(("cls_token", "pos_embed", "mask_token"))
+        groups.append({"params": [parameter], "lr": SGD["lr"] * factor, "decays": decays})
+    for name, parameter in head.named_parameters():
+        groups.append(
+            {"params": [parameter], "lr": SGD["lr"], "decays": parameter.ndim > 1, "held": "last_layer" in name}
+        )
+    return groups
+
+
+def _cosine(step: int, start: float, end: float) -> float:
+    return end + 0.5 * (start - end) * (1 + math.cos(math.pi * (step - 1) / STEPS))
+
+
+def _batch(folder: Path, step: int) -> tuple[torch.Tensor, ...]:
+    """Global crops [B, 2, ...], local crops [B, n, ...], keys of all crops [B, 2 + n] of a step, from 0."""
+    source = open_source("", str(folder), "train")
+    order = SampleOrder(len(source), GLOBAL_BATCH, RunConfig().seed)
+    indices, keys = order.rows(step, range(GLOBAL_BATCH))
+    image = ImageConfig((SIZE, SIZE), mean=(0.5,) * 3, std=(0.5,) * 3)
+    crop = MultiCrop(image, CropConfig(LOCAL, NUM_LOCAL), RunConfig().augment)
+    views = [crop(source.image(int(index)), int(key)) for index, key in zip(indices, keys, strict=True)]
+    large, small = (torch.stack(part).float().div(255).sub(0.5).div(0.5) for part in zip(*views, strict=True))
+    of_samples = randomness.mix_tensor(torch.from_numpy(keys), randomness.name_key("view"))
+    return large, small, randomness.mix_tensor(of_samples[:, None], torch.arange(2 + NUM_LOCAL))
+
+
+def train(folder: Path, centering: str) -> Plain:
+    """The plain loop."""
+    weights = initial_weights(folder)
+    student, head = Backbone(DROP_PATH), Head(KWARGS["embed_dim"])
+    student.load_state_dict(
+        {
+            name if name == "mask_token" else f"vit.{name}": tensor
+            for name, tensor in weights.items()
+            if not name.startswith(("teacher", "dino_head"))
+        }
+    )
+    head.load_state_dict({n.removeprefix("dino_head."): t for n, t in weights.items() if n.startswith("dino_head.")})
+    teacher, teacher_head = Backbone(0.0), copy.deepcopy(head)
+    teacher.load_state_dict(student.state_dict())
+    optimizer = torch.optim.SGD(_groups(student, head), momentum=SGD["momentum"])
+    centers = {"class": torch.zeros(HEAD.prototypes), "patch": torch.zeros(HEAD.prototypes)}
+    steps_per_epoch, rows = IMAGES // GLOBAL_BATCH, []
+    grid = SIZE // KWARGS["patch_size"]
+    for step in range(1, STEPS + 1):
+        decay, momentum = _cosine(step, SGD["weight_decay"], 0.4), _cosine(step, 0.9, 1.0)
+        warmup = 2 * steps_per_epoch
+        temperature = 0.07 if step > warmup else float(np.linspace(0.04, 0.07, warmup)[step - 1])
+        for group in optimizer.param_groups:
+            group["weight_decay"] = decay if group["decays"] else 0.0
+            if group.get("held"):
+                group["lr"] = 0.0 if step <= steps_per_epoch else SGD["lr"]
+        large, small, keys = _batch(folder, step - 1)
+        of_large, of_small = keys[:, :2].reshape(-1), keys[:, 2:].reshape(-1)
+        masks = torch.from_numpy(block_masks(of_large.numpy(), (grid, grid), 0.5, (0.3, 0.6)))
+        with torch.no_grad():
+            tokens = teacher(large.flatten(0, 1), of_large)
+            logits = {"class": teacher_head(tokens[:, 0]), "patch": teacher_head(tokens[:, 1:][masks])}
+            if centering == "sinkhorn":
+                targets = {part: sinkhorn(of_part, temperature) for part, of_part in logits.items()}
+            else:
+                targets = {
+                    part: ((of_part - centers[part]) / temperature).softmax(1) for part, of_part in logits.items()
+                }
+                centers = {part: 0.9 * centers[part] + 0.1 * of_part.mean(0) for part, of_part in logits.items()}
+        tokens = student(large.flatten(0, 1), of_large, masks)
+        of_locals = head(student(small.flatten(0, 1), of_small)[:, 0]).unflatten(0, (GLOBAL_BATCH, NUM_LOCAL))
+        of_globals = head(tokens[:, 0]).unflatten(0, (GLOBAL_BATCH, 2))
+        crops = (torch.cat((of_globals, of_locals), dim=1) / 0.1).log_softmax(-1)
+        taught = targets["class"].unflatten(0, (GLOBAL_BATCH, 2))
+        pairs = [(u, v) for u in range(2) for v in range(2 + NUM_LOCAL) if u != v]
+        dino = sum(-(taught[:, u] * crops[:, v]).sum(-1).mean() for u, v in pairs) / len(pairs)
+        of_patches = -(targets["patch"] * (head(tokens[:, 1:][masks]) / 0.1).log_softmax(-1)).sum(-1)
+        shares = (1 / masks.sum(1).clamp(min=1))[:, None].expand(masks.shape)[masks] / len(masks)
+        classes = tokens[:, 0].unflatten(0, (GLOBAL_BATCH, 2))
+        loss = dino + (of_patches * shares).sum() + 0.1 * (koleo(classes[:, 0]) + koleo(classes[:, 1]))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([*student.parameters(), *head.parameters()], CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for theirs, ours in ((teacher, student), (teacher_head, head)):
+                for mean, value in zip(theirs.parameters(), ours.parameters(), strict=True):
+                    mean.mul_(momentum).add_(value, alpha=1 - momentum)
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    tensors = {f"teacher.{n.removeprefix('vit.')}": p for n, p in teacher.named_parameters() if n != "mask_token"}
+    tensors |= {f"teacher_head.{n}": p for n, p in teacher_head.named_parameters()}
+    return Plain(rows, {name: p.detach() for name, p in tensors.items()}, centers)
+
+
+def teacher_deviation(plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The teacher's tensor that differs most, relative to its norm, and its name.
+
+    Left out is the key part of `qkv.bias`: softmax does not depend on it, so its gradient is rounding.
+    """
+    found = {}
+    for name, expected in plain.items():
+        got = ours[name].float()
+        if name.endswith("attn.qkv.bias"):
+            keep = torch.ones(3, len(expected) // 3, dtype=torch.bool)
+            keep[1] = False
+            expected, got = expected[keep.flatten()], got[keep.flatten()]
+        found[name] = float(torch.linalg.norm(got - expected) / torch.linalg.norm(expected).clamp_min(1e-12))
+    worst = max(found, key=found.__getitem__)
+    return found[worst], worst
+
+
+def read_centers(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The centres in a checkpoint."""
+    return tensors_of_json(json.loads((checkpoint / "state.json").read_text())["task"])
