@@ -20,6 +20,8 @@ import pytest
 from curves import assert_same_curve, read_rows, train_in
 from project import ON_CPU, ROOT, project_files, wait_until
 
+from ds_vit import config
+from ds_vit.data import build_tokenizer
 from ds_vit.launching.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -226,7 +228,8 @@ def test_quickstart_in_a_fresh_clone(clone, tmp_path, linked):
 
 
 def test_glyphs_names_characters(tmp_path):
-    # Catches: a recipe that does not learn, a flag of predict that was renamed, a character that is not held out.
+    # Catches: a recipe that does not learn, a flag of predict that was renamed, a character that is not held out, a
+    # held-out name with a word that has no token, and names that differ only after the context length.
     env = {**os.environ, **ON_CPU, "DS_VIT_PYTHON": sys.executable}
     line = ["bash", ROOT / "launch" / "glyphs.sh", tmp_path / "run", "--max-steps", "12", "--log-interval", "1"]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
@@ -236,3 +239,9 @@ def test_glyphs_names_characters(tmp_path):
     for name in ("e-with-acute", "u-with-diaeresis", "a-with-breve"):
         assert name in done.stdout
     assert (tmp_path / "run" / "report.html").is_file()
+    context_length = config.load_recipe(str(ROOT / "launch" / "recipes" / "glyphs.yaml"))["context_length"]
+    tokenizer = build_tokenizer(str(tmp_path / "run" / "tokenizer.json"), context_length)
+    names = (tmp_path / "run" / "held-out" / "names.txt").read_text().splitlines()
+    [unknown] = tokenizer.tokens("notaword")
+    assert len(names) == len({tuple(tokenizer.encode(name)) for name in names}) == 580
+    assert not any(unknown in tokenizer.tokens(name) or tokenizer.is_cut(name) for name in names)
