@@ -173,11 +173,15 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ),
     ("lr_base_size", lambda c: c.lr_scale_by_batch == "none", "without --lr-scale-by-batch"),
     (
-        "kd_distill_type kd_loss_type kd_temperature distill_loss_weight task_loss_weight",
+        "kd_distill_type kd_loss_type kd_temperature kd_token_distill_type distill_loss_weight task_loss_weight",
         lambda c: not (c.kd_model_name or c.kd_checkpoint),
         "without a teacher: --kd-model-name or --kd-checkpoint",
     ),
+    ("kd_loss_type", lambda c: c.kd_distill_type != "logit", "unless --kd-distill-type logit"),
+    ("kd_token_distill_type", lambda c: c.kd_distill_type != "token", "unless --kd-distill-type token"),
+    ("kd_temperature", lambda c: c.kd_distill_type == "feature", "with --kd-distill-type feature"),
     ("kd_temperature", lambda c: c.kd_loss_type == "hard", "with --kd-loss-type hard"),
+    ("kd_temperature", lambda c: c.kd_token_distill_type == "hard", "with --kd-token-distill-type hard"),
 )
 
 

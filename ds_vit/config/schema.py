@@ -321,7 +321,10 @@ class DistillationSettings:
         "", "weights of the teacher: a run, or a file for --kd-model-name", task="classification", metavar="RUN|FILE"
     )
     kd_distill_type: str = flag(
-        "logit", "what the student learns of the teacher", choices=("logit",), task="classification"
+        "logit",
+        "what the student learns from the teacher: its logits, its features, or its logits by a distillation token",
+        choices=("logit", "feature", "token"),
+        task="classification",
     )
     kd_loss_type: str = flag(
         "kl",
@@ -337,6 +340,12 @@ class DistillationSettings:
     )
     task_loss_weight: float | None = flag(
         None, "weight of the loss against the labels (1)", span=RATE, task="classification"
+    )
+    kd_token_distill_type: str = flag(
+        "soft",
+        "--kd-distill-type token: the teacher's probabilities (soft), or its most probable class (hard)",
+        choices=("soft", "hard"),
+        task="classification",
     )
 
 

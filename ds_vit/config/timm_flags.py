@@ -223,7 +223,6 @@ _HINTS: Mapping[str, str | _Entry] = {
     "worker_seeding": "random numbers depend on the sample's key, not on the worker: only --seed matters",
     "save_images": "--log-samples writes which samples each step used",
     "naflex_*": "images of several sizes in one batch are not here; drop it",
-    "kd_token_distill_type": "distillation tokens are not here yet; drop it",
     "kd_student_feature_dim kd_teacher_feature_dim": "both widths are read from the models; drop it",
     # what is written
     "experiment": _experiment,

@@ -15,6 +15,7 @@ from ds_vit.models.masked_autoencoder import (
     masked_patches,
 )
 from ds_vit.models.param_groups import freeze, frozen_names, no_weight_decay_names
+from ds_vit.models.projection import Projection, ProjectionLayer
 from ds_vit.models.self_distillation import HeadSettings, SelfDistillationViT, create_self_distillation
 from ds_vit.models.sequential import SequentialViT, Towers, giving_features, run_layers, timm_names
 from ds_vit.models.text_tower import (
@@ -49,6 +50,8 @@ __all__ = [
     "Layer",
     "MaskedAutoencoder",
     "ModelSpec",
+    "Projection",
+    "ProjectionLayer",
     "SelfDistillationViT",
     "SequentialViT",
     "TeacherSpec",

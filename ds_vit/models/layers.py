@@ -28,16 +28,26 @@ from timm.layers.pos_embed_sincos import (
     get_mixed_freqs,
     init_random_2d_freqs,
 )
-from timm.models import Eva, VisionTransformer
+from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from torch import nn
 
 from ds_vit.models.keyed_drop import KeyedDrop, KeyedPatchDropout, replace_drops, sample_keys
 from ds_vit.models.zoo import TimmViT
 
-_EMBED = ("patch_embed", "cls_token", "reg_token", "pos_embed", "pos_drop", "patch_drop", "rope", "norm_pre")
+_EMBED = (
+    "patch_embed",
+    "cls_token",
+    "dist_token",
+    "reg_token",
+    "pos_embed",
+    "pos_drop",
+    "patch_drop",
+    "rope",
+    "norm_pre",
+)
 MAIN_TOWER = "image"
 """The tower that evaluation runs; its parameters have timm's names, those of another tower begin with its name."""
-_HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
+_HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist")
 
 
 @dataclass
@@ -131,6 +141,10 @@ class VisionTransformerEmbed(EmbedLayer, VisionTransformer):
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """As `EmbedLayer.embed`."""
         return self.norm_pre(self.patch_drop(self._pos_embed(self.patches(images))))
+
+
+class DistilledEmbed(VisionTransformerEmbed, VisionTransformerDistilled):
+    """The front of timm's `VisionTransformerDistilled.forward_features`, which has a distillation token too."""
 
 
 class EvaEmbed(EmbedLayer, Eva):
@@ -263,10 +277,12 @@ class HeadLayer(Layer):
     Attributes:
         chained: set by `chain_towers`: whether another tower follows ("inner") or none ("last"); None for one tower.
         drops_frequencies: whether rotary frequencies are its last input.
+        adds_features: whether, in training, the features follow the logits: [B, num_classes + D].
     """
 
     chained: Literal["inner", "last"] | None = None
     drops_frequencies: bool = False
+    adds_features: bool = False
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """(tokens [B, S, D], keys int64 [B], ...) -> logits [B, num_classes].
@@ -275,7 +291,10 @@ class HeadLayer(Layer):
         """
         tokens, keys, *carried = inputs
         with sample_keys(self.keyed_drops(), keys):
-            outputs = self.forward_head(self.norm(tokens), pre_logits=self.gives_features)
+            normed = self.norm(tokens)
+            outputs = self.forward_head(normed, pre_logits=self.gives_features)
+            if self.adds_features and self.training:
+                outputs = torch.cat((outputs, self.forward_head(normed, pre_logits=True)), dim=1)
         if self.drops_frequencies and self.chained is not None:
             carried.pop()
         return self.pass_on(outputs, keys, carried)
@@ -293,11 +312,24 @@ class VisionTransformerHead(HeadLayer, VisionTransformer):
     """The end of timm's `VisionTransformer.forward`."""
 
 
+class DistilledHead(VisionTransformerHead, VisionTransformerDistilled):
+    """The end of timm's `VisionTransformerDistilled.forward`: the mean of the logits of both heads.
+
+    In training with `distilled_training` it gives both, those of the class token first: [B, 2 num_classes].
+    """
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        """As timm's, the two outputs as one."""
+        outputs = super().forward_head(x, pre_logits=pre_logits)
+        return torch.cat(outputs, dim=1) if isinstance(outputs, tuple) else outputs
+
+
 class EvaHead(HeadLayer, Eva):
     """The end of timm's `Eva.forward`."""
 
 
 _ENDS: dict[type, tuple[type[EmbedLayer], type[HeadLayer]]] = {
+    VisionTransformerDistilled: (DistilledEmbed, DistilledHead),  # a subclass of the next one
     VisionTransformer: (VisionTransformerEmbed, VisionTransformerHead),
     Eva: (EvaEmbed, EvaHead),
 }
@@ -445,5 +477,6 @@ def take_apart(model: TimmViT) -> list[Layer]:
     layers = encoder_layers(own)
     head = head_layer(own)
     head.num_tokens = layers[-1].num_tokens
-    layers[-1].class_token_is_read_alone = own.global_pool == "token" and own.attn_pool is None
+    reads_one = own.global_pool == "token" and own.attn_pool is None
+    layers[-1].class_token_is_read_alone = reads_one and not isinstance(own, VisionTransformerDistilled)
     return check_complete([*layers, head], model)

@@ -26,7 +26,9 @@ def no_weight_decay_names(model: TimmViT) -> frozenset[str]:
 
 def classifier_names(model: TimmViT) -> frozenset[str]:
     """timm's names of the parameters of the classifier (`get_classifier()`)."""
-    own = {id(parameter) for parameter in model.get_classifier().parameters()}
+    found = model.get_classifier()  # of a model with a distillation token two
+    heads = found if isinstance(found, tuple) else (found,)
+    own = {id(parameter) for head in heads for parameter in head.parameters()}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
 
 

@@ -1,4 +1,5 @@
-"""timm's models as descriptions: a `VisionTransformer` or `Eva` on the meta device, or an error that says why not.
+"""timm's models as descriptions: a `VisionTransformer`, `VisionTransformerDistilled` or `Eva` on the meta device, or an
+error that says why not.
 
 Nothing here changes a timm model. `create_model` calls timm's factory without allocating memory, and rejects
 unsupported models before any process group exists.
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 
 import timm
 import torch
-from timm.models import Eva, VisionTransformer
+from timm.models import Eva, VisionTransformer, VisionTransformerDistilled
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,9 +76,8 @@ class TeacherSpec(NamedTuple):
 
 
 def supported_names() -> list[str]:
-    """Every timm name that builds one of the two classes, and the larger sizes of large_sizes.py, sorted."""
-    names = {name for module in _MODULES for name in timm.list_models(module=module)}
-    return sorted(name for name in names if "distilled" not in name)
+    """Every timm name that builds one of the classes, and the larger sizes of large_sizes.py, sorted."""
+    return sorted({name for module in _MODULES for name in timm.list_models(module=module)})
 
 
 def require_supported_name(name: str) -> None:
@@ -202,7 +202,7 @@ def create_model(
         spec: what to build.
         for_training: also reject models that can be evaluated but not trained identically in every layout.
         device: of its tensors; except on the meta device they have timm's initial values.
-        classifier: whether training requires one.
+        classifier: whether training requires one; only then may it have a distillation token.
 
     Returns:
         a `VisionTransformer` or `Eva`.
@@ -223,7 +223,8 @@ def create_model(
         shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UserError(f"timm cannot build {spec.name!r} with {shown}: {first_line(error)}") from error
     model.to(device)  # timm makes some activations without a device (PReLU has a weight)
-    if type(model) not in (VisionTransformer, Eva):
+    kinds = (VisionTransformer, Eva, *((VisionTransformerDistilled,) if classifier else ()))
+    if type(model) not in kinds:
         near = difflib.get_close_matches(spec.name.replace("distilled_", ""), supported_names(), n=1, cutoff=0.5)
         raise UserError(
             f"model {spec.name!r} is timm's {type(model).__name__}, whose forward differs from VisionTransformer's and "

@@ -25,6 +25,7 @@ from ds_vit.models import (
     BlockLayer,
     BridgeTowerLayer,
     Layer,
+    ProjectionLayer,
     TextEmbed,
     TimmViT,
     image_size,
@@ -40,7 +41,7 @@ from ds_vit.parallel.tensor.region import Entered
 from ds_vit.planner.hardware import Accelerator
 
 Counted = TypeVar("Counted")
-_BEGIN = (TextEmbed, ProjectionHeadLayer)
+_BEGIN = (TextEmbed, ProjectionHeadLayer, ProjectionLayer)
 """Layers that begin a tower which takes no images, and give an example of what it takes."""
 
 # One layer after the other

@@ -3,7 +3,8 @@
 The teacher is a frozen tower next to the student, which sees the same augmented and mixed images. It is in evaluation
 mode in every step, is loaded from its source at each start of a run, and is in no checkpoint and no exported file.
 
-Shapes: B samples of a micro-batch, C classes, c of them on this rank.
+Shapes: B samples of a micro-batch, C classes, c of them on this rank, D width of the student's features, E of the
+teacher's.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from timm.models import VisionTransformerDistilled
 from torch import nn
 
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, image_size
+from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, Projection, create_model, image_size
 from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, gather_logits, own_classes
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext
 
-TEACHER = "teacher"
+TEACHER, PROJECTION = "teacher", "projection"
+"""The further towers; the second one where the features of student and teacher differ in width."""
 _ONE_SIZE = "its teacher takes images of one size"
 
 
@@ -102,14 +105,32 @@ class Distillation(Classification):
         """As `Task.create_model`: the student, with the teacher as a further tower.
 
         The teacher takes images of the student's size: its position embeddings are resampled where it has another one.
+
+        Raises:
+            UserError: as there, or a student without a distillation token for `--kd-distill-type token`.
         """
         student = create_model(spec, for_training=for_training)
         assert spec.teacher is not None, "resolve_model describes the teacher"
-        asked = replace(spec.teacher.model, num_classes=spec.num_classes, img_size=image_size(student), drop_path=0.0)
+        by_features = config.kd_distill_type == "feature"
+        classes = 0 if by_features else spec.num_classes
+        asked = replace(spec.teacher.model, num_classes=classes, img_size=image_size(student), drop_path=0.0)
         teacher = create_model(asked, for_training=False)
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, **spec.teacher.pixels}
         student.teacher = teacher.requires_grad_(False)
         student.further_towers = (TEACHER,)
+        # Its head layer gets both settings with the model's others.
+        if by_features:
+            student.adds_features = True
+            if student.head_hidden_size != teacher.head_hidden_size:
+                student.projection = Projection(student.head_hidden_size, teacher.head_hidden_size)
+                student.further_towers = (TEACHER, PROJECTION)
+        elif config.kd_distill_type == "token":
+            if not isinstance(student, VisionTransformerDistilled):
+                raise UserError(
+                    f"--kd-distill-type token: {spec.name} has no distillation token; use one of timm's "
+                    "deit_*_distilled_* models, for example deit_small_distilled_patch16_224"
+                )
+            student.set_distilled_training(True)
         return student
 
     @classmethod
@@ -120,6 +141,11 @@ class Distillation(Classification):
             layer.evaluates_only = True
             layer.eval()
         return towers
+
+    def weight_files(self) -> dict[str, frozenset[str]]:
+        """As `Task.weight_files`: the projection apart, so that what is left is timm's model."""
+        names = frozenset(name for name, _ in self.model.named_parameters() if name.startswith(f"{PROJECTION}."))
+        return {PROJECTION: names} if names else {}
 
     def check(self) -> None:
         """As `Task.check`."""
@@ -132,8 +158,7 @@ class Distillation(Classification):
 
     def identity(self) -> dict[str, Any]:
         """As `Task.identity`: how the teacher is learnt from; its weights have a fingerprint (`ModelConfig.fixed`)."""
-        names = ("kd_distill_type", "kd_loss_type", "kd_temperature", "distill_loss_weight", "task_loss_weight")
-        return {name: getattr(self.config, name) for name in names}
+        return {name: getattr(self.config, name) for name in sorted(self.flags - {"kd_model_name", "kd_checkpoint"})}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -159,22 +184,34 @@ class Distillation(Classification):
 
     def step(self, context: StepContext, batch: Batch, piece: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """As `Task.step`."""
+        config = self.config
         seen = self._seen_by_teacher(batch["images"])
         taught = context.forward(TEACHER, [seen], batch, grad=False)
-        outputs = context.forward(MAIN_TOWER, [batch["images"]], batch)
-        with torch.autocast(outputs.device.type, enabled=False):
-            of_labels, of_teacher = self._loss(outputs, batch), self._distill_loss(outputs, taught, context)
+        logits = learning = context.forward(MAIN_TOWER, [batch["images"]], batch)
+        if config.kd_distill_type == "feature":
+            logits, learning = logits.tensor_split((-self.model.head_hidden_size,), dim=1)
+            if PROJECTION in self.model.further_towers:
+                learning = context.forward(PROJECTION, [learning], batch)
+        elif config.kd_distill_type == "token":
+            logits, learning = logits.chunk(2, dim=1)
+        with torch.autocast(logits.device.type, enabled=False):
+            of_labels = self._loss(logits, batch)
+            if config.kd_distill_type == "feature":
+                of_teacher = F.mse_loss(learning.float(), taught.float())
+            else:
+                of_teacher = self._loss_of_logits(learning, taught, context.class_parallel)
         of_task, of_distilling = self._weights
         return of_task * of_labels + of_distilling * of_teacher
 
-    def _distill_loss(self, outputs: torch.Tensor, taught: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The loss against the teacher's logits [B, c], a fp32 scalar."""
-        tp, hard, temperature = context.class_parallel, self.config.kd_loss_type == "hard", self.config.kd_temperature
+    def _loss_of_logits(self, learning: torch.Tensor, taught: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+        """The loss of the student's logits [B, c] against the teacher's [B, c], a fp32 scalar."""
+        hard = "hard" in (self.config.kd_loss_type, self.config.kd_token_distill_type)
+        temperature = self.config.kd_temperature
         if tp is None:
-            student, teacher = outputs.float(), taught.float()
+            student, teacher = learning.float(), taught.float()
             return hard_loss(student, teacher) if hard else soft_loss(student, teacher, temperature)
         teacher = gather_logits(taught, num_classes=self.num_classes, tp=tp).float()
-        student = outputs[:, : own_classes(self.num_classes, tp)[1]].float()
+        student = learning[:, : own_classes(self.num_classes, tp)[1]].float()
         if hard:
             return class_parallel_hard_loss(student, teacher, tp)
         return class_parallel_soft_loss(student, teacher, temperature, tp)

@@ -32,7 +32,7 @@ from ds_vit.weights.files import class_names, config_beside, open_weights, token
 from ds_vit.weights.hf_names import check_hf_config
 from ds_vit.weights.two_tower_names import check_two_towers
 
-_TEXT = "text."
+_TEXT, _PROJECTION = "text.", "projection."
 _OF_SELF_DISTILLATION = tuple(f"{tower}." for tower in (TEACHER, TEACHER_HEAD, HEAD))
 _RESAMPLED = ("pos_embed", "patch_embed.proj.weight")  # their shapes depend on the image or patch size
 
@@ -137,7 +137,8 @@ class InitialCheckpoint:
     Attributes:
         newly_initialised: the classifier's parameters, if the file has none or one of another number of classes, and a
             masked autoencoder's decoder, if the file has none. They keep their drawn values.
-        left_out: parameters of a masked autoencoder's decoder, which the file has and the model does not.
+        left_out: parameters that the file has and the model does not: a masked autoencoder's decoder, a text tower, or
+            the projection to a teacher's width.
         adapted: resampled tensors by name, with their shape in the file.
         tokenizer: the name of the tokenizer of the file's text tower; empty if the file does not say it.
         ignored: unused tensors of the file, with their shape: a classifier of other classes, and those that timm's
@@ -176,7 +177,7 @@ class InitialCheckpoint:
             for name in tensors
             if (is_of_decoder(name) and not _new_parts(model))
             or (name.startswith(_TEXT) and not _text_names(model))
-            or name.startswith(_OF_SELF_DISTILLATION)
+            or name.startswith((_PROJECTION, *_OF_SELF_DISTILLATION))
         )
         self.tokenizer = tokenizer_name(path) if _text_names(model) else ""
         self._wanted = names_and_shapes(model)

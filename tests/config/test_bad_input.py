@@ -61,7 +61,7 @@ LION = {"type": "Lion", "params": {"lr": 1e-3, "corrected_weight_decay": True}}
 REFUSED = [
     ("--model vit_tinny_patch16_224", {}, ["vit_tinny_patch16_224", "vit_tiny_patch16_224"]),
     ("--model resnet50", {}, ["resnet50"]),
-    ("--model deit_tiny_distilled_patch16_224", {}, ["Distilled"]),
+    ("--task mae --model deit_tiny_distilled_patch16_224", {}, ["Distilled"]),
     ("--model beit_base_patch16_224", {}, ["'beit' family"]),
     ("--model-kwargs attn_drop_rate=0.1 patch_size=8 depth=1", {}, ["attn_drop"]),
     ("--data-dir nowhere", {}, ["nowhere"]),

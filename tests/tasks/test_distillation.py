@@ -19,19 +19,22 @@ from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 from timm.loss import SoftTargetCrossEntropy
 from timm.models import save_for_hf
-from timm.task import LogitDistillationTask
+from timm.optim import param_groups_weight_decay
+from timm.task import FeatureDistillationTask, LogitDistillationTask, TokenDistillationTask
 
 from ds_vit.checkpoint.folder import newest, open_checkpoint
+from ds_vit.models import initialise
 from ds_vit.tasks.distillation import loss_weights
 from ds_vit.training.build import input_config
 from ds_vit.training.inputs import InputPipeline
 
 STEPS, BATCH, CLIP, TEMPERATURE = 10, 24, 0.1, 3.0
-NAME = "vit_tiny_patch16_224"
+NAME, WITH_TOKEN = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
 STUDENT = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
 # Dropout that only evaluation mode switches off.
 TEACHER = {"patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "proj_drop_rate": 0.3, "drop_path_rate": 0.3}
 PIXELS = {"mean": (0.5, 0.4, 0.3), "std": (0.3, 0.2, 0.4)}  # of the teacher
+NO_DECAY = [f"{prefix}{name}" for prefix in ("", "student.") for name in ("cls_token", "dist_token", "pos_embed")]
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.05}}
 RUN = [
     *("--dataset", "digits", "--model", NAME, "--img-size", 16, "--workers", 0, "--val-split", ""),
@@ -42,7 +45,18 @@ RUN = [
 KINDS = {
     "soft": ["--kd-temperature", TEMPERATURE, "--task-loss-weight", 0.3],
     "hard": ["--kd-loss-type", "hard", "--distill-loss-weight", 0.7, "--task-loss-weight", 0.5],
+    "feature": ["--kd-distill-type", "feature", "--distill-loss-weight", 5.0],
+    "token": ["--kd-distill-type", "token", "--kd-temperature", TEMPERATURE, "--model", WITH_TOKEN],
+    "hard token": [
+        *("--kd-distill-type", "token", "--kd-token-distill-type", "hard", "--model", WITH_TOKEN),
+        *("--task-loss-weight", 0.6),
+    ],
 }
+
+
+def student_name(kind):
+    """A kind's student."""
+    return WITH_TOKEN if "token" in kind else NAME
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +65,9 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        student = timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT)
-        save_file(student.state_dict(), str(folder / "student.safetensors"))
+        for name in (NAME, WITH_TOKEN):
+            student = timm.create_model(name, num_classes=10, img_size=16, **STUDENT)
+            save_file(student.state_dict(), str(folder / f"{name}.safetensors"))
         write_teacher(folder / "teacher")
     return folder
 
@@ -70,7 +85,7 @@ def command(weights, output, kind, micro_batch, accumulation, stage, *words):
     """The command line of a run, except its ranks."""
     config = write_config(output.with_suffix(".json"), stage, optimizer=SGD, gradient_clipping=CLIP)
     argv = ["--deepspeed_config", config, *RUN, *KINDS[kind], "-b", micro_batch, "--grad-accum-steps", accumulation]
-    argv += ["--initial-checkpoint", weights / "student.safetensors", "--output", output]
+    argv += ["--initial-checkpoint", weights / f"{student_name(kind)}.safetensors", "--output", output]
     argv += ["--kd-model-name", f"local-dir:{weights / 'teacher'}"]
     return [str(word) for word in [*argv, *words]]
 
@@ -91,14 +106,21 @@ class HardDistillationTask(LogitDistillationTask):
 
 def timm_task(weights, kind):
     """timm's task of a kind, with the same weights."""
-    student = timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT)
-    student.load_state_dict(load_file(str(weights / "student.safetensors")))
+    name = student_name(kind)
+    student = timm.create_model(name, num_classes=10, img_size=16, **STUDENT)
+    student.load_state_dict(load_file(str(weights / f"{name}.safetensors")))
     teacher = timm.create_model(f"local-dir:{weights / 'teacher'}", pretrained=True)
     assert teacher.pretrained_cfg["mean"] != student.pretrained_cfg["mean"]
     shared = {"student_model": student, "teacher_model": teacher.requires_grad_(False), "verbose": False}
     shared |= {"criterion": SoftTargetCrossEntropy(), "device": torch.device("cpu")}
     if kind == "soft":
         return LogitDistillationTask(**shared, temperature=TEMPERATURE, task_loss_weight=0.3)
+    if kind == "feature":
+        return FeatureDistillationTask(**shared, distill_loss_weight=5.0)
+    if kind == "token":
+        return TokenDistillationTask(**shared, temperature=TEMPERATURE)
+    if kind == "hard token":
+        return TokenDistillationTask(**shared, distill_type="hard", task_loss_weight=0.6)
     return HardDistillationTask(**shared, distill_loss_weight=0.7, task_loss_weight=0.5)
 
 
@@ -113,10 +135,15 @@ def expected(weights, tmp_path_factory):
         engine = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
         batches = InputPipeline(input_config(plan), engine, SimpleNamespace(waited=lambda seconds: None)).training()
         task = timm_task(weights, kind).train()
+        if kind == "feature":  # drawn by the run's seed
+            whole = plan.model.whole
+            [layer] = plan.model.task.towers(whole)["projection"]
+            initialise(whole.projection, [layer], seed=plan.config.seed, device="cpu")
+            task.trainable_module.projection.load_state_dict(layer.linear.state_dict())
         trained = dict(task.trainable_module.named_parameters())
-        no_decay = [p for name, p in trained.items() if p.ndim < 2 or name in ("cls_token", "pos_embed")]
-        decayed = [p for name, p in trained.items() if p.ndim >= 2 and name not in ("cls_token", "pos_embed")]
-        groups = [{"params": decayed}, {"params": no_decay, "weight_decay": 0.0}]
+        groups = param_groups_weight_decay(
+            task.trainable_module, SGD["params"]["weight_decay"], no_weight_decay_list=NO_DECAY
+        )
         optimizer, rows = torch.optim.SGD(groups, **SGD["params"]), []
         for step, batch in enumerate(itertools.islice(batches, STEPS), start=1):
             optimizer.zero_grad()
@@ -183,17 +210,26 @@ def test_the_curve_is_that_of_timms_task(ranks, weights, expected, tmp_path, cas
 BASE = {"kind": "soft", "dp": 1, "accumulation": 1, "stage": 1, "how": "plain"}
 
 
-def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks, weights, expected, tmp_path):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["feature", "soft"])
+def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks, weights, expected, tmp_path, kind):
     # Catches: a teacher in checkpoints or in the exported weights, one that is not loaded again after a resume.
-    first, second = BASE | {"dp": 2, "stage": 3}, BASE | {"how": "tp 2", "accumulation": 4}
+    first, second = BASE | {"kind": kind, "dp": 2, "stage": 3}, BASE | {"kind": kind, "how": "tp 2", "accumulation": 4}
     words = ("--checkpoint-interval", 5)
     train(ranks, weights, tmp_path / "run", first, *words, "--max-steps", 5)
     rows = train(ranks, weights, tmp_path / "run", second, *words, "--resume", "auto")
-    assert_same_curve(expected("soft"), rows, rtol=1e-5)
+    assert_same_curve(expected(kind), rows, rtol=1e-5)
     names = set(timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT).state_dict())
+    projection = {"projection.linear.weight", "projection.linear.bias"} if kind == "feature" else set()
     checkpoint, _ = newest(tmp_path / "run" / "checkpoints")
-    assert set(open_checkpoint(checkpoint.path).tensors("model")) == names
+    assert set(open_checkpoint(checkpoint.path).tensors("model")) == names | projection
     assert set(load_file(str(tmp_path / "run" / "model.safetensors"))) == names
+    if projection:
+        assert set(load_file(str(tmp_path / "run" / "projection.safetensors"))) == projection
+    # Both a run's folder and its checkpoint are weights to start from, and a teacher.
+    for source in (tmp_path / "run" / "model.safetensors", checkpoint.path):
+        argv = command(weights, tmp_path / "next", "soft", BATCH, 1, 1, "--initial-checkpoint", source)
+        resolved([*argv, "--kd-model-name", "", "--kd-checkpoint", tmp_path / "run"])
 
 
 # ---- what is broken is seen ------------------------------------------------------------------------------------------
@@ -284,7 +320,11 @@ def test_a_teacher_of_other_classes_is_refused(capsys, weights, tmp_path):
 REFUSED = {
     "--pp": (("--pp", 2), "--pp 2: a student and its teacher are not split into pipeline stages"),
     "several sizes": (("--train-img-sizes", 8, 16), "--train-img-sizes has no effect with --task classification: its"),
-    "no name": (("--kd-checkpoint", "{weights}/student.safetensors", "--kd-model-name", ""), "give --kd-model-name"),
+    "no name": (
+        ("--kd-checkpoint", "{weights}/vit_tiny_patch16_224.safetensors", "--kd-model-name", ""),
+        "give --kd-model-name",
+    ),
+    "no token": (("--kd-distill-type", "token"), "vit_tiny_patch16_224 has no distillation token"),
     "no such run": (("--kd-checkpoint", "{weights}/none"), "none does not exist"),
 }
 

@@ -234,7 +234,9 @@ def _share_tokens(layer: Layer, tp: TensorParallel) -> None:
             if type(module) is KeyedDropout:
                 convert(module, ShareDropout, dim=1, tp=tp)
     else:
-        mix_in(layer, next(mixin for kind, mixin in _OUTSIDE_BLOCKS.items() if isinstance(layer, kind)), tp=tp)
+        mixins = [mixin for kind, mixin in _OUTSIDE_BLOCKS.items() if isinstance(layer, kind)]
+        if mixins:  # else it takes no tokens
+            mix_in(layer, mixins[0], tp=tp)
 
 
 def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False) -> None:
@@ -264,8 +266,9 @@ def cut_layer(layer: Layer, tp: TensorParallel, *, class_parallel: bool = False)
         if isinstance(layer, ProjectionHeadLayer):
             _shard(layer.last_layer, "weight", 0, (layer.last_layer.weight.shape[0],), tp)
         if class_parallel and isinstance(layer, HeadLayer):
-            _cut_columns(layer.head, (layer.head.out_features,), tp)
-            mix_in(layer.head, Entered, region=region)
+            for _, head in _members(layer, ("head", "head_dist")):
+                _cut_columns(head, (head.out_features,), tp)
+                mix_in(head, Entered, region=region)
         if tp.sequence_parallel and not isinstance(layer, ProjectionHeadLayer):
             _share_tokens(layer, tp)
             if isinstance(layer, BlockLayer):

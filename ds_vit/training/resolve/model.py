@@ -186,7 +186,8 @@ def _initial_weights(
     initial = InitialCheckpoint(path, whole, resample_patch_embed=config.resample_patch_embed, classes=classes)
     notes = [f"weights from {source}: {initial.summary}"]
     if initial.left_out:
-        what = "text tower" if initial.left_out[0].startswith("text.") else "decoder"
+        parts = {"text": "text tower", "projection": "projection to a teacher's width"}
+        what = parts.get(initial.left_out[0].split(".")[0], "decoder")
         notes.append(f"{source} has a {what} of {len(initial.left_out)} tensors, which is left out")
     if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")

@@ -40,10 +40,10 @@ def describe_teacher(config: RunConfig) -> TeacherSpec | None:
             f"{name}; drop --kd-model-name"
         )
     task = task_of(values)
-    if task.takes_pairs or not task.has_classes:
+    if task.takes_pairs or not (task.has_classes or config.kd_distill_type == "feature"):
         raise UserError(
             f"--kd-checkpoint {config.kd_checkpoint} is a run of --task {task.name}, whose model has no classes; "
-            f"--kd-distill-type {config.kd_distill_type} needs a classifier as teacher"
+            "only --kd-distill-type feature takes an encoder of images"
         )
     given = values.get("model_kwargs") or {}
     kwargs = {key: value for key, value in given.items() if not key.endswith("drop_rate")}
