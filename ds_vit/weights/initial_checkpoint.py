@@ -102,17 +102,20 @@ def _as_projection(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _new_classifier(
-    model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size]
+    model: TimmViT, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size], *, beside_text: bool
 ) -> tuple[str, ...]:
-    """The classifier's parameters, if the file has none or one of another number of classes.
+    """The classifier's parameters, if the file has none, one of another number of classes, or a projection.
 
-    The projection of a contrastive model, which has no bias, is such a classifier.
+    Args:
+        model: the description of the model.
+        wanted, given: shapes in the model and in the file.
+        beside_text: the file has a text tower, which the model has not: its classifier is a projection, without bias.
     """
     own = sorted(classifier_names(model))
-    other_classes = all(
-        given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in own if name in given
-    )
-    return tuple(own) if other_classes else ()
+    there = [name for name in own if name in given]
+    other_classes = all(given[name][0] != wanted[name][0] and given[name][1:] == wanted[name][1:] for name in there)
+    is_projection = beside_text and there == ["head.weight"] != own
+    return tuple(own) if is_projection or (other_classes and there in ([], own)) else ()
 
 
 def _text_names(model: nn.Module) -> tuple[str, ...]:
@@ -250,7 +253,7 @@ class InitialCheckpoint:
             self._values = {name: tensor for name, tensor in self._values.items() if not name.startswith("head.")}
         given = {name: tensor.shape for name, tensor in self._values.items()}
         self.newly_initialised = (
-            *_new_classifier(model, wanted, given),
+            *_new_classifier(model, wanted, given, beside_text=any(name.startswith(_TEXT) for name in self.left_out)),
             *(() if any(name in given for name in decoder) else decoder),
             *(() if of_text else text),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -310,8 +311,9 @@ def test_a_classifier_starts_from_the_image_tower(tmp_path):
     pytest.importorskip("transformers")
     run = run_of(tmp_path / "run", "CLIP")
     export(run.folder, "hf")
-    whole = create_model(ModelSpec("vit_base_patch16_clip_224", 10, 32, None, _SMALL))
-    for source in (run.folder, run.folder / "export-hf"):
+    # As many classes as the projection has columns, too: its rows are no classes.
+    for source, classes in itertools.product((run.folder, run.folder / "export-hf"), (10, 16)):
+        whole = create_model(ModelSpec("vit_base_patch16_clip_224", classes, 32, None, _SMALL))
         checkpoint = InitialCheckpoint(source, whole)
         assert checkpoint.newly_initialised == ("head.bias", "head.weight")
         assert {*checkpoint.left_out} == {name for name in run.model.state_dict() if name.startswith("text.")}
