@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +139,17 @@ class Contrastive(Task):
         if config.lock_text:
             locked |= {name for name in names if name.startswith("text.") and "text.logit_" not in name}
         return frozenset(locked)
+
+    def identity(self) -> dict[str, Any]:
+        """As `Task.identity`, with the sizes of the text tower as they are, given by flags or not."""
+        assert self.tokenizer is not None, "the constructor sets it"
+        values = super().identity() | {"context_length": self.tokenizer.context_length}
+        if "text_model" in values:
+            settings = self.model.text.settings
+            of_tower = {f"text_{name}": getattr(settings, name) for name in ("width", "depth", "heads", "pool")}
+            values |= of_tower | {"embed_dim": settings.embed_dim}
+            values["text_model"] = self.config.text_model or self.text_model
+        return values
 
     @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:
