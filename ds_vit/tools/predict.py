@@ -38,7 +38,7 @@ from ds_vit.fault_tolerance.errors import UserError, read_text
 from ds_vit.models import ContrastiveModel, SequentialViT, take_apart
 from ds_vit.monitoring.metrics import make_console
 from ds_vit.run_folder import written_whole
-from ds_vit.weights.files import add_weights_arguments, find_weights
+from ds_vit.weights.files import add_weights_arguments, find_weights, tokenizer_name
 from ds_vit.weights.source import MODEL_FLAGS, Exported, load_source
 
 _MOST_WORKERS = 4  # timm's default
@@ -244,6 +244,11 @@ def _encode_texts(
     model = exported.model
     assert isinstance(model, ContrastiveModel)
     tokenizer = build_tokenizer(exported.tokenizer, model.text.settings.context_length)
+    if (recorded := tokenizer_name(exported.weights.path)) not in ("", tokenizer.name):
+        raise UserError(
+            f"{exported.weights.path} was trained with --tokenizer {recorded}, and {exported.tokenizer}, which the "
+            f"run's config.yaml names, is {tokenizer.name}: restore that file, or name the right one there"
+        )
     tower = SequentialViT(take_apart(model.text)).eval().to(device)
     ids = torch.from_numpy(np.stack([tokenizer.encode(text) for text in texts]))
     parts = [tower(part, torch.zeros_like(part[:, 0])) for part in ids.to(device).split(batch_size)]

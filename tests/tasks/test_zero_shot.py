@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import shutil
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ from curves import read_rows
 from PIL import Image
 from project import write_config
 from runs import refusal, resolved
+from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
 from ds_vit.data import CaptionKeys, evaluation_keys, finish_images, open_source
@@ -403,3 +405,14 @@ def test_predict_and_embed(folder, evaluated, towers, tmp_path, capsys):
     assert "give texts, --labels" in capsys.readouterr().err
     assert cli.main(["predict", str(run), str(images), "--labels", str(tmp_path / "texts.txt"), "--json"]) == 0
     assert {each["name"] for each in json.loads(capsys.readouterr().out)["images"][0]["classes"]} == {*texts}
+
+
+def test_another_tokenizer_than_the_runs_is_refused(folder, evaluated, tmp_path, capsys):
+    # Catches: texts that are encoded by a tokenizer.json which has changed since training.
+    evaluated("one rank")
+    shutil.copytree(folder / "one-rank", tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    text = tmp_path / "run" / "text.safetensors"
+    save_file(load_file(text), text, metadata={"tokenizer": "tokenizer.json 1234"})
+    words = ["predict", tmp_path / "run", folder / "pairs" / "validation", "--labels", "a cat", "--json"]
+    assert cli.main([str(word) for word in words]) == 2
+    assert "was trained with --tokenizer tokenizer.json 1234, and bytes" in capsys.readouterr().err
