@@ -231,7 +231,7 @@ def _texts_of(labels: str | Path | Sequence[str] | None) -> tuple[tuple[str, ...
         return (), None
     words: list[str | Path] = [labels] if isinstance(labels, (str, Path)) else list(labels)
     word = words[0] if len(words) == 1 else None
-    if word is not None and (isinstance(word, Path) or os.path.exists(word)):
+    if word is not None and (isinstance(word, Path) or os.path.isfile(word)):
         return tuple(line.strip() for line in read_text(word, "").splitlines() if line.strip()), word
     return tuple(map(str, words)), word
 
