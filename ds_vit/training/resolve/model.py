@@ -39,6 +39,7 @@ from ds_vit.training.resolve.data import DataConfig
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resolve.teacher import describe_teacher, open_teacher
 from ds_vit.weights import InitialCheckpoint, find_pretrained
+from ds_vit.weights.initial_checkpoint import enumerate_some
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,10 @@ def resolve_model(
             check_cut(tower_of(whole, name), config.tp)
     if config.drop_path_compute == "kept":
         check_kept(whole)
-    frozen = frozen_names(whole, config.freeze, config.linear_probe, task_type.locked_names(whole, config))
+    locked = task_type.locked_names(whole, config)
+    if not resumes:
+        notes += _locked_at_random(locked, initial)
+    frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
     image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
     if sizes:
         check_sizes(whole, config.model, sizes)
@@ -192,6 +196,20 @@ def _initial_weights(
     if config.resample_patch_embed and "patch_embed.proj.weight" not in initial.adapted:
         notes.append("--resample-patch-embed: the weights have the model's patch size, and nothing is resampled")
     return initial, notes
+
+
+def _locked_at_random(locked: frozenset[str], initial: InitialCheckpoint | None) -> list[str]:
+    """Lines about locked parameters that no file gives a value."""
+    drawn = locked if initial is None else locked.intersection(initial.newly_initialised)
+    notes = []
+    for flag, of_text in (("--lock-image", False), ("--lock-text", True)):
+        names = sorted(name for name in drawn if name.startswith("text.") == of_text)
+        if names:
+            notes.append(
+                f"{flag} freezes {len(names)} parameters at random values ({enumerate_some(names)}): start from "
+                f"trained weights with {'' if of_text else '--pretrained or '}--initial-checkpoint"
+            )
+    return notes
 
 
 def _unseen_pixels(whole: TimmViT) -> list[str]:
