@@ -226,6 +226,14 @@ def test_templates_and_names(tmp_path):
     assert class_words(("great_white", "n01440764")) == ("great white", "n01440764")
 
 
+def test_the_first_prompts_are_shown(folder):
+    # Catches: nobody sees that classes are named by numbers.
+    run = resolved(command(folder))
+    assert '--zeroshot: the first of 30 prompts are "a photo of the digit 0.", "0", "the number 0, drawn by hand"' in (
+        run.notes
+    )
+
+
 def test_a_folder_of_class_folders(tmp_path):
     for split, name in (("val", "cat"), ("val", "dog"), ("test", "dog")):
         (tmp_path / split / name).mkdir(parents=True)

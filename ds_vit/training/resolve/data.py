@@ -18,6 +18,8 @@ from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings
 from ds_vit.training.resume import Resume, check_micro_batch, keep_global_batch
 
+_SHOWN_PROMPTS = 3
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -96,8 +98,11 @@ def resolve_data(
     # Evaluation takes nothing in this order, and its batch may be larger than the training split.
     in_order = min(batch.global_batch, len(train)) if config.eval_only else batch.global_batch
     order = SampleOrder(len(train), in_order, config.seed, config.aug_repeats, train.mixture)
-    origins = _batch_origins(config, deepspeed, batch)
-    return DataConfig(train, val, batch, order, _zero_shot(config), origins, tuple(notes))
+    origins, zero_shot = _batch_origins(config, deepspeed, batch), _zero_shot(config)
+    if zero_shot is not None:
+        first = ", ".join(f'"{prompt}"' for prompt in zero_shot.prompts[:_SHOWN_PROMPTS])
+        notes.append(f"--zeroshot: the first of {len(zero_shot.prompts):,} prompts are {first}")
+    return DataConfig(train, val, batch, order, zero_shot, origins, tuple(notes))
 
 
 def _zero_shot(config: RunConfig) -> ZeroShotData | None:
