@@ -61,6 +61,23 @@ def _value(key: str, note: str = "") -> _Entry:
     return lambda words, given: Answer(note, values={key: _number(words[0]) if words else True})
 
 
+def _frozen_text_of_open_clip(words: Sequence[str], given: Given) -> Answer:
+    """The frozen groups of a text tower of 12 blocks: embeddings, each block, the norm in the last one; projection."""
+    unlocked = _number(words[0]) if words else None
+    if not isinstance(unlocked, int):
+        return Answer("--freeze takes patterns of names: text.token_embed text.pos_embed 'text.blocks.[0-9]'")
+    if unlocked < 1:
+        return Answer("", ("--lock-text",))
+    if unlocked > 13:
+        return Answer("then all of a text tower of 12 blocks is trained; drop it")
+    last = 12 - unlocked  # of the frozen blocks
+    names = ["text.token_embed", "text.pos_embed"]
+    names += [f"'text.blocks.[0-{min(last, 9)}]'"] if last >= 0 else []
+    names += [f"'text.blocks.1[0-{last - 10}]'"] if last >= 10 else []
+    names += ["text.norm"] if unlocked == 1 else []
+    return Answer("for 12 blocks; the projection counts as a layer in open_clip", ("--freeze", *names))
+
+
 def _number(word: str) -> Any:
     try:
         return ast.literal_eval(word)
@@ -264,7 +281,7 @@ _HINTS: Mapping[str, str | _Entry] = {
     "image_interpolation": _flag("--interpolation"),
     "image_resize_mode": "evaluation has --crop-mode center, border or squash; drop it",
     "aug_cfg": "each setting has a flag: --scale, --ratio, --color-jitter and others; drop it",
-    "lock_text_unlocked_layers": "--freeze takes patterns: text.token_embed text.pos_embed 'text.blocks.[0-9].*'",
+    "lock_text_unlocked_layers": _frozen_text_of_open_clip,
     "force_custom_text": "there is one kind of text tower; drop it",
     "lock_image_freeze_bn_stats": "models with BatchNorm are not trained here; drop it",
     "lock_text_freeze_layer_norm": "norms are frozen with their layers; drop it",

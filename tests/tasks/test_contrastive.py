@@ -14,10 +14,15 @@ from pairwise import cover
 from peaks import LargestTensor, SavedBytes
 from project import write_config
 from runs import refusal, resolved
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from ds_vit.config.timm_flags import timm_answer
+from ds_vit.engine.patches.process import tf32_products
+from ds_vit.models import ModelSpec, TextSettings, create_contrastive_model, frozen_names
+from ds_vit.tasks import contrastive_loss
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.retrieval import places_of_partners
+from ds_vit.weights.two_tower_names import from_two_towers
 
 LOSSES = {
     "clip": (clip_loss, (math.log(1 / 0.07),)),
@@ -399,20 +404,75 @@ def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):
 # ---- locked towers ---------------------------------------------------------------------------------------------------
 
 
+def frozen_in_open_clip(module, prefix):
+    """The names here of the parameters of a tower of open_clip that are frozen."""
+    state = {f"{prefix}{name}": torch.full_like(p, float(p.requires_grad)) for name, p in module.named_parameters()}
+    return {name for name, trained in from_two_towers(state).items() if not trained.any()}
+
+
+def locked_by_open_clip(own, unlocked):
+    """The names here of what open_clip freezes of an image tower of 12 blocks: of timm's, or of its own ViT."""
+    if own:
+        tower = pytest.importorskip("open_clip.transformer").VisionTransformer(16, 8, 24, 12, 2, 4.0, output_dim=16)
+    else:
+        timm_model = pytest.importorskip("open_clip.timm_model")
+        tower = timm_model.TimmModel("vit_tiny_patch16_224", 16, image_size=16, pool="", proj="linear")
+    tower.lock(unlocked_groups=unlocked)
+    return frozen_in_open_clip(tower, "visual.")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["timm", "open_clip's own"])
 @pytest.mark.parametrize("unlocked", [0, 1, 2])
-def test_lock_image_freezes_what_open_clip_does(tmp_path, unlocked):
+def test_lock_image_freezes_what_open_clip_does(tmp_path, own, unlocked):
     # Catches: groups counted from the other end, a projection or a text tower among them.
-    timm_model = pytest.importorskip("open_clip.timm_model")
-    theirs = timm_model.TimmModel("vit_tiny_patch16_224", 16, image_size=16, pool="", proj="linear")
-    theirs.lock(unlocked_groups=unlocked)
-    expected = {name for name, parameter in theirs.trunk.named_parameters() if not parameter.requires_grad}
+    expected = locked_by_open_clip(own, unlocked + own)  # whose own ViT counts the projection
+    assert not own or locked_by_open_clip(own, 0) == {*locked_by_open_clip(own, 1), "head.weight"}
     flags = ["--lock-image", *(["--lock-image-unlocked-groups", unlocked] if unlocked else [])]
-    argv = command(tmp_path / "run", "clip", 1, 1, 1, *flags, "--model-kwargs", "depth=12", "--lock-text")
+    model = ["--model", "vit_base_patch16_clip_224"] if own else []
+    argv = command(tmp_path / "run", "clip", 1, 1, 1, *flags, "--model-kwargs", "depth=12", "--lock-text", *model)
     run = resolved(argv)
     assert {name for name in run.model.frozen if not name.startswith("text.")} == expected
     trained = {name for name, _ in run.model.whole.named_parameters()} - run.model.frozen
     assert {name for name in trained if name.startswith("text.")} == {"text.logit_scale"}
     assert "head.weight" in trained
+
+
+@pytest.mark.parametrize("unlocked", [1, 2, 3, 12, 13])
+def test_the_hint_freezes_what_open_clip_does(unlocked):
+    # Catches: a text projection that is not counted as a layer, a pattern that matches too few or too many blocks.
+    transformer = pytest.importorskip("open_clip.transformer")
+    tower = transformer.TextTransformer(9, 20, 16, 2, 12, output_dim=12)
+    tower.lock(unlocked)
+    settings = TextSettings(vocab_size=20, context_length=9, end_id=19, width=16, heads=2, embed_dim=12)
+    spec = ModelSpec("vit_tiny_patch16_224", img_size=16, model_kwargs={"depth": 1})
+    [flag, *patterns] = timm_answer("lock_text_unlocked_layers", [str(unlocked)]).words
+    assert flag == "--freeze"
+    frozen = frozen_names(create_contrastive_model(spec, settings, (1.0,)), [word.strip("'") for word in patterns])
+    assert frozen == frozen_in_open_clip(tower, "text.")
+
+
+def test_locked_random_values_are_named(tmp_path):
+    # Catches: a fixed tower that nobody trained, of which no line speaks.
+    run = resolved(command(tmp_path / "run", "clip", 1, 1, 1, "--lock-image", "--lock-text"))
+    image, text = (note for note in run.notes if "at random values" in note)
+    assert image.startswith("--lock-image freezes 30 parameters at random values (blocks.0.attn.proj.bias, ")
+    assert text.startswith("--lock-text freezes 29 parameters")
+    image_tower = {name: torch.zeros(p.shape) for name, p in run.model.whole.named_parameters() if "text." not in name}
+    save_file(image_tower, tmp_path / "model.safetensors")
+    weights = ("--initial-checkpoint", tmp_path / "model.safetensors")
+    run = resolved(command(tmp_path / "run", "clip", 1, 1, 1, "--lock-image", "--lock-text", *weights))
+    [note] = [note for note in run.notes if "at random values" in note]
+    assert note.startswith("--lock-text")
+
+
+def test_sizes_are_compared_as_they_are(tmp_path):
+    # Catches: a run that cannot be resumed with a default spelled out, or can with another text tower.
+    small = command(tmp_path / "run", "clip", 1, 1, 1)
+    del small[small.index("--context-length") : small.index("--context-length") + 2]
+    identity = resolved(small).identity
+    spelled = ("--text-model", "clip_base", "--text-pool", "end", "--context-length", 256)
+    assert resolved([*small, *spelled]).identity == identity
+    assert resolved([*small, "--text-pool", "last"]).identity != identity
 
 
 def test_a_locked_tower_trains_alike(ranks, tmp_path):
