@@ -9,7 +9,8 @@ Shapes: G pairs of the global batch, B of this rank (its rows), C rows at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def _sigmoid(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
     return -F.logsigmoid(margins).sum(dim=1), -signs * (-margins).sigmoid()
 
 
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """Multiply fp32 matrices in fp32 under --tf32 too: 10 bits of a logit of up to 100 would be 0.05 in the loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class _RowsAgainstColumns(torch.autograd.Function):
     """Mean over this rank's rows of their losses against all columns; gradients are computed in the forward pass."""
 
@@ -51,6 +63,19 @@ class _RowsAgainstColumns(torch.autograd.Function):
         terms: _Terms,
     ) -> torch.Tensor:
         """rows [B, E], columns [G, E], scale and bias scalars; row i belongs to column first + i."""
+        with _full_precision():
+            return _RowsAgainstColumns._forward(ctx, rows, columns, scale, bias, first, terms)
+
+    @staticmethod
+    def _forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor,
+        first: int,
+        terms: _Terms,
+    ) -> torch.Tensor:
         differentiated = any(ctx.needs_input_grad)
         total = rows.new_zeros((), dtype=torch.float64)
         d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)

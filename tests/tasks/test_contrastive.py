@@ -64,6 +64,24 @@ def test_loss_and_gradients_equal_open_clips(task, dtype, tolerance, monkeypatch
 
 
 @pytest.mark.parametrize("task", LOSSES)
+def test_tf32_does_not_reach_the_loss(monkeypatch, task):
+    # Catches: logits of up to 100 with mantissas of 10 bits.
+    terms, met = {"clip": "_softmax", "siglip": "_sigmoid"}[task], set()
+    of_logits = getattr(contrastive_loss, terms)
+
+    def noted(*args):
+        met.add(torch.get_float32_matmul_precision())
+        return of_logits(*args)
+
+    monkeypatch.setattr(contrastive_loss, terms, noted)
+    loss, initial = LOSSES[task]
+    with tf32_products():
+        loss(*pairs(8, dtype=torch.float32), torch.tensor(initial, requires_grad=True), lambda rows: rows, 0).backward()
+        assert torch.get_float32_matmul_precision() == "high"
+    assert met == {"highest"}
+
+
+@pytest.mark.parametrize("task", LOSSES)
 def test_the_mean_over_ranks_is_the_loss_of_all_pairs(task):
     # Catches: labels without the rank's offset, a share that is divided by another number than the others.
     loss, initial = LOSSES[task]
