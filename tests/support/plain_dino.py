@@ -6,18 +6,21 @@ of drop-path, the masks and the initial weights. Losses are written out over who
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from accidents import spoil_batches
 from picture_folders import made, smooth_photo
 from project import write_config
 from safetensors.torch import load_file, save_file
@@ -28,15 +31,20 @@ from ds_vit.config import RunConfig
 from ds_vit.data import CropConfig, ImageConfig, SampleOrder, open_source
 from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.engine.plain import PlainContext, PlainEngine
 from ds_vit.models import HeadSettings, ModelSpec, create_self_distillation, initialise, take_apart_towers, tower_of
 from ds_vit.models.keyed_drop import KeyedDrop, replace_drops, sample_keys
+from ds_vit.optim.ema import TeacherAverage
+from ds_vit.tasks.self_distillation import SelfDistillation
+from ds_vit.training.checkpoint_manager import CheckpointManager
 
 MODEL = "vit_tiny_patch16_224"
 KWARGS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 SIZE, LOCAL, NUM_LOCAL = 16, 8, 2
 HEAD = HeadSettings(prototypes=48, hidden_dim=256, bottleneck_dim=16)
 GLOBAL_BATCH, IMAGES, STEPS, EPOCHS = 48, 240, 20, 4
-SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.04}
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.02}
+DECAY_END = 0.08
 SPREAD, FACTORS = 0.15, {"patch_embed": 4.0, "qkv": 4.0, "cls_token": 0.1}
 DROP_PATH, LAYER_DECAY, CLIP = 0.1, 0.9, 0.02
 WORDS = [
@@ -46,7 +54,7 @@ WORDS = [
     *("--local-crops-size", LOCAL, "--local-crops-number", NUM_LOCAL, "--prototypes", HEAD.prototypes),
     *("--head-hidden-dim", HEAD.hidden_dim, "--head-bottleneck-dim", HEAD.bottleneck_dim),
     *("--sched", "constant", "--warmup-epochs", 0, "--epochs", EPOCHS, "--layer-decay", LAYER_DECAY),
-    *("--weight-decay-end", 0.4, "--warmup-teacher-temp-epochs", 2, "--teacher-momentum", 0.9),
+    *("--weight-decay-end", DECAY_END, "--warmup-teacher-temp-epochs", 2, "--teacher-momentum", 0.9),
     *("--mask-ratio-min-max", 0.3, 0.6),
 ]
 """Flags of our run, without the folder of images and --centering."""
@@ -196,8 +204,14 @@ def _batch(folder: Path, step: int) -> tuple[torch.Tensor, ...]:
     return large, small, randomness.mix_tensor(of_samples[:, None], torch.arange(2 + NUM_LOCAL))
 
 
-def train(folder: Path, centering: str) -> Plain:
-    """The plain loop."""
+def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
+    """The plain loop.
+
+    Args:
+        folder: of images and weights.
+        centering: "ema" or "sinkhorn".
+        rejected: a step that changes nothing.
+    """
     weights = initial_weights(folder)
     student, head = Backbone(DROP_PATH), Head(KWARGS["embed_dim"])
     student.load_state_dict(
@@ -215,7 +229,9 @@ def train(folder: Path, centering: str) -> Plain:
     steps_per_epoch, rows = IMAGES // GLOBAL_BATCH, []
     grid = SIZE // KWARGS["patch_size"]
     for step in range(1, STEPS + 1):
-        decay, momentum = _cosine(step, SGD["weight_decay"], 0.4), _cosine(step, 0.9, 1.0)
+        if step == rejected:
+            continue
+        decay, momentum = _cosine(step, SGD["weight_decay"], DECAY_END), _cosine(step, 0.9, 1.0)
         warmup = 2 * steps_per_epoch
         temperature = 0.07 if step > warmup else float(np.linspace(0.04, 0.07, warmup)[step - 1])
         for group in optimizer.param_groups:
@@ -257,7 +273,8 @@ def train(folder: Path, centering: str) -> Plain:
         rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
     tensors = {f"teacher.{n.removeprefix('vit.')}": p for n, p in teacher.named_parameters() if n != "mask_token"}
     tensors |= {f"teacher_head.{n}": p for n, p in teacher_head.named_parameters()}
-    return Plain(rows, {name: p.detach() for name, p in tensors.items()}, centers)
+    state = {} if centering == "sinkhorn" else centers
+    return Plain(rows, {name: p.detach() for name, p in tensors.items()}, state)
 
 
 def teacher_deviation(plain: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> tuple[float, str]:
@@ -277,6 +294,106 @@ def teacher_deviation(plain: Mapping[str, torch.Tensor], ours: Mapping[str, torc
     return found[worst], worst
 
 
-def read_centers(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The centres in a checkpoint."""
-    return tensors_of_json(json.loads((checkpoint / "state.json").read_text())["task"])
+def read_teacher(output: Path) -> dict[str, torch.Tensor]:
+    """The teacher that a run has written, by our names."""
+    backbone, head = (load_file(str(output / f"{name}.safetensors")) for name in ("teacher", "teacher_head"))
+    named = {f"teacher.{name}": tensor for name, tensor in backbone.items()}
+    return named | {f"teacher_head.{name.removeprefix('dino_head.')}": tensor for name, tensor in head.items()}
+
+
+def read_centers(output: Path) -> dict[str, torch.Tensor]:
+    """The centres in the checkpoint of a run's end."""
+    state = json.loads((output / "checkpoints" / f"step-{STEPS:08}" / "state.json").read_text())
+    return tensors_of_json(state["task"])
+
+
+# ---- breakages -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def center_before_its_use() -> Iterator[None]:
+    """A step's own logits move the centre that they are compared with."""
+    note = SelfDistillation._note_taught
+
+    def note_and_move(task: SelfDistillation, *args: Any) -> None:
+        note(task, *args)
+        task.centers |= task._next_centers
+
+    with mock.patch.object(SelfDistillation, "_note_taught", note_and_move):
+        yield
+
+
+@contextlib.contextmanager
+def teacher_before_the_step() -> Iterator[None]:
+    """The teacher moves towards the weights of the step before."""
+    step = SelfDistillation.step
+
+    def update_first(task: SelfDistillation, context: Any, *args: Any) -> torch.Tensor:
+        PlainContext.update_teachers(context, context.schedules["teacher_momentum"])
+        return step(task, context, *args)
+
+    def update_centers(task: SelfDistillation, context: Any) -> None:
+        task.centers |= task._next_centers
+
+    with (
+        mock.patch.object(SelfDistillation, "step", update_first),
+        mock.patch.object(SelfDistillation, "after_update", update_centers),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def schedules_off_by_one() -> Iterator[None]:
+    """Each step has the values of the next one."""
+    schedules = SelfDistillation.schedules
+    with mock.patch.object(
+        SelfDistillation, "schedules", lambda task, step, horizon: schedules(task, step + 1, horizon)
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def head_not_restored() -> Iterator[None]:
+    """A resumed run gives the teacher's head the student's weights."""
+    load = CheckpointManager._load
+
+    def load_and_forget(manager: CheckpointManager, *args: Any) -> Any:
+        result = load(manager, *args)
+        average = manager.ema
+        assert isinstance(average, TeacherAverage)
+        for shard, values in zip(average.zero_map.shards, average.tensors, strict=True):
+            for segment, weights in zip(shard.segments, shard.views(), strict=True):
+                if segment.name.startswith("dino_head."):
+                    values.narrow(0, segment.offset, segment.length).copy_(weights)
+        average.write()
+        return result
+
+    with mock.patch.object(CheckpointManager, "_load", load_and_forget):
+        yield
+
+
+BAD = 6
+"""The step of a batch that is not finite, counted from 1."""
+
+
+@contextlib.contextmanager
+def nothing_with_a_bad_batch() -> Iterator[None]:
+    """A batch is not finite, and its step is rejected."""
+    spoil_batches({BAD - 1})
+    yield
+
+
+@contextlib.contextmanager
+def teacher_on_a_rejected_step_with_a_bad_batch() -> Iterator[None]:
+    """The same, and the teacher moves all the same."""
+    spoil_batches({BAD - 1})
+    result = PlainEngine._result
+
+    def update_always(engine: PlainEngine, loss: torch.Tensor) -> Any:
+        found = result(engine, loss)
+        if not found.verdict().applied:
+            engine._task.after_update(engine.context)
+        return found
+
+    with mock.patch.object(PlainEngine, "_result", update_always):
+        yield

@@ -1,65 +1,275 @@
-"""DINO with iBOT in every layout against one plain process (tests/support/plain_dino.py)."""
+"""DINO with iBOT in every layout against one plain process (tests/support/plain_dino.py).
 
+A selection in which every pair of choices occurs always runs; `pytest --exhaustive` runs the full product.
+"""
+
+import contextlib
 import functools
+import itertools
+import json
 
 import plain_dino
 import pytest
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
+from pairwise import cover, pairs
 from safetensors.torch import load_file
 
+from ds_vit.fault_tolerance.errors import UserError
+
 RTOL = 1e-5
-# Ranks, ZeRO stage, accumulation, further flags.
+# name: (dp, tp, further flags)
 LAYOUTS = {
-    "1 rank": (1, 0, 1),
-    "accumulation": (1, 1, 4),
-    "dp 2, ZeRO-3, accumulation": (2, 3, 4),
-    "dp 3, ZeRO-2": (3, 2, 1),
-    "dp 4, ZeRO-0, accumulation": (4, 0, 4),
-    "tp 2": (2, 1, 4, "--tp", 2),
-    "tp 2, sequence, recomputed": (2, 0, 1, "--tp", 2, "--sequence-parallel", "--grad-checkpointing"),
+    "1 rank": (1, 1, ()),
+    "dp2": (2, 1, ()),
+    "dp3": (3, 1, ()),
+    "dp4": (4, 1, ()),
+    "tp2": (1, 2, ()),
+    "tp2 dp2": (2, 2, ()),
+    "tp2 sequence": (1, 2, ("--sequence-parallel",)),
 }
+FACTORS = {
+    "layout": list(LAYOUTS),
+    "stage": [0, 1, 2, 3],
+    "persists": ["", 0, 1_000_000_000],  # ZeRO-3's small parameters that every rank keeps
+    "accumulation": [1, 4],
+    "recompute": ["", "full", "selective"],
+    "compute": ["all", "kept"],
+    "centering": ["ema", "sinkhorn"],
+    "then": ["", "dp2 ZeRO-3", "tp2 ZeRO-1"],
+}
+# Where an interrupted run is resumed: ranks, ZeRO stage, micro-batch, flags.
+THEN = {"dp2 ZeRO-3": (2, 3, 6, ("--tp", 1)), "tp2 ZeRO-1": (2, 1, 12, ("--tp", 2))}
+STOP = 8
 
 
-def train_on_rank(argv):
-    """On a rank: the exit code of a run."""
+def legal(case):
+    """Whether a combination says something of its own."""
+    return (case["persists"] != "") == (case["stage"] == 3)
+
+
+def full_product():
+    """Every legal combination."""
+    cases = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    return [case for case in cases if legal(case)]
+
+
+@functools.cache
+def selection():
+    """Combinations in which every legal pair of choices occurs."""
+
+    def seconds(case):
+        dp, tp, _ = LAYOUTS[case["layout"]]
+        return dp * tp * case["accumulation"] * (3 if case["stage"] == 3 else 1) * (2 if case["then"] else 1)
+
+    return cover(full_product()[::5], seconds)  # a fifth has all pairs
+
+
+def name(case):
+    """A test's id."""
+    persists = f" {case['persists']:g}" if case["persists"] != "" else ""
+    return ", ".join(
+        [
+            case["layout"],
+            f"ZeRO-{case['stage']}{persists}",
+            f"x{case['accumulation']}",
+            case["recompute"] or "keep",
+            case["compute"],
+            case["centering"],
+            *([f"then {case['then']}"] if case["then"] else []),
+        ]
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = full_product() if metafunc.config.getoption("--exhaustive") else selection()
+        metafunc.parametrize("case", [pytest.param(case, id=name(case)) for case in cases])
+
+
+def train_on_rank(argv, breaks=None):
+    """On a rank: the exit code of a run; `breaks` names one of the breakages of `plain_dino`."""
     from ds_vit.train import main
 
-    with checkpoints_in_time():
-        return main(argv)
+    with checkpoints_in_time(), getattr(plain_dino, breaks)() if breaks else contextlib.nullcontext():
+        return main([str(word) for word in argv])
 
 
-def train(ranks, folder, output, centering, world, stage, accumulation, *words):
-    """Run a layout; its rows."""
-    tp = words[words.index("--tp") + 1] if "--tp" in words else 1
-    micro_batch = plain_dino.GLOBAL_BATCH * tp // world // accumulation
-    words = ("--centering", centering, "-b", micro_batch, "--grad-accum-steps", accumulation, *words)
-    argv = plain_dino.words_of(folder, stage, output, *words)
-    assert ranks.run(world, train_on_rank, argv) == [0] * world
+def run(ranks, world, argv, breaks=None):
+    """Run a command line."""
+    assert ranks.run(world, train_on_rank, argv, breaks, timeout=400.0) == [0] * world
+
+
+ONE = {**dict.fromkeys(FACTORS, ""), "layout": "1 rank", "stage": 0, "accumulation": 1, "compute": "all"}
+
+
+def train(ranks, folder, output, case, *words, breaks=None):
+    """Train in a layout, or begin there and train the rest in another; `breaks` the last of them."""
+    dp, tp, flags = LAYOUTS[case["layout"]]
+    zero = {"stage3_param_persistence_threshold": case["persists"]} if case["persists"] != "" else {}
+    words = [*words, *flags, "--tp", tp, "--centering", case["centering"], "--drop-path-compute", case["compute"]]
+    words += ["-b", plain_dino.GLOBAL_BATCH // dp // case["accumulation"], "--grad-accum-steps", case["accumulation"]]
+    words += ["--grad-checkpointing", case["recompute"]] if case["recompute"] else []
+    then = case["then"]
+    words += ["--max-steps", STOP, "--checkpoint-interval", STOP] if then else []
+    argv = plain_dino.words_of(folder, case["stage"], output, zero, *words)
+    run(ranks, dp * tp, argv, None if then else breaks)
+    if then:
+        world, stage, micro_batch, flags = THEN[then]
+        config = output.with_name(f"{output.name}-then.json")
+        blocks = json.loads(output.with_name(f"{output.name}.json").read_text())
+        config.write_text(json.dumps(blocks | {"zero_optimization": {"stage": stage}}))
+        dp = world // flags[1]
+        flags += ("--no-sequence-parallel",) if case["layout"] == "tp2 sequence" else ()
+        batch = ("-b", micro_batch, "--grad-accum-steps", plain_dino.GLOBAL_BATCH // dp // micro_batch)
+        argv = ["--recipe", output / "config.yaml", "--resume", "auto", "--output", output]
+        argv += ["--deepspeed_config", config, *flags, *batch, "--max-steps", plain_dino.STEPS]
+        run(ranks, world, argv, breaks)
     return train_rows(read_rows(output))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Images and weights."""
     return plain_dino.write_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
+    """The plain loop, by its centering."""
     return functools.cache(functools.partial(plain_dino.train, folder))
 
 
 def assert_same_run(plain, output):
-    """Loss and norm of each step, and the teacher and the centres of the end."""
-    assert_same_curve(plain.rows, train_rows(read_rows(output)), rtol=RTOL)
-    weights = {f"teacher.{name}": tensor for name, tensor in load_file(str(output / "teacher.safetensors")).items()}
-    of_head = load_file(str(output / "teacher_head.safetensors"))
-    weights |= {name.replace("dino_head.", "teacher_head."): tensor for name, tensor in of_head.items()}
-    deviation, name = plain_dino.teacher_deviation(plain.teacher, weights)
-    assert deviation < RTOL, name
+    """Loss and norm of each step; the teacher's tensors and the centres at the end."""
+    assert_same_curve(plain.rows, read_rows(output), rtol=RTOL)
+    deviation, tensor = plain_dino.teacher_deviation(plain.teacher, plain_dino.read_teacher(output))
+    assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
+    centers = plain_dino.read_centers(output)
+    assert centers.keys() == plain.centers.keys()
+    for part, center in centers.items():
+        deviation = float((center - plain.centers[part]).norm() / plain.centers[part].norm())
+        assert deviation < RTOL, f"the centre of {part} deviates by {deviation:.1e} of its norm"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("centering", ["ema", "sinkhorn"])
-def test_each_layout_trains_as_one_plain_process(ranks, tmp_path, folder, plain, centering, layout):
-    train(ranks, folder, tmp_path / "run", centering, *LAYOUTS[layout])
-    assert_same_run(plain(centering), tmp_path / "run")
+@pytest.mark.sampled(4)
+def test_each_layout_trains_as_one_plain_process(ranks, tmp_path, folder, plain, case):
+    # Catches: a loss over the samples of one rank or micro-batch, a factor of dp or tp, masks or drop-path that follow
+    # the layout, a block recomputed at another image size, a teacher or centre that lags, differs between ranks or is
+    # not in the checkpoint.
+    train(ranks, folder, tmp_path / "run", case)
+    assert_same_run(plain(case["centering"]), tmp_path / "run")
+
+
+def test_the_selection_covers_every_pair():
+    """A choice, or a pair of choices, that no test runs."""
+    assert set().union(*map(pairs, selection())) == set().union(*map(pairs, full_product()))
+    assert len(selection()) < 40
+
+
+def test_the_plain_loop_learns_and_is_clipped(plain):
+    # A loop that stands still would let a wrong factor through.
+    for centering in ("ema", "sinkhorn"):
+        rows = plain(centering).rows
+        assert min(row["grad_norm"] for row in rows) > 3 * plain_dino.CLIP
+        assert abs(rows[-1]["loss"] / rows[0]["loss"] - 1) > 0.05
+
+
+BREAKAGES = ("center_before_its_use", "teacher_before_the_step", "schedules_off_by_one")
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_what_is_broken_is_seen(ranks, tmp_path, folder, plain, breakage):
+    train(ranks, folder, tmp_path / "run", {**ONE, "centering": "ema"}, breaks=breakage)
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_run(plain("ema"), tmp_path / "run")
+
+
+def test_a_head_that_is_not_restored_is_seen(ranks, tmp_path, folder, plain):
+    case = {**ONE, "centering": "ema", "then": "dp2 ZeRO-3"}
+    train(ranks, folder, tmp_path / "run", case, breaks="head_not_restored")
+    with pytest.raises(AssertionError, match="the curves part"):
+        assert_same_run(plain("ema"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("breaks", [None, "teacher_on_a_rejected_step"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rejected_step_moves_neither_teacher_nor_centre(ranks, tmp_path, folder, stage, breaks):
+    """A teacher that is updated on a step that the optimizer did not take; NaN in the centre."""
+    case = {**ONE, "layout": "dp2", "stage": stage, "persists": "", "centering": "ema"}
+    train(ranks, folder, tmp_path / "run", case, breaks=f"{breaks or 'nothing'}_with_a_bad_batch")
+    expected = plain_dino.train(folder, "ema", rejected=plain_dino.BAD)
+    rows = [row for row in train_rows(read_rows(tmp_path / "run")) if row["step"] != plain_dino.BAD]
+    found = functools.partial(
+        assert_same_curve, [row for row in expected.rows if row["step"] != plain_dino.BAD], rows, rtol=RTOL
+    )
+    if breaks is None:
+        found()
+    else:
+        with pytest.raises(AssertionError, match="the curves part"):
+            found()
+
+
+def test_bf16_trains_close_to_fp32(ranks, tmp_path, folder, plain):
+    case = {**ONE, "layout": "tp2 dp2", "stage": 2, "accumulation": 4, "centering": "sinkhorn"}
+    train(ranks, folder, tmp_path / "run", case, "--set", "bf16.enabled=true")
+    rows = train_rows(read_rows(tmp_path / "run"))
+    assert_same_curve(plain("sinkhorn").rows, rows, rtol=2e-2, keys=("loss",))
+    assert rows[3]["loss"] != pytest.approx(plain("sinkhorn").rows[3]["loss"], rel=1e-6), "it did run in bf16"
+
+
+# ---- evaluation and files --------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
+    # Catches: the student's features, features of a teacher that a file rounds, names that timm does not know.
+    import timm
+    import torch
+
+    from ds_vit.tools.predict import embed
+
+    words = ("--max-steps", 4, "--val-fraction", 0.2, "--val-split", "validation")
+    case = {**ONE, "layout": "dp2", "stage": 3, "persists": 0, "centering": "ema"}
+    output = tmp_path / "run"
+    train(ranks, folder, output, case, *words, "--set", "bf16.enabled=true")
+    [row] = [row for row in read_rows(output) if row["kind"] == "eval"]
+    assert 0.0 < row["feature_std"] < 1.0
+    state = load_file(str(output / "teacher.safetensors"))
+    kwargs = dict(plain_dino.KWARGS)
+    model = timm.create_model(plain_dino.MODEL, num_classes=0, img_size=plain_dino.SIZE, **kwargs).eval()
+    model.load_state_dict(state)  # strict: no head, no mask token
+    student = load_file(str(output / "model.safetensors"))
+    assert any(not torch.equal(student[name], tensor) for name, tensor in state.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values()), "kept in fp32"
+    images = sorted((folder / "train" / "all").iterdir())[:3]
+    of_run = embed(output, images).features
+    assert of_run == pytest.approx(embed(output / "teacher.safetensors", images).features)
+    assert of_run == pytest.approx(embed(output, images, checkpoint="latest").features)
+    assert of_run != pytest.approx(embed(output / "model.safetensors", images).features, rel=1e-3)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (("--model-kwargs", "global_pool=avg"), "reads the class token, and 'vit_tiny_patch16_224' has global_pool 'avg'"),
+    (("--model-kwargs", "patch_drop_rate=0.2"), "masks patches and predicts them"),
+    (("--local-crops-size", 6), "images of 6 pixels are no multiple of the patch size 4"),
+    (("--model-ema",), "--model-ema: --task dino keeps an average of the weights, its teacher"),
+    (("--pp", 2), "--task dino cannot be split into pipeline stages"),
+    (("--tp", 2, "--class-parallel", "on"), "--class-parallel has no effect with --task dino"),
+    (("--tp", 2, "--prototypes", 49), "--prototypes 49 cannot be split over tp 2"),
+    (("--mixup", 0.8), "--mixup has no effect with --task dino: the teacher gives the targets"),
+    (("--aa", "rand-m9-mstd0.5-inc1"), "--aa has no effect with --task dino: its crops have DINO's own augmentation"),
+    (("--smoothing", 0.2), "--smoothing has no effect with --task dino"),
+    (("--train-img-sizes", 16, 24), "--train-img-sizes has no effect with --task dino: its crops are of two sizes"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
+def test_what_has_no_meaning_is_refused(tmp_path, folder, words, message):
+    from runs import resolved
+
+    argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, *words)
+    if words[0] == "--model-kwargs":
+        argv += [f"{name}={value}" for name, value in plain_dino.KWARGS.items()]
+    with pytest.raises(UserError, match=message):
+        resolved(argv, world=2 if words[0] in ("--pp", "--tp") else 1)
