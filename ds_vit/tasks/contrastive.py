@@ -95,11 +95,7 @@ class Contrastive(Task):
 
     @classmethod
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> ContrastiveModel:
-        """As `Task.create_model`; layer decay is refused, for the text tower has no place among its layers."""
-        if config.layer_decay not in (None, 1.0):
-            raise UserError(
-                f"--layer-decay {config.layer_decay} has no rate for the text tower of --task {cls.name}; drop it"
-            )
+        """As `Task.create_model`."""
         tokenizer = cls._tokenizer(config)
         default = text_settings(config.text_model or cls.text_model)
         settings = replace(
