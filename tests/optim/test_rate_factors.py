@@ -8,7 +8,8 @@ import oracle
 import pytest
 import torch
 from curves import assert_same_curve, read_rows, train_rows
-from runs import refusal
+from project import write_config
+from runs import DIGITS, refusal
 from safetensors.torch import load_file
 from seam_tasks import WithRates
 
@@ -185,3 +186,12 @@ def test_an_optimizer_whose_update_is_not_proportional_is_refused(capsys, cifar,
     argv = oracle.command(cifar, "sgd", (1, 1, 1, 1), tmp_path / "run", *words, blocks=asgd, model_kwargs=KWARGS)
     line = refusal(capsys, argv)
     assert "--task with-rates, which has rates by parameter, does not work with ASGD; use AdamW" in line
+
+
+def test_a_schedule_of_no_weight_decay_is_refused(capsys, tmp_path):
+    config = write_config(tmp_path / "ds.json", 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    words = ("--model-kwargs", "patch_size=4", "embed_dim=24", "depth=1", "num_heads=2", "--local-crops-size", 8)
+    words += ("--task", "dino", "--weight-decay-end", 0.4, "--deepspeed_config", config, "--output", tmp_path / "run")
+    assert "--weight-decay-end 0.4 has no effect: there is no weight decay to begin" in refusal(
+        capsys, [*DIGITS, *words]
+    )

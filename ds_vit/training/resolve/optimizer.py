@@ -108,6 +108,11 @@ def resolve_optimizer(
     decay = arguments.get("weight_decay")
     decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
     notes += check_weight_decay(cls, decay, path)
+    if config.weight_decay_end is not None and not decay:
+        raise UserError(
+            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
+            f"{path}; give --weight-decay a value above 0"
+        )
     per_epoch = data.order.steps_per_epoch
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
