@@ -107,6 +107,15 @@ class WithTeacher(Classification):
         whole.further_towers = ("teacher",)
         return whole
 
+    @classmethod
+    def layers(cls, model):
+        """As `Task.layers`: the student sees each image twice."""
+        layers = super().layers(model)
+        for layer in layers:
+            if not layer.prefix:
+                layer.images_per_sample = 2.0, 1.0
+        return layers
+
     def schedules(self, step, horizon):
         """As `Task.schedules`."""
         done = step / horizon.total_steps
@@ -127,6 +136,32 @@ class WithTeacher(Classification):
         """As `Task.weight_files`."""
         names = [name for name, _ in self.model.named_parameters()]
         return {"teacher": frozenset(name for name in names if name.startswith("teacher."))}
+
+
+class WithTwoTeachers(WithTeacher):
+    """In addition a tower of half the depth, which sees mirror images and has its own teacher."""
+
+    name = "with-two-teachers"
+    teachers: ClassVar = {"teacher": MAIN_TOWER, "mirror_teacher": "mirror"}
+
+    @classmethod
+    def create_model(cls, spec, config, *, for_training):
+        """Two students, each with its teacher."""
+        whole = super().create_model(spec, config, for_training=for_training)
+        kwargs = {**spec.model_kwargs, "depth": len(whole.blocks) // 2}
+        for name in ("mirror", "mirror_teacher"):
+            half = dataclasses.replace(spec, model_kwargs=kwargs, drop_path=0.0)
+            setattr(whole, name, create_model(half, for_training=for_training))
+        whole.mirror_teacher.requires_grad_(False)
+        whole.further_towers = ("teacher", "mirror", "mirror_teacher")
+        return whole
+
+    def step(self, context, batch, piece=None):
+        """As `Task.step`."""
+        mirrored = [batch["images"].flip(-1)]
+        taught = context.forward("mirror_teacher", mirrored, batch, grad=False).float()
+        own = context.forward("mirror", mirrored, batch).float()
+        return super().step(context, batch) + F.cross_entropy(own, batch["targets"]) + 10.0 * F.mse_loss(own, taught)
 
 
 class WithState(Classification):
@@ -180,7 +215,7 @@ class WithRates(Classification):
         return frozenset({"head.weight", "head.bias"} if horizon.is_within(step, self.HELD_EPOCHS) else ())
 
 
-for task in (TwoTowers, WithTeacher, WithState, WithRates):
+for task in (TwoTowers, WithTeacher, WithTwoTeachers, WithState, WithRates):
     tasks.TASKS[task.name] = task
 
 
@@ -203,6 +238,32 @@ def loss_of_each_rank():
     from ds_vit.engine.plain import PlainContext
 
     return mock.patch.object(PlainContext, "gather", lambda self, rows: rows)
+
+
+def teacher_on_rejected_steps():
+    """The teacher moves after each step, whether it was applied or not."""
+    from ds_vit.engine.base import Engine
+    from ds_vit.engine.plain import PlainEngine
+
+    def moves_always(engine, loss):
+        result = Engine._result(engine, loss)
+        engine._task.after_update(engine.context)
+        return result
+
+    return mock.patch.object(PlainEngine, "_result", moves_always)
+
+
+def teacher_behind_full_copies():
+    """The shards of ZeRO-3 are written after the copies that stay gathered."""
+    from ds_vit.optim.ema import TeacherAverage, _stored
+
+    def write(average):
+        with average.swapped():
+            kept = [_stored(student).clone() for _, student in average._pairs]
+        for (teacher, _), value in zip(average._pairs, kept, strict=True):
+            _stored(teacher).copy_(value)
+
+    return mock.patch.object(TeacherAverage, "write", write)
 
 
 @contextlib.contextmanager
