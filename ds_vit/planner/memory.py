@@ -35,6 +35,7 @@ _AUTOCAST_OF_FP32 = 36 / 64
 DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 _ALIGNMENT = 8
 _DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
+_DEFAULT_PERSISTENT = 1e5  # elements; stage3_param_persistence_threshold
 
 
 def layers_of_rank(
@@ -102,6 +103,7 @@ class LayerMemory(NamedTuple):
         kept: of an image in the forward pass.
         back: what its backward pass makes.
         is_block: whether it can be recomputed.
+        sizes: elements of each parameter.
     """
 
     parameters: int
@@ -110,6 +112,12 @@ class LayerMemory(NamedTuple):
     kept: Kept
     back: Temporary
     is_block: bool
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def runs_forward_only(self) -> bool:
+        """Whether nothing goes back through it: it is frozen, and so is all before it, as in a teacher."""
+        return not self.trained and not self.kept.bytes
 
 
 def memory_of_layers(
@@ -132,7 +140,8 @@ def memory_of_layers(
     for layer, of_layer, back in zip(layers, kept, temporary, strict=True):
         sizes = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.requires_grad}
         of_optimizer, is_block = num_states(states, fallback, sizes), isinstance(layer, BlockLayer)
-        found.append(LayerMemory(num_parameters(layer), sum(sizes.values()), of_optimizer, of_layer, back, is_block))
+        every = tuple(parameter.numel() for parameter in layer.parameters())
+        found.append(LayerMemory(sum(every), sum(sizes.values()), of_optimizer, of_layer, back, is_block, every))
     return found
 
 
@@ -151,7 +160,7 @@ class RankMemory:
         gradients: of a step, as they wait for the update.
         masters: copies of the weights that ZeRO updates, in fp32 unless the JSON says bf16.
         optimizer: the optimizer's state.
-        average: of the weights, with --model-ema.
+        average: of the weights, with --model-ema or a teacher.
         activations: that wait for the backward pass at the fullest moment.
         buckets: in which ZeRO collects gradients.
         gathered: weights that ZeRO-3 has gathered at a time; those that autocast has cast.
@@ -212,6 +221,7 @@ class MemoryRules:
         sent_as: additional bytes of a gradient while the ranks sum it in another type than it waits in.
         bucket: bytes in which ZeRO collects gradients.
         live: parameters that ZeRO-3 may have gathered at a time.
+        persists: largest parameter that ZeRO-3 keeps gathered all the time.
         whole_matrices: the optimizer gathers matrices that ZeRO has partitioned (Muon).
         in_host: the fields of `RankMemory` that offload keeps in host memory.
     """
@@ -245,6 +255,7 @@ class MemoryRules:
         self.bucket = bucket * (2 if self.autocast and stage in (1, 3) else 1)  # one for each type that it knows
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         self.live = int(max(map(float, live)))
+        self.persists = int(float(zero.get("stage3_param_persistence_threshold", _DEFAULT_PERSISTENT)))
         self.whole_matrices = optimizer is not None and issubclass(optimizer, Muon)
         in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
         offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
@@ -269,12 +280,14 @@ class _Run(NamedTuple):
         again: additional bytes of an image, of what is recomputed.
         back: of its layers.
         trained: parameters.
+        forward_only: nothing goes back through them, and nothing waits while they run.
     """
 
     waiting: float
     again: float
     back: Sequence[Temporary]
     trained: int
+    forward_only: bool
 
 
 @dataclass(frozen=True)
@@ -301,7 +314,10 @@ class StageMemory:
         ):
             together = list(found)
             if not are_recomputed:
-                runs += [_Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained) for one in together]
+                runs += [
+                    _Run(of_saved * one.kept.bytes, 0.0, (one.back,), one.trained, one.runs_forward_only)
+                    for one in together
+                ]
                 continue
             for start in range(0, len(together), recomputing.interval):
                 group = together[start : start + recomputing.interval]
@@ -315,7 +331,8 @@ class StageMemory:
                         waiting += of_dear * first.dear
                         again -= of_dear * first.dear_saved
                 backs = list(dict.fromkeys(layer.back for layer in group))
-                runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group)))
+                forward_only = all(layer.runs_forward_only for layer in group)
+                runs.append(_Run(waiting, again, backs, sum(layer.trained for layer in group), forward_only))
         return runs
 
     @cached_property
@@ -341,10 +358,13 @@ class StageMemory:
             copies += rules.of_type * trained if rules.sums_apart else 0
         if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
             copies += 4 * (3 if dp > 1 else 2) * trained // dp
-        gathered = 2 * number if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
+        gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
         if stage == 3 and dp > 1:  # a layer's weights are gathered while those of the ones before are still held
-            largest = max(layer.parameters for layer in self.layers)
-            gathered = rules.of_type * (min(number, rules.live) + largest)
+            again = [layer.parameters for layer in self.layers if not layer.runs_forward_only]
+            # Those of other layers are released after the forward pass, except what stays gathered all the time.
+            released = [size for layer in self.layers if layer.runs_forward_only for size in layer.sizes]
+            stays = sum(size for size in released if size <= rules.persists)
+            gathered = rules.of_type * (min(sum(again), rules.live) + max(again, default=0) + stays)
         return RankMemory(
             parameters=number,
             weights=rules.of_type * number // (dp if stage == 3 else 1),
@@ -393,7 +413,7 @@ class StageMemory:
             so_far = rules.of_gradient * (share if held else min(done, share))
             so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
-            images = self.waiting * (under_way - 1) + waiting + run.again
+            images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
             fullest = max(fullest, so_far + made + batch.micro_batch * images)
             waiting -= run.waiting
             done += run.trained

@@ -147,11 +147,6 @@ class Contrastive(Task):
             values["text_model"] = self.config.text_model or self.text_model
         return values
 
-    @classmethod
-    def layers(cls, model: nn.Module) -> list[Layer]:
-        """The layers of both towers, for what counts their memory and time."""
-        return [layer for layers in cls.towers(model).values() for layer in layers]
-
     def chain(self, towers: Mapping[str, list[Layer]]) -> list[Layer]:
         """As `Task.chain`: image layers, then text layers."""
         return chain_towers(towers.values())

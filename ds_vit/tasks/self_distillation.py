@@ -30,7 +30,7 @@ from ds_vit.data import CropConfig, ImageConfig, Source
 from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.settings import NUM_GLOBAL
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, HeadSettings, Layer, ModelSpec, SelfDistillationViT, create_self_distillation
+from ds_vit.models import MAIN_TOWER, HeadSettings, ModelSpec, SelfDistillationViT, create_self_distillation
 from ds_vit.models.resolution import check_sizes
 from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
 from ds_vit.parallel.tensor import TensorParallel, stack_over_group
@@ -142,11 +142,6 @@ class SelfDistillation(Task):
             masked_share=masked,
         )
         return model
-
-    @classmethod
-    def layers(cls, model: nn.Module) -> list[Layer]:
-        """The layers of all towers, for what counts their memory and time."""
-        return [layer for layers in cls.towers(model).values() for layer in layers]
 
     @classmethod
     def locked_names(cls, model: nn.Module, config: RunConfig) -> frozenset[str]:

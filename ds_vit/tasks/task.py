@@ -33,7 +33,7 @@ from ds_vit.data import (
     finish_texts,
 )
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart, take_apart_towers, tower_of
+from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, create_model, take_apart_towers
 from ds_vit.models.zoo import require_supported_name
 from ds_vit.parallel.groups import Groups
 from ds_vit.parallel.tensor import TensorParallel
@@ -251,8 +251,8 @@ class Task(ABC):
 
     @classmethod
     def layers(cls, model: nn.Module) -> list[Layer]:
-        """The main tower as a list of layers, to be run one after the other or distributed over pipeline stages."""
-        return take_apart(tower_of(model, MAIN_TOWER))
+        """The layers of all towers, the main one's first, for what counts their memory and time."""
+        return [layer for layers in cls.towers(model).values() for layer in layers]
 
     @classmethod
     def towers(cls, model: nn.Module) -> dict[str, list[Layer]]:

@@ -87,7 +87,7 @@ class Cost:
             config.layout,
             precision=config.precision,
             optimizer=config.optimizer.cls if config.optimizer else None,
-            average=config.averaged,
+            average=config.averaged or bool(config.model.task.teachers),
             checkpointing=config.checkpointing,
         )
 
