@@ -536,6 +536,21 @@ def test_a_locked_tower_trains_alike(ranks, tmp_path):
     assert max(row["grad_norm"] for row in one) > 0
 
 
+def test_an_image_tower_with_nothing_to_train(ranks, tmp_path):
+    # Catches: a tower, a rank's shard or a stage without a parameter of the optimizer. So is LiT with SigLIP's towers.
+    def run(name, *layout):
+        argv = command(tmp_path / name, "siglip", *layout, "--lock-image")
+        at = argv.index("--embed-dim")  # without it there is no projection of images
+        return [*argv[:at], *argv[at + 2 :]]
+
+    one = train_in(ranks, 1, run("one", 1, 0, 1))
+    assert_same_curve(one, train_in(ranks, 2, run("dp", 2, 3, 4)), rtol=RTOL)
+    assert_same_curve(one, train_in(ranks, 2, run("pp", 2, 1, 4, "--pp", 2, "--pp-partition", "0,5,8")), rtol=RTOL)
+    for_image = run("image", 2, 1, 4, "--pp", 2, "--pp-partition", "0,4,8")
+    with pytest.raises(ValueError, match=r"pipeline stage 0 \(layers 0 to 3\) has nothing to train"):
+        resolved(for_image, world=2)
+
+
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 REJECTED = {
