@@ -157,7 +157,7 @@ def train_broken(argv, breaks):
     """On a rank: the exit code of a run with a breakage."""
     from ds_vit.train import main
 
-    with BREAKAGES[breaks]():
+    with {**BREAKAGES, "logits rounded to bf16": rounded_logits}[breaks]():
         return main(argv)
 
 
@@ -246,16 +246,20 @@ def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
     assert_same_curve(reference(task), rows, rtol=RTOL)
 
 
-def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path):
-    # Catches: a scale rounded to bf16 (the loss would move by 1e-2), and features compared in bf16.
-    def rows(name, *layout):
-        bf16 = {"bf16": {"enabled": True}}
-        return train(ranks, tmp_path / name, "siglip", *layout, "--drop-path", 0, blocks=bf16)
+@pytest.mark.parametrize(("task", "layout"), [("clip", (2, 3, 4)), ("siglip", (2, 2, 4))], ids=["clip", "siglip"])
+def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
+    # Catches: a scale rounded to bf16, and features compared in bf16.
+    def rows(name, *layout, breaks=None):
+        return train(ranks, tmp_path / name, task, *layout, blocks={"bf16": {"enabled": True}}, breaks=breaks)
 
-    one, pieces, ranks2 = rows("one", 1, 1, 1), rows("pieces", 1, 1, 4), rows("dp", 2, 2, 4)
-    allowed = largest_deviation(one, pieces, "loss")
-    assert 0 < allowed < 1e-2
-    assert largest_deviation(one, ranks2, "loss") <= 2 * allowed
+    one, pieces, ranks2 = rows("one", 1, 1, 1), rows("pieces", 1, 1, 4), rows("dp", *layout)
+    for key, most in (("loss", 1e-2), ("grad_norm", 5e-2)):
+        allowed = largest_deviation(one, pieces, key)
+        assert 0 < allowed < most
+        assert largest_deviation(one, ranks2, key) <= 2 * allowed
+    # The same layout, and equal losses if the optimizer's values were not read: they start from the rounded ones.
+    rounded = rows("rounded", *layout, breaks="logits rounded to bf16")
+    assert largest_deviation(ranks2, rounded, "loss") > 2e-4
 
 
 # ---- one plain process -----------------------------------------------------------------------------------------------
@@ -411,6 +415,13 @@ BREAKAGES = {
     "backward not summed": lambda: backward_instead(own_gradient_only),
     "labels without offset": lambda: loss_instead(first=0),
 }
+
+
+def rounded_logits():
+    """Read scale and bias as the towers compute with them."""
+    from ds_vit.tasks.contrastive import Contrastive
+
+    return mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float())
 
 
 @pytest.mark.sampled(5)
