@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
 from pairwise import cover
 from peaks import LargestTensor, SavedBytes
-from project import write_config
+from project import ROOT, write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ from ds_vit.config.timm_flags import timm_answer
 from ds_vit.engine.patches.process import tf32_products
 from ds_vit.models import ModelSpec, TextSettings, create_contrastive_model, frozen_names
 from ds_vit.tasks import contrastive_loss
+from ds_vit.tasks.contrastive import Clip, SigLip
 from ds_vit.tasks.contrastive_loss import ROWS_AT_ONCE, clip_loss, siglip_loss
 from ds_vit.tasks.retrieval import places_of_partners
 from ds_vit.weights.two_tower_names import from_two_towers
@@ -575,6 +577,15 @@ REJECTED = {
     "--mask-ratio 0.5": "it is of --task mae",
     "--dataset digits": "caption",
 }
+
+
+def test_the_page_lists_every_rejected_flag():
+    # Catches: a flag that the task rejects and docs/contrastive.md does not name, or the reverse.
+    section = (
+        (ROOT / "docs" / "contrastive.md").read_text().partition("## What is rejected")[2].partition("\nFlags of")[0]
+    )
+    named = {word.replace("-", "_") for word in re.findall(r"`--([a-z-]+)`", section)}
+    assert named == {*Clip.refused_flags} == {*SigLip.refused_flags}
 
 
 @pytest.mark.parametrize("flags", REJECTED)
