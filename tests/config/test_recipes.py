@@ -10,16 +10,18 @@ from pathlib import Path
 
 import oracle
 import pytest
+import timm
 import yaml
 from curves import read_rows, train_in, train_rows
 from project import ROOT
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 
 from ds_vit import config
 
 RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
-NAMES += ("clip_vit_b16", "lit", "siglip_so400m")
+NAMES += ("clip_vit_b16", "lit", "siglip_so400m", "deit_distilled", "feature_distillation")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -28,6 +30,15 @@ ROWS = {
         {"epochs": 800, "drop_path": 0.05, "mixup": 0.8, "cutmix": 1.0, "aa": "3a", "color_jitter": 0.3}
         | {"aug_repeats": 3, "bce_loss": True, "bce_target_thresh": 0.0, "smoothing": 0.0, "lr": 0.004, "reprob": 0.0},
         ("Lamb", 0.05, 1.0, [0.9, 0.999]),
+    ),
+    "deit_distilled": (
+        {"epochs": 300, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
+        | {"kd_distill_type": "token", "kd_token_distill_type": "hard", "task_loss_weight": 0.5, "lr": 0.001},
+        ("AdamW", 0.05, 0.0, [0.9, 0.999]),
+    ),
+    "feature_distillation": (
+        {"epochs": 100, "kd_distill_type": "feature", "distill_loss_weight": 1.0, "lr": 0.0005},
+        ("AdamW", 0.05, 3.0, [0.9, 0.999]),
     ),
     "mae_finetune_base": (
         {"epochs": 100, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
@@ -125,6 +136,8 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         argv += ["--warmup-steps", 2]  # 10,000 are more than these few images have
     if name == "mae_finetune_base":
         argv += ["--initial-checkpoint", _pretrained(tmp_path, recipe["model"], kwargs)]
+    if "kd_model_name" in recipe:
+        argv += ["--kd-model-name", f"local-dir:{_teacher(tmp_path / 'teacher')}"]
     if name == "mae_pretrain_base":
         argv += ["--decoder-dim", 64, "--decoder-depth", 1, "--decoder-heads", 2]
     if has_text:
@@ -151,10 +164,16 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         )
 
 
+def _teacher(folder):
+    """A small ViT as timm saves a model, wider than the student."""
+    kwargs = {**TINY, "embed_dim": 96, "img_size": 32}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
+    save_for_hf(model, folder, safe_serialization=True, model_args=kwargs)
+    return folder
+
+
 def _pretrained(folder, model, kwargs):
     """What MAE's encoder file holds: everything but a classifier."""
-    import timm
-
     encoder = timm.create_model(model, num_classes=0, img_size=32, **kwargs)
     path = folder / "mae.safetensors"
     save_file(encoder.state_dict(), path)

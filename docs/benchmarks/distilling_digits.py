@@ -1,0 +1,78 @@
+"""What distillation gives a small ViT on the digits: a student alone, and the same student with a larger teacher.
+
+    python docs/benchmarks/distilling_digits.py [--folder runs/distilling_digits] [--seeds 5]
+
+One teacher (launch/recipes/digits.yaml, 20 epochs) is trained first. For each seed the student trains on its images,
+with the labels only and with the teacher. Everything else is the same for both. One CPU process after the other. The
+figures are written to docs/benchmarks/distilling_digits.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = Path(__file__).with_suffix(".json")
+SHARED = [
+    *("--deepspeed_config", "ds_configs/cpu_zero1_fp32.json", "--recipe", "launch/recipes/digits.yaml"),
+    *("-b", 64, "--epochs", 20, "--warmup-epochs", 2, "--eval-interval", 0, "--workers", 0, "--checkpoint-interval", 0),
+]
+STUDENT = ["--model-kwargs", "patch_size=4", "embed_dim=24", "depth=2", "num_heads=2"]
+DISTILLED = ["--task-loss-weight", 0.1, "--kd-temperature", 4]
+
+
+def train(output: Path, *words: object) -> float:
+    """Train, unless the folder has a complete run; top-1 on the validation split in percent."""
+    summary = output / "summary.json"
+    if not summary.exists():
+        argv = [sys.executable, "launch/train.py", *SHARED, *words, "--output", output]
+        environ = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        subprocess.run([str(word) for word in argv], cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
+    return float(json.loads(summary.read_text())["last_top1"])
+
+
+def described(values: Sequence[float]) -> dict[str, object]:
+    """Mean, standard deviation and values."""
+    return {"mean": statistics.mean(values), "deviation": statistics.stdev(values), "values": list(values)}
+
+
+def main() -> None:
+    """Train all runs, print the table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "distilling_digits", help="of the runs")
+    parser.add_argument("--seeds", type=int, default=5, help="students of each kind, 2 or more")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    teacher = train(folder / "teacher")
+    alone, distilled = [], []
+    for seed in range(args.seeds):
+        words = [*STUDENT, "--seed", seed]
+        alone.append(train(folder / f"alone-{seed}", *words))
+        more = ["--kd-checkpoint", folder / "teacher", *DISTILLED]
+        distilled.append(train(folder / f"distilled-{seed}", *words, *more))
+        print(f"seed {seed}: alone {alone[-1]:.2f} %, distilled {distilled[-1]:.2f} %", flush=True)
+    gains = [b - a for a, b in zip(alone, distilled, strict=True)]
+    figures = {
+        "teacher": teacher,
+        "alone": described(alone),
+        "distilled": described(distilled),
+        "gain": described(gains),
+    }
+    RESULT.write_text(
+        json.dumps({"command": [str(word) for word in [*SHARED, *STUDENT, *DISTILLED]], **figures}, indent=1)
+    )
+    print(f"teacher {teacher:.2f} %")
+    for name in ("alone", "distilled", "gain"):
+        one = described({"alone": alone, "distilled": distilled, "gain": gains}[name])
+        print(f"{name:<10} {one['mean']:.2f} ± {one['deviation']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
