@@ -217,6 +217,10 @@ def test_a_run_resumes_in_another_layout_without_the_teacher_in_its_files(ranks,
     first, second = BASE | {"kind": kind, "dp": 2, "stage": 3}, BASE | {"kind": kind, "how": "tp 2", "accumulation": 4}
     words = ("--checkpoint-interval", 5)
     train(ranks, weights, tmp_path / "run", first, *words, "--max-steps", 5)
+    write_teacher(tmp_path / "other")
+    argv = command(weights, tmp_path / "run", kind, BATCH, 1, 1, "--resume", "auto")
+    with pytest.raises(ValueError, match="teacher: its weights are others; give the same teacher"):
+        resolved([*argv, "--kd-model-name", f"local-dir:{tmp_path / 'other'}"])
     rows = train(ranks, weights, tmp_path / "run", second, *words, "--resume", "auto")
     assert_same_curve(expected(kind), rows, rtol=1e-5)
     names = set(timm.create_model(NAME, num_classes=10, img_size=16, **STUDENT).state_dict())
