@@ -1,0 +1,141 @@
+"""The towers of self-distillation: two image sizes in a step, masks, heads, and what a sample costs."""
+
+import pytest
+import timm
+import torch
+from runs import KINDS
+
+from ds_vit.models import (
+    MAIN_TOWER,
+    HeadSettings,
+    ModelSpec,
+    SequentialViT,
+    create_self_distillation,
+    initialise,
+    take_apart_towers,
+    tower_of,
+)
+from ds_vit.models.keyed_drop import KeyedDrop
+from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
+from ds_vit.planner.counting import count_flops, kept_by_layers
+
+SETTINGS = HeadSettings(prototypes=12, hidden_dim=16, bottleneck_dim=8)
+SMALL = {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+MODELS = {
+    "ViT": ("vit_tiny_patch16_224", {}),
+    "Eva, fixed RoPE": (KINDS["Eva, fixed RoPE"][0], {}),
+    "Eva, learned RoPE": (KINDS["Eva, learned RoPE"][0], {}),
+    "Eva, DINOv3's RoPE": ("vit_small_patch16_dinov3", {"global_pool": "token"}),
+    "registers": ("vit_small_patch14_reg4_dinov2", {"global_pool": "token"}),
+}
+
+
+def made(name="ViT", drop_path=0.3, **settings):
+    """The description, and its towers in training mode with random values that are not zero."""
+    model, kwargs = MODELS[name]
+    spec = ModelSpec(model, img_size=16, drop_path=drop_path, model_kwargs={**SMALL, **kwargs})
+    whole = create_self_distillation(spec, SETTINGS)
+    towers = {}
+    for tower, layers in take_apart_towers(whole).items():
+        initialise(tower_of(whole, tower), layers, seed=0, device="cpu")
+        towers[tower] = SequentialViT(layers, **settings).train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in towers[MAIN_TOWER].parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return whole, towers
+
+
+def step(tower):
+    """Gradients of a pass over large masked images and one over small images, both before either backward pass."""
+    generator = torch.Generator().manual_seed(1)
+    large, small = (torch.randn(3, 3, size, size, generator=generator) for size in (16, 8))
+    keys, masks = torch.arange(3), torch.rand(3, 16, generator=generator) < 0.4
+    outputs = [tower(large, keys, masks), tower(small, keys + 7)]
+    assert [len(tokens[0]) - len(outputs[1][0]) for tokens in outputs] == [12, 0]
+    sum(tokens.sin().sum() for tokens in outputs).backward()
+    return {name: parameter.grad.clone() for name, parameter in tower.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_recomputed_at_the_size_of_their_first_run(name):
+    # Catches: rotary tables or token counts of the pass that came last.
+    _, kept = made(name)
+    _, recomputed = made(name, checkpoint_interval=1)
+    expected, found = (step(towers[MAIN_TOWER]) for towers in (kept, recomputed))
+    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=0, msg=parameter)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_small_images_are_computed_as_by_timm(name):
+    # Catches: positions that are not resampled, tables of the large size; a pass at one size that changes the next.
+    _, towers = made(name)
+    tower = towers[MAIN_TOWER].eval()
+    model, kwargs = MODELS[name]
+    theirs = timm.create_model(model, num_classes=0, img_size=16, dynamic_img_size=True, **SMALL, **kwargs).eval()
+    state = {n.split(".", 2)[2]: tensor for n, tensor in tower.state_dict().items() if "mask_token" not in n}
+    theirs.load_state_dict(state)
+    for size in (16, 8, 16, 8):
+        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(size))
+        torch.testing.assert_close(tower(images, torch.arange(2)), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def test_a_masked_patch_is_the_mask_token_whatever_it_shows():
+    _, towers = made(drop_path=0.0)
+    tower, masks = towers[MAIN_TOWER], torch.zeros(1, 16, dtype=torch.bool)
+    masks[0, 5] = True
+    images = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    changed = images.clone()
+    changed[..., 4:8, 4:8] += 1.0  # patch 5: the second row and column
+    keys = torch.zeros(1, dtype=torch.int64)
+    assert torch.equal(tower(images, keys, masks), tower(changed, keys, masks))
+    assert not torch.allclose(tower(images, keys), tower(changed, keys))
+
+
+def test_the_teacher_is_frozen_and_draws_nothing():
+    whole, towers = made()
+    for name in (TEACHER, TEACHER_HEAD):
+        assert not any(parameter.requires_grad for parameter in whole.get_submodule(name).parameters())
+    assert not any(isinstance(module, KeyedDrop) and module.draws for module in towers[TEACHER].modules())
+    assert any(isinstance(module, KeyedDrop) and module.draws for module in towers[MAIN_TOWER].modules())
+    names = {name for name, _ in tower_of(whole, MAIN_TOWER).named_parameters()}
+    assert {name for name, _ in whole.teacher.named_parameters()} == names - {"mask_token"}
+
+
+def test_a_head_gives_rows_and_prototypes_of_length_1():
+    _, towers = made()
+    outputs = towers[HEAD](torch.randn(5, 32))
+    assert outputs.shape == (5 + 12, 8)
+    torch.testing.assert_close(outputs.norm(dim=1), torch.ones(17))
+    # The length of a prototype's weight has no gradient.
+    weight = towers[HEAD].layers[0].last_layer.weight
+    (outputs * torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
+    torch.testing.assert_close((weight.grad * weight).sum(1), torch.zeros(12), atol=1e-5, rtol=0)
+
+
+def test_the_cost_of_a_sample_counts_its_crops():
+    whole, _ = made(drop_path=0.0)
+    one = count_flops(whole)
+    count_crops(whole, num_local=4, local_size=8, masked_share=0.25)
+    # Two large crops of 17 tokens and four small ones of 5 in the student, two in the teacher.
+    assert whole.images_per_sample == (2 + 4 * 5 / 17, 2.0)
+    of_heads = (2 + 4 + 2 * 16 * 0.25, 2 + 2 * 16 * 0.25)
+    assert (whole.dino_head.images_per_sample[0], whole.teacher_head.images_per_sample[0]) == of_heads
+    assert count_flops(whole).forward > 2 * one.forward
+    layers = take_apart_towers(whole)
+    before = take_apart_towers(made(drop_path=0.0)[0])
+    for name in (MAIN_TOWER, HEAD):
+        model = tower_of(whole, name)
+        kept = [sum(each.bytes for each in kept_by_layers(model, parts[name])) for parts in (before, layers)]
+        factor = model.images_per_sample[0]
+        assert kept[1] == pytest.approx(factor * kept[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "vit_tiny_r_s16_p8_224"])
+def test_a_backbone_without_class_token_or_with_a_convolutional_stem_is_refused(name):
+    from ds_vit.fault_tolerance.errors import UserError
+
+    with pytest.raises(UserError, match=r"reads the class token|images of several sizes"):
+        create_self_distillation(ModelSpec(name), SETTINGS)
