@@ -291,7 +291,7 @@ class SelfDistillation(Task):
         (of_global, patches, *of_local), prototypes = self._project(context, HEAD, rows, batch)
         samples = len(batch["images"])
         crops = torch.cat([of_crops.unflatten(0, (samples, -1)) for of_crops in (of_global, *of_local)], dim=1)
-        pairs = crop_weights(samples, self.crops.num_local).to(crops.device)
+        pairs = _to_device(crop_weights(samples, self.crops.num_local), crops.device)
 
         def cross_entropy(part: str, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return assignment_cross_entropy(rows, prototypes, config.student_temp, assignments[part], weights, self._tp)

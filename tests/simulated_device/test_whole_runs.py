@@ -22,6 +22,10 @@ RUN = [
 ]
 MIXUP = ("--mixup", "0.8")
 MAE = ("--task", "mae", "--decoder-dim", 24, "--decoder-depth", 1, "--decoder-heads", 2)
+DINO = [
+    *("--task", "dino", "--local-crops-size", 8, "--local-crops-number", 2, "--prototypes", 24),
+    *("--head-hidden-dim", 64, "--head-bottleneck-dim", 16, "--centering", "sinkhorn"),
+]
 Planted = Callable[[], AbstractContextManager]
 
 
@@ -63,6 +67,7 @@ RECIPES: dict[str, tuple[str, tuple[object, ...], float]] = {
     "lamb": ("cpu_zero3_fp32.json", (*MIXUP, *of_type("Lamb")), 1e-4),
     "muon": ("cpu_zero1_fp32.json", (*MIXUP, *of_type("Muon")), 1e-4),
     "mae": ("cpu_zero2_fp32.json", MAE, 1e-4),
+    "dino": ("cpu_zero2_fp32.json", DINO, 1e-4),
     "bf16": ("zero2_bf16.json", (*MIXUP, *buckets(500_000)), 3e-3),
     "bf16 summed in fp32": ("zero1_bf16.json", (*MIXUP, "--grad-accum-steps", 2, "--grad-checkpointing"), 3e-3),
     "fp16": ("zero1_fp16.json", (*MIXUP, *OVERFLOWS), 3e-3),
@@ -179,6 +184,16 @@ def test_the_host_never_waits_in_a_step(ranks, device_library, tmp_path, case):
     for waits in ranks.run(world_size, count_waits, device_library, words):
         assert len(waits) == 6
         assert not any(waits[3:]), waits
+
+
+@pytest.mark.parametrize("centering", ["ema", "sinkhorn"])
+def test_the_host_waits_once_a_step_for_a_teacher(ranks, device_library, tmp_path, centering):
+    """Whether the optimizer took its step. Catches: a number of masked patches that is read from the device, weights or
+    places that are sent with a wait."""
+    words = words_of("cpu_zero1_fp32.json", "-b", 8, *DINO, "--centering", centering, "--max-steps", 6)
+    words += ["--log-interval", "100", "--output", str(tmp_path)]
+    [waits] = ranks.run(1, count_waits, device_library, words)
+    assert (len(waits), waits[3:]) == (6, [{"item": 1}] * 3)
 
 
 def count_waits_of_rates(library: Path, words: list[str]) -> list[dict[str, int]]:
