@@ -193,7 +193,7 @@ def test_the_host_waits_once_a_step_for_a_teacher(ranks, device_library, tmp_pat
     words = words_of("cpu_zero1_fp32.json", "-b", 8, *DINO, "--centering", centering, "--max-steps", 6)
     words += ["--log-interval", "100", "--output", str(tmp_path)]
     [waits] = ranks.run(1, count_waits, device_library, words)
-    assert (len(waits), waits[3:]) == (6, [{"item": 1}] * 3)
+    assert (len(waits), waits[3:]) == (6, [{"Event.synchronize": 1}] * 3)
 
 
 def count_waits_of_rates(library: Path, words: list[str]) -> list[dict[str, int]]:
