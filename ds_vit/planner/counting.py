@@ -373,6 +373,7 @@ class Kept(NamedTuple):
         given_saved: of those, what is among `bytes`.
         dear: bytes of the outputs of its products of matrices and attention (models/checkpointing.py).
         dear_saved: of those, what is among `bytes`.
+        fixed: bytes that autograd saves whatever the number of images: the normalised prototypes of a head.
     """
 
     bytes: int
@@ -381,6 +382,7 @@ class Kept(NamedTuple):
     given_saved: int
     dear: int
     dear_saved: int
+    fixed: int = 0
 
 
 def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
@@ -400,11 +402,14 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     images = 2  # of a single one some copies are views
-    found = count_each(model, layers, count, images=images, dtype=dtype)
+    found = more = count_each(model, layers, count, images=images, dtype=dtype)
+    if any(layer.images_per_sample[0] != 1.0 for layer in layers):  # else what is fixed counts as the images'
+        more = count_each(model, layers, count, images=2 * images, dtype=dtype)
     kept = []
-    for layer, (sizes, inputs) in zip(layers, found, strict=True):
-        total, *parts = (int(size / images * layer.images_per_sample[0]) for size in sizes)
-        kept.append(Kept(total, inputs, *parts))
+    for layer, (sizes, inputs), (of_more, _) in zip(layers, found, more, strict=True):
+        fixed = max(0, 2 * sizes[0] - of_more[0]) if found is not more else 0
+        total, *parts = (int(size * layer.images_per_sample[0] / images) for size in (sizes[0] - fixed, *sizes[1:]))
+        kept.append(Kept(total, inputs, *parts, fixed=fixed))
     return kept
 
 

@@ -340,6 +340,11 @@ class StageMemory:
         """Bytes of an image that wait for the backward pass."""
         return sum(run.waiting for run in self._runs)
 
+    @property
+    def _fixed(self) -> int:
+        """Bytes that wait for the backward pass whatever the micro-batch."""
+        return sum(layer.kept.fixed for layer in self.layers)
+
     def states(self, *, accumulated: bool = False) -> RankMemory:
         """Without activations.
 
@@ -382,7 +387,7 @@ class StageMemory:
         """With this micro-batch and accumulation."""
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
         again = max((run.again for run in self._runs), default=0.0)
-        activations = (self.waiting * under_way + again) * micro_batch
+        activations = (self.waiting * under_way + again) * micro_batch + self._fixed
         return replace(
             self.states(accumulated=batch.accumulation > 1),
             activations=round(activations),
@@ -414,7 +419,7 @@ class StageMemory:
             so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
             images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
-            fullest = max(fullest, so_far + made + batch.micro_batch * images)
+            fullest = max(fullest, so_far + made + batch.micro_batch * images + self._fixed)
             waiting -= run.waiting
             done += run.trained
         return fullest
