@@ -38,6 +38,8 @@ TEACHERS = {
     "bf16": ("zero1_bf16.json", 2, ("-b", 8, *buckets(500_000))),
     "tp 2": ("cpu_zero1_fp32.json", 2, ("-b", 8, "--tp", 2)),
 }
+# Small matrices would stay gathered, whoever they belong to.
+NOTHING_STAYS = ("stage3_param_persistence_threshold=0", "stage3_prefetch_bucket_size=0", "reduce_bucket_size=100000")
 DINO = (
     *("--task", "dino", "--prototypes", 2048, "--head-hidden-dim", 256, "--head-bottleneck-dim", 64),
     *("--local-crops-number", 4, "--local-crops-size", 8),
@@ -104,6 +106,24 @@ def train_within(library: Path, limit: int, words: list[str]) -> tuple[int, str]
     simulated_device.start(library)
     simulated_device.set_memory_limit(limit)
     return train(None, words)
+
+
+def test_a_teacher_may_be_larger_than_the_memory_of_a_rank(ranks, device_library, tmp_path):
+    """At ZeRO-3 a rank has its shard of the teacher and one gathered layer; at ZeRO-1 all of it does not fit."""
+    kwargs = {"patch_size": 4, "embed_dim": 256, "depth": 24, "num_heads": 4, "img_size": 16}
+    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=10, **kwargs)
+    save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kwargs)
+    limit = 72_000_000
+    assert limit < 4 * sum(parameter.numel() for parameter in teacher.parameters())
+    words = (*WIDE, "-b", 16, "--kd-model-name", f"local-dir:{tmp_path / 'teacher'}")
+    sharded = ("--set", *(f"zero_optimization.{key}" for key in NOTHING_STAYS))
+    argv = words_of("cpu_zero3_fp32.json", *words, *sharded, "--output", tmp_path / "sharded")
+    done = ranks.run(2, train_within, device_library, limit, argv)
+    assert [code for code, _ in done] == [0, 0], done
+    argv = words_of("cpu_zero1_fp32.json", *words, "--output", tmp_path / "whole")
+    [(code, error)] = ranks.run(1, train_within, device_library, limit, argv)
+    assert code == 1
+    assert "Tried to allocate" in error
 
 
 def test_auto_batch_finds_the_edge(ranks, device_library, tmp_path):
