@@ -74,6 +74,7 @@ class RankContext(StepContext):
     zero_map: ZeroMap | None = None
     step: int = 0
     schedules: Mapping[str, float] = field(default_factory=dict)
+    measures: bool = False
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `StepContext.gather`."""

@@ -38,7 +38,7 @@ _TRAINING = (
     *(("grad/norm", "grad_norm"), ("grad/loss_scale", "loss_scale")),
     *((f"time/{key}", key) for key in ("images_per_second", "tflops_per_accelerator", "mfu", "data_wait_fraction")),
     ("memory/bytes", "memory_bytes"),
-    *((f"train/{key}", key) for key in ("logit_scale", "logit_bias")),
+    *((f"train/{key}", key) for key in ("logit_scale", "logit_bias", "feature_std", "teacher_entropy", "teacher_kl")),
 )
 
 Listeners = Mapping[str, Callable[[Mapping[str, Any]], None]]

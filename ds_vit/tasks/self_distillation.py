@@ -38,6 +38,7 @@ from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
 from ds_vit.tasks.self_distillation_loss import (
     Assignment,
+    Gauges,
     Sum,
     assignment_cross_entropy,
     centered,
@@ -191,6 +192,7 @@ class SelfDistillation(Task):
         self._tp = context.groups.tensor_parallel(sequence_parallel=False)
         prototypes = self.model.settings.prototypes
         self.centers = {part: torch.zeros(prototypes, device=context.device) for part in _PARTS}
+        self._gauges, self._gauged_step = Gauges(), 0
         self._forget()
 
     def _forget(self) -> None:
@@ -225,6 +227,10 @@ class SelfDistillation(Task):
     def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, torch.Tensor]:
         """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E]; prototypes [k, E]."""
         tokens = self._tokens(context, TEACHER, batch["images"], views, 0, masked=False)
+        if context.measures:
+            if self._gauged_step != context.step:
+                self._gauges, self._gauged_step = Gauges(), context.step
+            self._gauges.add_features(tokens[:, 0])
         rows = (tokens[:, 0], self._masked_patches(tokens, views))
         features, prototypes = self._project(context, TEACHER_HEAD, rows, batch)
         # Copies: a view would keep the prototypes of each micro-batch.
@@ -232,14 +238,16 @@ class SelfDistillation(Task):
 
     def _assign(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor) -> dict[str, Assignment]:
         """The assignments of class tokens and of masked patches (a collective)."""
-        temperature = context.schedules["teacher_temp"]
-        if self.uses_sinkhorn:
-            total = _sum_over(context)
-            return {part: sinkhorn(rows, prototypes, temperature, total, self._tp) for part, rows in taught.items()}
-        return {
-            part: centered(rows, prototypes, temperature, self._own(self.centers[part]), self._tp)
+        temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
+        assignments = {
+            part: sinkhorn(rows, prototypes, temperature, total, tp)
+            if self.uses_sinkhorn
+            else centered(rows, prototypes, temperature, self._own(self.centers[part]), tp)
             for part, rows in taught.items()
         }
+        if context.measures:
+            self._gauges.add_assignment(assignments["class"])
+        return assignments
 
     def _own(self, of_all: torch.Tensor) -> torch.Tensor:
         """This rank's share of numbers of all prototypes: [K] -> [k]."""
@@ -379,6 +387,10 @@ class SelfDistillation(Task):
         if not self.uses_sinkhorn:
             self.centers = {part: state[part].to(self.centers[part].device) for part in _PARTS}
         self._forget()
+
+    def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:
+        """As `Task.gauges`: those of collapse, of the teacher's class tokens."""
+        return self._gauges.compute(_sum_over(context), self._tp) if self._gauged_step == context.step else {}
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 

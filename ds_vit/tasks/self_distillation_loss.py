@@ -351,46 +351,52 @@ def koleo(own: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor], off
         return -(F.pairwise_distance(rows, neighbours, eps=KOLEO_EPS) + KOLEO_EPS).log().mean()
 
 
-@torch.no_grad()
-def feature_deviation(features: torch.Tensor, sum_over_ranks: Sum) -> torch.Tensor:
-    """The standard deviation of normalised features over the global batch, times √D; near 1 if they use all directions,
-    0 if they have collapsed to a point (Chen and He 2021, https://arxiv.org/abs/2011.10566, section 4.1).
+class Gauges:
+    """Gauges of collapse over the rows of a step, of all its micro-batches and data-parallel ranks."""
 
-    Args:
-        features: [B, D].
-        sum_over_ranks: as `Sum`.
+    def __init__(self) -> None:
+        self._features: torch.Tensor | None = None  # count, sum and sum of squares of normalised features [3, D]
+        self._assigned: torch.Tensor | None = None  # mass of each own prototype, entropy, number of rows [k + 2]
 
-    Returns:
-        float64 scalar: the mean over the D features.
-    """
-    rows = F.normalize(features.double(), dim=-1)
-    own = torch.stack((torch.ones_like(rows), rows, rows.square())).sum(1)
-    count, sums, squares = sum_over_ranks(own)
-    variance = squares / count - (sums / count).square()
-    return variance.clamp(min=0.0).sqrt().mean() * math.sqrt(rows.shape[1])
+    @torch.no_grad()
+    def add_features(self, features: torch.Tensor) -> None:
+        """Count features [B, D]."""
+        rows = F.normalize(features.double(), dim=-1)
+        own = torch.stack((torch.ones_like(rows), rows, rows.square())).sum(1)
+        self._features = own if self._features is None else self._features + own
 
+    @torch.no_grad()
+    def add_assignment(self, assignment: Assignment) -> None:
+        """Count the rows of an assignment, in one pass over its logits."""
+        assignment = assignment.exact()
+        masses = torch.zeros_like(assignment.of_prototypes, dtype=torch.float64)
+        entropy = masses.new_zeros(())
+        for part in _parts(len(assignment.rows)):
+            logarithms = assignment.logarithms(part)
+            assigned = logarithms.exp()
+            masses += assigned.sum(0, dtype=torch.float64)
+            entropy -= (assigned * logarithms).sum(dtype=torch.float64)
+        own = torch.cat((masses, torch.stack((entropy, torch.full_like(entropy, len(assignment.rows))))))
+        self._assigned = own if self._assigned is None else self._assigned + own
 
-@torch.no_grad()
-def assignment_gauges(
-    assignment: Assignment, sum_over_ranks: Sum, tp: TensorParallel | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two gauges of collapse, in nats, over the rows of all data-parallel ranks (a collective, one pass over logits).
+    def compute(self, sum_over_ranks: Sum, tp: TensorParallel | None = None) -> dict[str, torch.Tensor]:
+        """The gauges of what was counted (a collective); nothing where nothing was.
 
-    Returns:
-        The mean entropy of a row's assignment (log K: uniform, nothing is learned), and the KL divergence of the mean
-        assignment from the uniform one (log K: all rows have one prototype); float64 scalars, NaN without any row.
-    """
-    assignment = assignment.exact()
-    masses = torch.zeros_like(assignment.of_prototypes, dtype=torch.float64)
-    entropy = masses.new_zeros(())
-    for part in _parts(len(assignment.rows)):
-        logarithms = assignment.logarithms(part)
-        assigned = logarithms.exp()
-        masses += assigned.sum(0, dtype=torch.float64)
-        entropy -= (assigned * logarithms).sum(dtype=torch.float64)
-    scalars = torch.stack((entropy, torch.full_like(entropy, len(assignment.rows))))
-    masses, (entropy, count) = sum_over_ranks(torch.cat((masses, scalars))).split([len(masses), 2])
-    mean = masses / count
-    own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), torch.full_like(entropy, len(mean))))
-    entropy, negentropy, prototypes = own if tp is None else sum_over_group(own, tp)
-    return entropy / count, negentropy + prototypes.log()
+        Returns:
+            Float64 scalars. feature_std: the standard deviation of normalised features times √D, the mean over the
+            features; near 1 if they use all directions, 0 if they have collapsed to a point (Chen and He 2021,
+            https://arxiv.org/abs/2011.10566, section 4.1). teacher_entropy: the mean entropy of a row's assignment, in
+            nats (log K: uniform, nothing is learned). teacher_kl: the KL divergence of the mean assignment from the
+            uniform one, in nats (log K: all rows have one prototype).
+        """
+        if self._features is None or self._assigned is None:
+            return {}
+        count, sums, squares = sum_over_ranks(self._features)
+        variance = squares / count - (sums / count).square()
+        deviation = variance.clamp(min=0.0).sqrt().mean() * math.sqrt(len(sums))
+        masses, (entropy, rows) = sum_over_ranks(self._assigned).split([len(self._assigned) - 2, 2])
+        mean = masses / rows
+        own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), torch.full_like(entropy, len(mean))))
+        entropy, negentropy, prototypes = own if tp is None else sum_over_group(own, tp)
+        kl = negentropy + prototypes.log()
+        return {"feature_std": deviation, "teacher_entropy": entropy / rows, "teacher_kl": kl}

@@ -58,6 +58,7 @@ class StepContext(ABC):
         accumulation: micro-batches of a step.
         step: the number of the step, counted from 1.
         schedules: the values of `Task.schedules` in this step, by name.
+        measures: whether `Task.gauges` are read after this step.
     """
 
     groups: Groups
@@ -66,6 +67,7 @@ class StepContext(ABC):
     accumulation: int
     step: int
     schedules: Mapping[str, float]
+    measures: bool
 
     @abstractmethod
     def forward(
@@ -400,6 +402,10 @@ class Task(ABC):
         The first step holds each parameter that is ever held. The arguments are those of `schedules`.
         """
         return frozenset()
+
+    def gauges(self, context: StepContext) -> Mapping[str, torch.Tensor]:
+        """Scalars that a training row of metrics.jsonl has for this step, by key (a collective)."""
+        return {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors that the task carries from step to step, the same on every rank; for a checkpoint."""

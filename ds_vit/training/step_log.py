@@ -55,6 +55,10 @@ class StepLog(Callback):
         """As `Callback.before_training`."""
         self._since = step
 
+    def before_step(self, step: int) -> None:
+        """As `Callback.before_step`."""
+        self.engine.context.measures = self._is_row(step)
+
     def needs_result(self, step: int) -> bool:
         """As `Callback.needs_result`."""
         return self._is_row(step) or step % self.point_interval == 0
@@ -86,7 +90,8 @@ class StepLog(Callback):
         norm = _norm(step.result)
         rate, waiting = self.throughput.window(count=number > 1)
         memory = self.prediction.measured_bytes()
-        parameters = self._parameters()
+        gauges = config.task.gauges(self.engine.context)
+        of_task = {**self._parameters(), **{name: float(value) for name, value in gauges.items()}}
         skipped = {"skipped_images": self.inputs.skipped.gather()} if config.on_bad_image == "skip" else {}
         if self.reporter is None:
             return
@@ -105,7 +110,7 @@ class StepLog(Callback):
                 "data_wait_fraction": waiting,
                 "memory_bytes": memory,
                 "images_seen": number * config.order.global_batch,
-                **parameters,
+                **of_task,
                 **skipped,
             }
         )

@@ -243,6 +243,7 @@ def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
         masks = torch.from_numpy(block_masks(of_large.numpy(), (grid, grid), 0.5, (0.3, 0.6)))
         with torch.no_grad():
             tokens = teacher(large.flatten(0, 1), of_large)
+            taught_tokens = tokens[:, 0]
             logits = {"class": teacher_head(tokens[:, 0]), "patch": teacher_head(tokens[:, 1:][masks])}
             if centering == "sinkhorn":
                 targets = {part: sinkhorn(of_part, temperature) for part, of_part in logits.items()}
@@ -270,7 +271,14 @@ def train(folder: Path, centering: str, rejected: int = 0) -> Plain:
             for theirs, ours in ((teacher, student), (teacher_head, head)):
                 for mean, value in zip(theirs.parameters(), ours.parameters(), strict=True):
                     mean.mul_(momentum).add_(value, alpha=1 - momentum)
-        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item()})
+        features, assigned = F.normalize(taught_tokens, dim=-1), targets["class"].double()
+        mean = assigned.mean(0)
+        gauges = {
+            "feature_std": float(features.std(0, unbiased=False).mean()) * math.sqrt(features.shape[1]),
+            "teacher_entropy": -float(torch.xlogy(assigned, assigned).sum(1).mean()),
+            "teacher_kl": float(torch.xlogy(mean, mean * HEAD.prototypes).sum()),
+        }
+        rows.append({"kind": "train", "step": step, "loss": loss.item(), "grad_norm": norm.item(), **gauges})
     tensors = {f"teacher.{n.removeprefix('vit.')}": p for n, p in teacher.named_parameters() if n != "mask_token"}
     tensors |= {f"teacher_head.{n}": p for n, p in teacher_head.named_parameters()}
     state = {} if centering == "sinkhorn" else centers

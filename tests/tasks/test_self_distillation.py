@@ -140,8 +140,12 @@ def plain(folder):
 
 
 def assert_same_run(plain, output):
-    """Loss and norm of each step; the teacher's tensors and the centres at the end."""
-    assert_same_curve(plain.rows, read_rows(output), rtol=RTOL)
+    """Loss, norm and gauges of each step; the teacher's tensors and the centres at the end."""
+    rows = read_rows(output)
+    assert_same_curve(plain.rows, rows, rtol=RTOL)
+    for gauge in ("feature_std", "teacher_entropy", "teacher_kl"):
+        found = [row[gauge] for row in train_rows(rows)]
+        assert found == pytest.approx([row[gauge] for row in plain.rows], rel=1e-4), gauge
     deviation, tensor = plain_dino.teacher_deviation(plain.teacher, plain_dino.read_teacher(output))
     assert deviation < RTOL, f"{tensor} of the teacher deviates by {deviation:.1e} of its norm"
     centers = plain_dino.read_centers(output)

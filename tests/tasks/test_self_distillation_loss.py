@@ -445,46 +445,55 @@ def test_equal_rows_leave_koleo_finite():
 # ---- gauges ----------------------------------------------------------------------------------------------------------
 
 
-def test_feature_deviation():
-    # Catches: a factor; sums of one rank only.
-    spread, point = drawn(4000, WIDTH), drawn(1, WIDTH).expand(40, WIDTH)
-    assert losses.feature_deviation(spread, torch.clone).item() == pytest.approx(1.0, abs=0.02)
-    assert losses.feature_deviation(3.0 * point, torch.clone).item() == pytest.approx(0.0, abs=1e-6)
-    wanted = F.normalize(spread[:60], dim=-1).std(0, unbiased=False).mean() * math.sqrt(WIDTH)
-    halves = [losses.feature_deviation(spread[:60], torch.clone), in_halves(losses.feature_deviation, spread[:60])]
-    torch.testing.assert_close(torch.stack(halves), wanted.expand(2))
+def gauged(features, assignments=None, *, parts=1):
+    """The gauges of rows; in `parts`, as that many ranks with two micro-batches each add them up."""
+    ranks = [losses.Gauges() for _ in range(parts)]
+    for at, of_features in enumerate(features.chunk(2 * parts)):
+        ranks[at // 2].add_features(of_features)
+    if assignments is not None:
+        length = len(assignments.rows) // (2 * parts)
+        for at in range(2 * parts):
+            ranks[at // 2].add_assignment(assignments.narrow(at * length, length))
+    sums = [[], []]
+    for rank in ranks[1:]:
+        turn = iter(sums)
+        rank.compute(lambda x, turn=turn: next(turn).append(x) or x)
+    turn = iter(sums)
+    return ranks[0].compute(lambda x: x + sum(next(turn)))
 
 
-def in_halves(gauge, rows):
-    """A gauge of the first half's rank, whose sums add the second half's."""
-    sums = []
-    gauge(rows[len(rows) // 2 :], lambda x: sums.append(x) or x)
-    return gauge(rows[: len(rows) // 2], lambda x: x + sums[0])
+def test_gauges_of_features():
+    # Catches: a factor; sums of one rank or one micro-batch only.
+    rows, prototypes = drawn(4000, WIDTH), drawn(PROTOTYPES, WIDTH, number=2)
+    assignment = losses.centered(rows[:80], prototypes, TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
+    assert gauged(rows, assignment)["feature_std"].item() == pytest.approx(1.0, abs=0.02)
+    collapsed = 3.0 * drawn(1, WIDTH).expand(40, WIDTH)
+    assert gauged(collapsed, assignment)["feature_std"].item() == pytest.approx(0.0, abs=1e-6)
+    wanted = F.normalize(rows[:60], dim=-1).std(0, unbiased=False).mean() * math.sqrt(WIDTH)
+    for parts in (1, 3):
+        torch.testing.assert_close(gauged(rows[:60], assignment, parts=parts)["feature_std"], wanted)
 
 
-def test_assignment_gauges(monkeypatch):
+def test_gauges_of_assignments(monkeypatch):
     # Catches: a sign or a factor, a part left out, a mean of logarithms in place of the logarithm of the mean.
     monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
     rows, prototypes = drawn(80, WIDTH, number=1), drawn(PROTOTYPES, WIDTH, number=2)
-
-    def gauges(rows, sum_over_ranks):
-        uncentered = losses.centered(rows, prototypes, TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
-        return losses.assignment_gauges(uncentered, sum_over_ranks)
-
+    assignment = losses.centered(rows, prototypes, TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
     q = (rows @ prototypes.T / TEACHER_TEMP).softmax(-1)
     wanted = (-(q * q.log()).sum(1).mean(), (q.mean(0) * (q.mean(0) * PROTOTYPES).log()).sum())
-    torch.testing.assert_close(gauges(rows, torch.clone), wanted)
-    torch.testing.assert_close(in_halves(gauges, rows), wanted)
+    for parts in (1, 2):
+        found = gauged(rows, assignment, parts=parts)
+        torch.testing.assert_close((found["teacher_entropy"], found["teacher_kl"]), wanted)
 
 
-def test_assignment_gauges_at_their_bounds():
+def test_gauges_at_their_bounds():
     # Catches: uniform and collapsed assignments that cannot be told apart.
     prototypes, nats = torch.eye(8).double(), math.log(8)
     zeros = torch.zeros(8).double()
 
     def gauges(rows):
-        found = losses.assignment_gauges(losses.centered(rows, prototypes, 0.01, zeros), torch.clone)
-        return [value.item() for value in found]
+        found = gauged(rows, losses.centered(rows, prototypes, 0.01, zeros))
+        return [found[name].item() for name in ("teacher_entropy", "teacher_kl")]
 
     assert gauges(torch.zeros(16, 8).double()) == pytest.approx([nats, 0.0], abs=1e-9)
     assert gauges(prototypes[:1].repeat(16, 1)) == pytest.approx([0.0, nats], abs=1e-9)

@@ -100,6 +100,12 @@ def curves(records: Sequence[Record]) -> list[Panel]:
         chart("Learning rate", ("train", "lr", "base rate", 1.0)),
         chart("Logit scale (1 / temperature)", ("train", "logit_scale", "scale", 1.0)),
         chart("Logit bias", ("train", "logit_bias", "bias", 1.0)),
+        chart("Feature deviation of the teacher (0: collapsed)", ("train", "feature_std", "deviation", 1.0)),
+        chart(
+            "Teacher's assignment to prototypes, nats",
+            ("train", "teacher_entropy", "entropy of a row", 1.0),
+            ("train", "teacher_kl", "KL of the mean from uniform", 1.0),
+        ),
         chart("Gradient norm, before clipping", ("train", "grad_norm", "norm", 1.0), log=wide),
     ]
     if len(set(all_values("loss_scale"))) > 1:
