@@ -42,6 +42,10 @@ from ds_vit.tasks import Field, Task
 IMAGE, CROPS = ImageConfig((24, 24)), CropConfig(local_size=16, num_local=3)
 NUM_IMAGES, STEPS = 41, 9  # of 12 samples: 108, of three epochs
 WHOLE = Share(0, 1, 12)
+GPU = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
 ON = {on: AugmentConfig(augment_on=on) for on in ("cpu", "device")}
 PARTS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
     "images": lambda batch: finish_images(batch, IMAGE, device="cpu"),
@@ -145,11 +149,13 @@ def test_the_keys_of_views_are_mixed_from_the_samples():
 # CPU and device
 
 
-def test_the_device_makes_the_views_of_the_cpu(references):
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_the_device_makes_the_views_of_the_cpu(source, references, device):
     """Would catch other rows, views or operations than the CPU's."""
-    scale = 255 * torch.tensor(IMAGE.std)[:, None, None]
-    for name in ("images", "local_images"):
-        apart = (references["device"][name] - references["cpu"][name]).abs() * scale
+    batches, scale = _load(source, WHOLE, "device"), 255 * torch.tensor(IMAGE.std)[:, None, None]
+    for name, finish in (("images", finish_images), ("local_images", finish_local_images)):
+        found = torch.stack([finish(batch, IMAGE, device=device).cpu() for batch in batches])
+        apart = (found - references["cpu"][name]).abs() * scale
         assert 0.0 < apart.mean() <= PIPELINE_BOUND
         assert apart.mean(dim=(3, 4, 5)).max() <= 8 * PIPELINE_BOUND
     assert torch.equal(references["device"]["targets"], references["cpu"]["targets"])

@@ -9,6 +9,9 @@ from picture_folders import CPU, smooth_photo
 from runs import run_quietly
 
 from ds_vit.cli import main
+from ds_vit.data import CropConfig
+from ds_vit.data.augment.crops import MultiCrop
+from ds_vit.tasks import Task
 from ds_vit.tools import bench_data
 
 WORDS = ["--deepspeed_config", CPU, "--model", "test_vit", "--val-split", "", "-b", "4", "--max-steps", "9"]
@@ -48,6 +51,25 @@ def test_stages_and_remedies(photos, monkeypatch):
     code, out, _ = bench("--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 4, "--no-aug")
     again = json.loads(out.splitlines()[-1])
     assert again["would_give"] == {}
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
+def test_all_crops_of_an_image_are_timed(photos, monkeypatch, on):
+    """Would catch a benchmark of one crop for a task that trains on several."""
+    monkeypatch.setattr(bench_data, "_TRIES", 1)
+    monkeypatch.setattr(Task, "crops", CropConfig(32, num_local=2))
+    local, decoded = [], []
+    finish, transform = bench_data.finish_local_images, MultiCrop.decoded
+    monkeypatch.setattr(bench_data, "finish_local_images", lambda *a, **k: local.append(finish(*a, **k)))
+    monkeypatch.setattr(MultiCrop, "decoded", lambda self, *a: decoded.append(a[0]) or transform(self, *a))
+    words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", on]
+    seconds = json.loads(bench(*words)[1].splitlines()[-1])["seconds"]
+    assert all(seconds[stage] > 0 for stage in ("decode", "augment", "transfer"))
+    assert ("augment on device" in seconds) == (on == "device")
+    # In transfer and in the loader as a whole, 8 images each; decoded to time it, to augment, and by the loader.
+    assert {tuple(views.shape) for views in local} == {(4, 2, 3, 32, 32)}
+    assert len(local) >= 4
+    assert len(decoded) >= 4 * 8
 
 
 def test_a_bottleneck_is_named():
