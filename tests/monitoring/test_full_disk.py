@@ -8,6 +8,7 @@ import io
 import json
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -112,20 +113,31 @@ def train_without_room(argv: list[str]) -> tuple[int, str]:
         start(self, *args, **kwargs)
         self._file = Disk(self._file, 500)
 
-    Reporter.start = start_on_a_full_disk
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    broken = mock.patch.object(Reporter, "start", start_on_a_full_disk)
+    with contextlib.redirect_stdout(out), broken, mock.patch("ds_vit.monitoring.metrics.write_pairs", full):
         return main(argv), out.getvalue()
 
 
-def test_a_run_ends_with_its_weights_and_a_code(ranks, tmp_path):
-    """A traceback in mid-run, or a success that is none."""
-    argv = [*TINY, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 8, "--val-split", ""]
+PAIRS = [
+    *("--task", "clip", "--dataset", "glyphs", "--text-width", 24, "--text-depth", 1, "--text-heads", 2),
+    *("--context-length", 16, "--embed-dim", 16, "-vb", 290),
+]
+
+
+@pytest.mark.parametrize("task", ["classification", "clip"])
+def test_a_run_ends_with_its_weights_and_a_code(ranks, tmp_path, task):
+    """A traceback in mid-run, or a success that is none; a sheet of pairs, or a text tower, that ends the run."""
+    argv = [*TINY, "--deepspeed_config", ROOT / "ds_configs" / "cpu_zero1_fp32.json", "-b", 8]
+    argv += PAIRS if task == "clip" else ["--val-split", ""]
     argv += ["--max-steps", 4, "--output", tmp_path / "run"]
     results = ranks.run(2, train_without_room, [str(word) for word in argv])
     assert [code for code, _ in results] == [exit_codes.UNSAVED] * 2
-    assert results[0][1].count("could not be written") == 1
+    said = results[0][1]
+    assert said.count("could not be written") == (2 if task == "clip" else 1)
+    assert ("pairs.png could not be written" in "".join(said.split("\n"))) == (task == "clip")
     assert (tmp_path / "run" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "text.safetensors").exists() == (task == "clip")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit"] == "not all saved"
     RunFolder(tmp_path / "run").rows()
 

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from curves import assert_same_curve, largest_deviation, read_rows, train_in
 from pairwise import cover
 from peaks import LargestTensor, SavedBytes
+from picture_folders import encoded, made
 from project import ROOT, write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file, save_file
@@ -464,6 +467,41 @@ def test_recall_is_the_same_on_three_ranks(ranks, tmp_path):
     [row] = found[0]
     assert row["images"] == 580
     assert row["text_to_image_r10"] > row["text_to_image_r1"]
+
+
+# ---- damaged pairs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """60 pairs for training, 20 for evaluation; in each split one image and two captions are damaged."""
+    folder = tmp_path_factory.mktemp("damaged")
+    for split, count in (("train", 60), ("validation", 20)):
+        for number in range(count):
+            path = made(folder / split / f"{number:02}.png")
+            path.write_bytes(b"no image" if number == 3 else encoded(number))
+            texts = {5: b" \n", 7: b"\xff\xfe"}
+            path.with_suffix(".txt").write_bytes(texts.get(number, f"number {number}\nanother {number}".encode()))
+    return folder
+
+
+def test_damaged_pairs_are_replaced_alike(ranks, tmp_path, damaged):
+    # Catches: a pair that one layout keeps and another replaces, a caption with another image, damage that is counted
+    # once a rank or stage or not at all, pairs of the validation split that count as found or lost.
+    words = ("--data-dir", damaged, "--dataset", "", "--on-bad-image", "skip", "--max-bad-images", 1, "-vb", 7)
+    words += ("--epochs", 3, "--max-steps", 3, "--val-split", "validation", "--warmup-steps", 0)
+    layouts = {"one": (1, 0, 1), "dp": (3, 2, 4), "pp": (2, 1, 4, "--pp", 2)}
+    runs = {name: train(ranks, tmp_path / name, "clip", *layout, *words) for name, layout in layouts.items()}
+    for name in ("dp", "pp"):
+        assert_same_curve(runs["one"], runs[name], rtol=RTOL)
+    counted = ("skipped_images", "images", "text_to_image_r1", "image_to_text_r10")
+    one, dp, pp = ([[row[key] for key in counted] for row in rows if row["kind"] == "eval"] for rows in runs.values())
+    assert one == dp == pp
+    assert [row[:2] for row in one] == [[3, 17]] * 3
+    listed = [(tmp_path / name / "skipped_images.jsonl").read_text() for name in layouts]
+    files = [sorted(json.loads(line)["file"] for line in text.splitlines()) for text in listed]
+    assert files == files[:1] * len(files)
+    assert {Path(file).stem for file in files[0]} == {"03", "05", "07"}
 
 
 # ---- locked towers ---------------------------------------------------------------------------------------------------
