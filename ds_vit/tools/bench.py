@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -68,12 +69,14 @@ class Rung:
         words: flags of training that do it, in addition to those of the rungs before.
         larger_batch: how many times the images of a micro-batch.
         published: its gain over the one before, as published.
+        between_ranks: it changes what the ranks exchange, and nothing on one rank.
     """
 
     name: str
     words: tuple[str, ...] = ()
     larger_batch: int = 1
     published: str = ""
+    between_ranks: bool = False
 
 
 RUNGS = (
@@ -90,7 +93,12 @@ BRIDGETOWER_RUNGS = (
     Rung("no loader process", ("--set", "zero_optimization.stage=0", "--workers", "0"), published="1"),
     Rung("a loader process", ("--workers", "1"), published="1.20 (Gaudi2), 1.41 (A100)"),
     Rung("decode, augment on the device", ("--augment-on", "device", "--decode", "fast"), published="1.14"),
-    Rung("unbucketed reduction", ("--set", "zero_optimization.reduce_bucket_size=1"), published="1.10; 1.51 in all"),
+    Rung(
+        "unbucketed reduction",
+        ("--set", "zero_optimization.reduce_bucket_size=1"),
+        published="1.10; 1.51 in all",
+        between_ranks=True,
+    ),
 )
 LADDERS = {"": RUNGS, "bridgetower": BRIDGETOWER_RUNGS}
 """Ladders by `--recipe`; all but the first read data."""
@@ -222,6 +230,9 @@ def climb_ladder(
     if recipe:
         added = ["--task", recipe, "--val-split", "", *added]
     for rung in rungs:
+        if rung.between_ranks and process.world_size == 1:
+            print(f"bench ladder: {rung.name} is left out: one rank exchanges nothing; start several", file=sys.stderr)
+            continue
         added += rung.words
         batch_size *= rung.larger_batch
         ours[rung.name] = resolve([*added, "-b", str(batch_size)], process)
@@ -231,7 +242,9 @@ def climb_ladder(
     feeds = {name: parts.inputs for name, parts in ours.items()} if recipe else {}
     engines = {name: parts.engine for name, parts in ours.items()}
     result = _measured(words, engines, (), compared, process, turns, steps, feeds)
-    return replace(result, published={rung.name: rung.published for rung in rungs if rung.published})
+    return replace(
+        result, published={rung.name: rung.published for rung in rungs if rung.published and rung.name in ours}
+    )
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

@@ -244,10 +244,11 @@ def test_the_ladder_of_bridgetower_reads_its_data(ranks, tmp_path):
     words += ["--data-dir", tmp_path / "pairs", "--context-length", 24, "--pretrained", *ONCE]
     config = ROOT / "ds_configs" / "cpu_zero0_fp32.json"
     result = measured(ranks, "--deepspeed_config", config, *words, kind="ladder")
-    assert list(result["ours"]) == [rung.name for rung in BRIDGETOWER_RUNGS]
+    # One rank reduces nothing.
+    assert list(result["ours"]) == list(result["published"]) == [rung.name for rung in BRIDGETOWER_RUNGS[:-1]]
     assert "1.41" in result["published"]["a loader process"]
     # The step's own process reads on the first rung, and crops and flips from the third on.
-    first, second, third, _ = (side["counts"]["operations"] for side in result["ours"].values())
+    first, second, third = (side["counts"]["operations"] for side in result["ours"].values())
     assert second < first
     assert second < third
 
