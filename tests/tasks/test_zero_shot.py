@@ -280,14 +280,31 @@ def test_recall_equals_brute_force(folder, evaluated, towers, layout):
     expected = brute_force(folder, towers)
     assert {name: value for name, value in row.items() if "_to_" in name} == pytest.approx(expected, abs=1e-9)
     assert row["images"] == NUM_IMAGES
-
-
-def brute_force(folder, towers):
     source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
-    pairs = [(image, text) for image in range(len(source)) for text in source.captions(image)]
-    assert len(pairs) > 1.9 * NUM_IMAGES
+    firsts = towers.encode_text(towers.tokenize([source.captions(at)[0] for at in range(NUM_IMAGES)]), normalize=True)
+    own = (towers.encode_image(source)[0] * firsts).sum(dim=1).mean().item()
+    assert row["similarity"] == pytest.approx(own, abs=1e-6)
+
+
+def brute_force(folder, towers, without=()):
+    source = open_source("", str(folder / "pairs"), "validation", captions=CaptionKeys())
+    kept = [image for image in range(len(source)) if image not in without]
+    pairs = [(at, text) for at, image in enumerate(kept) for text in source.captions(image)]
+    assert len(pairs) > 1.9 * len(kept)
     texts = towers.encode_text(towers.tokenize([text for _, text in pairs]), normalize=True)
-    return recalls(towers.encode_image(source)[0], texts, [image for image, _ in pairs])
+    return recalls(towers.encode_image(source)[0][kept], texts, [at for at, _ in pairs])
+
+
+@pytest.mark.parametrize("layout", ["3 ranks", "pp 2"])
+def test_a_damaged_image_has_no_captions(ranks, folder, towers, tmp_path, layout):
+    # Catches: captions of a skipped image in the gallery, or features of zeros that count as an image.
+    shutil.copytree(folder / "pairs", tmp_path / "pairs")
+    (tmp_path / "pairs" / "validation" / "05.png").write_bytes(b"no image")  # of three captions
+    words = ("--data-dir", tmp_path / "pairs", "--on-bad-image", "skip")
+    row, _ = evaluate(ranks, folder, tmp_path / "run", layout, words=[str(word) for word in words])
+    expected = brute_force(folder, towers, without=(5,))
+    assert {name: value for name, value in row.items() if "_to_" in name} == pytest.approx(expected, abs=1e-9)
+    assert row["images"] == NUM_IMAGES - 1
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
