@@ -1,4 +1,4 @@
-"""Eighteen kills at random moments, and a curve that shows none of them."""
+"""Eighteen kills at random moments, or six of a run with two towers, and a curve that shows none of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from ds_vit.checkpoint.folder import newest
 
 pytestmark = pytest.mark.slow
 
-NUM_KILLS = 18
 STEPS = 40
 # ranks, --pp, --tp, ZeRO stage: the run goes on in another layout after each kill
 PAIRS = [
     *("--task", "clip", "--dataset", "glyphs", "--text-width", 32, "--text-depth", 2, "--text-heads", 2),
     *("--context-length", 24, "--embed-dim", 16),
 ]
-# Flags, and the figures that are exact in each layout; recalls of a barely trained model differ by near ties.
-TASKS = {"classification": ([], ("top1", "top5")), "clip": (PAIRS, ())}
+# Flags, kills, and the figures that are the same in each layout; recalls of a barely trained model differ by near ties.
+TASKS = {"classification": ([], 18, ("top1", "top5")), "clip": (PAIRS, 6, ("similarity", "images"))}
 LAYOUTS = [(2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 2), (3, 1, 1, 3), (1, 1, 1, 0)]
 
 
@@ -52,16 +51,16 @@ def attempt(ranks, world: int, *arguments: object) -> str:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("task", ["classification", pytest.param("clip", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("task", TASKS)
 def test_killed_at_random_moments(ranks, tmp_path, task):
     # Catches: a save that a kill leaves half done and that is taken for whole; a step, a sample or a moment that is
     # lost or counted twice; rows that a killed process tore; folders and processes that nobody removes.
     generator = random.Random(5)
     output = tmp_path / "run"
-    flags, figures = TASKS[task]
+    flags, num_kills, figures = TASKS[task]
     reference = train_in(ranks, 1, command(tmp_path, LAYOUTS[-1], tmp_path / "whole", *flags))
     saved, ended = 0, []
-    for number in range(NUM_KILLS):
+    for number in range(num_kills):
         layout = generator.choice(LAYOUTS)
         signum = generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         when = {"step": saved + generator.randint(1, 3), "delay": generator.uniform(0.0, 0.1)}
@@ -85,20 +84,21 @@ def test_killed_at_random_moments(ranks, tmp_path, task):
     within = [strike for strike in met if strike["saving"]]
     deadly = sum(strike["signal"] == signal.SIGKILL for strike in within)
     print(
-        f"{NUM_KILLS} kills: {ended.count('killed')} died, {ended.count('ended in order')} saved; {len(within)} came "
+        f"{num_kills} kills: {ended.count('killed')} died, {ended.count('ended in order')} saved; {len(within)} came "
         f"while a checkpoint was being written, {deadly} of them SIGKILL; at step {saved}"
     )
-    assert len(met) == NUM_KILLS
-    assert ended.count("killed") >= NUM_KILLS // 3
-    assert ended.count("ended in order") >= 3
-    assert deadly >= 2
+    assert len(met) == num_kills
+    assert ended.count("killed") >= num_kills // 3
+    assert ended.count("ended in order") >= num_kills // 6
+    assert deadly >= num_kills // 9
     assert 0 < saved < STEPS
 
     rows = train_in(ranks, 2, command(tmp_path, LAYOUTS[0], output, *flags))
     assert [row["step"] for row in train_rows(rows)] == list(range(1, STEPS + 1))
     assert_same_curve(reference, rows, rtol=1e-5)
     last = [[row for row in r if row["kind"] == "eval_ema"][-1] for r in (reference, rows)]
-    assert [last[0][figure] for figure in figures] == [last[1][figure] for figure in figures]
+    expected, found = ([row[figure] for figure in figures] for row in last)
+    assert found == pytest.approx(expected, abs=1e-5)
     deadline = time.monotonic() + 120
     while alive(output):  # a loader's worker looks for its rank every few seconds
         assert time.monotonic() < deadline, "processes of killed runs are left"
@@ -108,6 +108,10 @@ def test_killed_at_random_moments(ranks, tmp_path, task):
     kept = sorted(path.name for path in (output / "checkpoints").glob("step-*"))
     assert len(kept) <= 3
     assert kept[-1] == f"step-{STEPS:08d}"
-    weights = [load_file(str(path / "model.safetensors")) for path in (tmp_path / "whole", output)]
+    files = ("model.safetensors", *(("text.safetensors",) if task == "clip" else ()))
+    weights = [
+        {name: tensor for file in files for name, tensor in load_file(str(path / file)).items()}
+        for path in (tmp_path / "whole", output)
+    ]
     for name, tensor in weights[0].items():
         assert (weights[1][name] - tensor).norm() <= 1e-4 * max(1.0, float(tensor.norm())), name
