@@ -22,6 +22,7 @@ from ds_vit import config
 RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
 NAMES += ("clip_vit_b16", "lit", "siglip_so400m", "deit_distilled", "feature_distillation")
+NAMES += ("dino_vit_s16", "dinov2_vit_s14_own_data")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -39,6 +40,16 @@ ROWS = {
     "feature_distillation": (
         {"epochs": 100, "kd_distill_type": "feature", "distill_loss_weight": 1.0, "lr": 0.0005},
         ("AdamW", 0.05, 3.0, [0.9, 0.999]),
+    ),
+    "dino_vit_s16": (
+        {"task": "dino", "epochs": 100, "ibot_weight": 0.0, "koleo_weight": 0.0, "teacher_momentum": 0.996, "lr": 0.001}
+        | {"global_crops_scale": [0.4, 1.0], "local_crops_scale": [0.05, 0.4], "weight_decay_end": 0.4},
+        ("AdamW", 0.04, 3.0, [0.9, 0.999]),
+    ),
+    "dinov2_vit_s14_own_data": (
+        {"task": "dino", "epochs": 100, "ibot_weight": 1.0, "koleo_weight": 0.1, "layer_decay": 0.9, "min_lr": 1e-6}
+        | {"patch_embed_lr_mult": 0.2, "teacher_temp": 0.07, "warmup_teacher_temp_epochs": 30, "lr": 0.00283},
+        ("AdamW", 0.04, 3.0, [0.9, 0.999]),
     ),
     "mae_finetune_base": (
         {"epochs": 100, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
@@ -140,6 +151,9 @@ def test_dry_run(ranks, cifar, tmp_path, name):
         argv += ["--kd-model-name", f"local-dir:{_teacher(tmp_path / 'teacher')}"]
     if name == "mae_pretrain_base":
         argv += ["--decoder-dim", 64, "--decoder-depth", 1, "--decoder-heads", 2]
+    if recipe.get("task") == "dino":
+        patch = 14 if "patch14" in recipe["model"] else 16
+        argv += ["--img-size", 2 * patch, "--local-crops-size", patch, "--prototypes", 64, "--head-hidden-dim", 32]
     if has_text:
         argv += ["--tokenizer", "bytes", "--text-width", 48, "--text-heads", 3, "--text-depth", 2]
     train_in(ranks, 2, argv)
