@@ -1,9 +1,12 @@
-"""Where in an image a model looks: the norms that the last block leaves its tokens, and the attention they get.
+"""What a model sees in an image: the norms that the last block leaves its tokens, the attention they get, and the
+principal components of the patches.
 
-Both are observed in the first batch of an evaluation, so that they cost no separate forward pass.
+All are observed in the first batch of an evaluation, so that they cost no separate forward pass.
 High-norm tokens in dull places are the artefacts of "Vision Transformers Need Registers" (arXiv 2309.16588). Attention
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
-latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads.
+latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads. The first
+three principal components of the normalised patch tokens of all images, as red, green and blue, give patches alike the
+same colour (Oquab et al. 2024, arXiv 2304.07193, figure 1).
 
 Shapes: B samples, S tokens, D width, H heads of this rank, K head width, Q queries.
 """
@@ -30,7 +33,7 @@ from ds_vit.tasks import Batch
 SIDE = 112  # pixels of an image in the picture
 MOST = 8
 _GAP = 4
-NORMS, ATTENTION = "token-norms", "attention"
+NORMS, ATTENTION, COMPONENTS = "token-norms", "attention", "patch-pca"
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Seen:
             yield batch
 
     def maps(self, model: SequentialViT, tp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        """What can be drawn, by its name: a value for each patch, float [B, rows, columns].
+        """What can be drawn, by its name: a value for each patch, float [B, rows, columns], or [B, 3, rows, columns].
 
         Args:
             model: that was watched.
@@ -70,16 +73,35 @@ class Seen:
                 dist.all_reduce(self.attention, group=tp)
             found[ATTENTION] = self.attention  # times tp, which the picture does not show
         grids = {name: _grid(of_tokens, model) for name, of_tokens in found.items()}
+        if self.tokens is not None and (tokens := _grid(self.tokens, model)) is not None:
+            grids[COMPONENTS] = principal_components(tokens)
         return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
 
 
+def principal_components(tokens: torch.Tensor) -> torch.Tensor:
+    """Patch tokens [B, rows, columns, D] → their first three principal components over all patches.
+
+    Returns:
+        float [B, 3, rows, columns], each component from 0 (its least) to 1 (its largest); the sign is the one with
+        which the largest weight of a component is positive.
+    """
+    rows = functional.layer_norm(tokens.double(), tokens.shape[-1:]).flatten(0, 2)
+    rows = rows - rows.mean(0)
+    directions = torch.linalg.eigh(rows.T @ rows)[1][:, -3:].flip(1)
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    values = rows @ (directions * largest.sign())
+    values = values - values.amin(0)
+    values = values / values.amax(0).clamp(min=1e-12)
+    return values.float().unflatten(0, tokens.shape[:3]).movedim(-1, 1)
+
+
 def _grid(of_tokens: torch.Tensor, model: SequentialViT) -> torch.Tensor | None:
-    """[B, S] or [B, patches] → [B, rows, columns]; None where the tokens are no grid of patches."""
+    """[B, S or patches, …] → [B, rows, columns, …]; None where the tokens are no grid of patches."""
     count = model.layers[-1].num_tokens
     rows, columns = model.layers[0].patch_embed.grid_size
     if of_tokens.shape[1] == count.num_prefix_tokens + count.num_patches:
         of_tokens = of_tokens[:, count.num_prefix_tokens :]
-    return of_tokens.reshape(-1, rows, columns) if of_tokens.shape[1] == rows * columns else None
+    return of_tokens.unflatten(1, (rows, columns)) if of_tokens.shape[1] == rows * columns else None
 
 
 class _Attention(TorchFunctionMode):
@@ -152,19 +174,23 @@ def watched(model: SequentialViT) -> Iterator[Seen]:
 
 
 def picture(images: torch.Tensor, values: torch.Tensor, image: ImageConfig) -> torch.Tensor:
-    """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright).
+    """The images, and under each a value for each of its patches, from its least (dark) to its highest (bright), or a
+    colour.
 
     Args:
         images: [B, 3, height, width], as the model gets them.
-        values: [B, rows, columns].
+        values: [B, rows, columns], or shares of red, green and blue [B, 3, rows, columns].
         image: for mean and std.
 
     Returns:
         uint8 [3, height, width], in two rows of B.
     """
-    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
-    shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
-    maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
+    if values.ndim == 4:
+        maps = values.nan_to_num(0.0) * 255.0
+    else:
+        low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+        shares = ((values - low) / (high - low).clamp(min=1e-12)).nan_to_num(0.0)
+        maps = torch.from_numpy(viridis(shares.numpy())).permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (image.mean, image.std))
     pixels = (images * std + mean).clamp(0.0, 1.0) * 255.0
     # What is enlarged keeps its pixels.

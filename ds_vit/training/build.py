@@ -263,7 +263,7 @@ class Training:
             inputs.look = partial(sheet.add, save=reporter.training_images)
         phases = Phases(self.watchdog, resolved.first_patience)
         sees_images = resolved.layout.pp == 1 and not config.sequence_parallel and resolved.share.dp_rank == 0
-        draws = sees_images and bool(model.task.class_names)
+        draws = sees_images and (bool(model.task.class_names) or bool(model.task.teachers))
         return Trainer(
             engine,
             inputs,

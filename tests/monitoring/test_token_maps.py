@@ -62,6 +62,25 @@ def test_maps_are_those_of_timm(name):
     torch.testing.assert_close(maps["attention"], of_patches.detach())
 
 
+def test_principal_components_colour_patches_that_are_alike():
+    # Catches: other directions than those of the largest variance, components of one image only, colours out of range,
+    # a sign that changes.
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.linalg.qr(torch.randn(16, 4, generator=generator))[0].T
+    directions = torch.linalg.qr((directions - directions.mean(1, keepdim=True)).T)[0].T
+    kinds = torch.randint(0, 4, (2, 5, 5), generator=generator)
+    # A norm without weights keeps rows of mean 0 and equal length.
+    tokens = directions[kinds] * 7.0 + 1e-3 * torch.randn(2, 5, 5, 16, generator=generator)
+    colours = token_maps.principal_components(tokens)
+    assert colours.shape == (2, 3, 5, 5)
+    torch.testing.assert_close(colours.amin((0, 2, 3)), torch.zeros(3))
+    torch.testing.assert_close(colours.amax((0, 2, 3)), torch.ones(3))
+    of_kinds = torch.stack([colours.movedim(1, -1)[kinds == kind].mean(0) for kind in range(4)])
+    assert (colours.movedim(1, -1) - of_kinds[kinds]).abs().max() < 0.01, "patches alike have one colour"
+    assert torch.pdist(of_kinds).min() > 0.3, "and others another"
+    torch.testing.assert_close(token_maps.principal_components(tokens), colours)
+
+
 def softmax_into(found, softmax=torch.Tensor.softmax):
     def noting(self, dim):
         found.append(softmax(self, dim))
@@ -86,7 +105,7 @@ def test_a_compiled_block_is_seen_too(monkeypatch):
 def test_a_difference_of_attentions_is_not_drawn_and_no_image_is_nothing():
     theirs = timm.create_model("vit_dlittle_patch16_reg1_gap_256", **SMALL | {"class_token": True}).eval()
     images = torch.randn(1, 2, 3, 32, 32)
-    assert list(maps_of(theirs, images, [[True, True]])[1]) == ["token-norms"]
+    assert list(maps_of(theirs, images, [[True, True]])[1]) == ["token-norms", "patch-pca"]
     seen, maps = maps_of(theirs, images, [[False, False]])
     assert seen.images is None
     assert maps == {}

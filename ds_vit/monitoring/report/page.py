@@ -35,6 +35,10 @@ _PICTURES = {
         "Validation images and the attention to their patches in the last step before the classifier, mean of all "
         "heads, bright: largest"
     ),
+    "patch-pca": (
+        "Validation images and the first three principal components of their patch tokens after the last block, as "
+        "red, green and blue: patches of one colour are alike"
+    ),
 }
 
 
