@@ -34,7 +34,7 @@ from ds_vit.data import (
 )
 from ds_vit.data.sources import shard_index
 from ds_vit.fault_tolerance.errors import UserError
-from ds_vit.tasks import TASKS
+from ds_vit.tasks import TASKS, Task
 from ds_vit.tasks.classification import Classification
 from ds_vit.training.resolve.data import _open_sources
 
@@ -315,6 +315,7 @@ def test_a_folder_of_parquet_files_is_not_another_split(forms, tmp_path):
 class _WithText(Classification):
     name = "clip"
     flags = names_of_task("clip")
+    identity = Task.identity
     has_classes = False
     has_text = True
 
