@@ -83,13 +83,13 @@ _LONGEST = (
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files; leave the full products out unless they are asked for."""
-    seen: Counter[object] = Counter()
-    for item in items:
-        sample = item.get_closest_marker("sampled")
-        if sample is not None:
-            if seen[item.function] % sample.args[0]:
-                item.add_marker(pytest.mark.slow)
-            seen[item.function] += 1
+    for name, beyond in (("sampled", pytest.mark.slow), ("one_in", pytest.mark.exhaustive)):
+        seen: Counter[object] = Counter()
+        for item in items:
+            if every := item.get_closest_marker(name):
+                if seen[item.function] % every.args[0]:
+                    item.add_marker(beyond)
+                seen[item.function] += 1
     places = {f"test_{name}": place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if config.getoption("--exhaustive"):

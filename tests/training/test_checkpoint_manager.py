@@ -94,7 +94,8 @@ def manager(monkeypatch, tmp_path, said) -> CheckpointManager:
         identity={},
         flags={},
     )
-    task = SimpleNamespace(weight_files=dict, class_names=(), tokenizer=None, load_state_dict=lambda _: None)
+    task = SimpleNamespace(weight_files=dict, average_files=dict, teachers=(), class_names=(), tokenizer=None)
+    task.load_state_dict = lambda _: None
     groups = SimpleNamespace(ballots=None, files=None)
     engine = SimpleNamespace(groups=groups, zero_map=None, restore_progress=lambda *_: None)
     trainer = SimpleNamespace(conclude=lambda: None)

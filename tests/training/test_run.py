@@ -58,7 +58,7 @@ def test_files_of_a_run(digits_run):
     expected = {"config.yaml", "deepspeed.json", "metrics.jsonl", "summary.json", "tensorboard", "model.safetensors"}
     expected |= {"classes.json", "best.safetensors", "checkpoints", "deepspeed.derived.json", "starts.jsonl"}
     expected |= {"report.html", "predictions.csv", "augmented.png", "augmented.json", "mistakes.png", "mistakes.json"}
-    expected |= {"token-norms.png", "attention.png"}
+    expected |= {"token-norms.png", "attention.png", "patch-pca.png"}
     assert names == expected
     rows = read_rows(output)
     assert [row["step"] for row in train_rows(rows)] == [1, 2, 3, 4, 5]
