@@ -28,8 +28,8 @@ SHARED = [
 ]
 TEACHER = ["-b", 64, "--epochs", 20, "--warmup-epochs", 2]
 STUDENT = [
-    *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=3", "--smoothing", 0, "--lr", 0.004),
-    *("--train-split", "train[:10%]", "-b", 48, "--epochs", 100, "--warmup-epochs", 10),
+    *("--model-kwargs", "patch_size=4", "embed_dim=48", "depth=2", "num_heads=3", "--smoothing", 0, "--lr", 0.002),
+    *("--train-split", "train[:10%]", "-b", 48, "--epochs", 400, "--warmup-epochs", 20),
 ]
 DISTILLED = ["--task-loss-weight", 0.1, "--kd-temperature", 4]
 
