@@ -254,8 +254,10 @@ def test_resumes_in_another_layout(ranks, tmp_path, reference, task):
 @pytest.mark.parametrize(("task", "layout"), [("clip", (2, 3, 4)), ("siglip", (2, 2, 4))], ids=["clip", "siglip"])
 def test_bf16_reads_scale_and_bias_in_fp32(ranks, tmp_path, task, layout):
     # Catches: a scale rounded to bf16, and features compared in bf16. By SGD at a small rate: AdamW amplifies rounding.
+    settings = {"blocks": {"bf16": {"enabled": True}}, **SGD["siglip"]}
+
     def rows(name, *layout, breaks=None):
-        return train(ranks, tmp_path / name, task, *layout, blocks={"bf16": {"enabled": True}}, breaks=breaks, **SGD["siglip"])
+        return train(ranks, tmp_path / name, task, *layout, breaks=breaks, **settings)
 
     one, pieces, ranks2 = rows("one", 1, 1, 1), rows("pieces", 1, 1, 4), rows("dp", *layout)
     for key, most in (("loss", 1e-2), ("grad_norm", 5e-2)):
