@@ -39,7 +39,7 @@ from ds_vit.launching.process import Process, discover
 from ds_vit.monitoring.figures import new_figure
 from ds_vit.monitoring.throughput import peak_tflops
 from ds_vit.planner.counting import count_flops
-from ds_vit.tasks import find_task
+from ds_vit.tasks import Horizon, find_task
 from ds_vit.tools.counting import StepCounts, count_step
 from ds_vit.tools.peers import check_comparable, check_peer, default_peer, own_linear, peer_step
 from ds_vit.training.program import process_group
@@ -47,6 +47,7 @@ from ds_vit.training.program import process_group
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ds_vit.engine.base import Engine
     from ds_vit.engine.step_guard import StepResult
     from ds_vit.tasks import Batch
     from ds_vit.training.build import Parts
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 # As many micro-batches of other samples take turns: what drop-path leaves out of a step is then no single draw's luck,
 # and the same in turns of as many steps.
 _SETS_OF_KEYS = 3
+_SCHEDULED_STEPS = 1000
 
 Step = Callable[[], object]
 
@@ -350,8 +352,9 @@ def _resolve(words: Sequence[str], process: Process, *, fed: bool = False) -> Pa
 
     words = ["--max-steps", "10000" if fed else "10", *words]
     if not fed:
-        has_text = find_task(*flags.parse(["--dataset", "digits", *words])).has_text
-        words = [*(("--dataset", "glyphs") if has_text else ("--dataset", "digits", "--num-classes", "1000")), *words]
+        task = find_task(*flags.parse(["--dataset", "digits", *words]))
+        classes = ("--num-classes", "1000") if task.has_classes else ()
+        words = ["--dataset", "glyphs" if task.has_text else "digits", *classes, *words]
     config, explicit = flags.parse(words)
     return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
 
@@ -371,12 +374,28 @@ def make_ours(config: EngineConfig, device: torch.device, stack: contextlib.Exit
     keys = torch.arange(_SETS_OF_KEYS * config.batch.micro_batch).split(config.batch.micro_batch)
     batches = itertools.cycle([{**batch, "keys": own.to(device), "keys_on_host": own} for own in keys])
 
+    begin_step = _scheduled(config, engine)
+
     def step() -> None:
+        begin_step()
         with own_linear() if engine.stage < 3 else contextlib.nullcontext():
             micro_batches = itertools.islice(batches, engine.accumulation)
             before.append(engine.train_step(micro_batches, lambda: before and before.pop().verdict()))
 
     return step
+
+
+def _scheduled(config: EngineConfig, engine: Engine) -> Callable[[], None]:
+    """What sets the task's scheduled values of each next step, in epochs of one step."""
+    assert config.optimizer is not None, "training has an optimizer"
+    task, numbers = config.model.task, itertools.count(1)
+    horizon = Horizon(_SCHEDULED_STEPS, 1, config.optimizer.weight_decay)
+
+    def begin_step() -> None:
+        number = next(numbers)
+        engine.begin_step(number, task.schedules(number, horizon), task.held_names(number, horizon))
+
+    return begin_step
 
 
 class FedStep:
@@ -399,6 +418,7 @@ class FedStep:
 
         self._engine = build_engine(config, device, build_groups(config.layout))
         stack.callback(self._engine.close)
+        self._begin_step = _scheduled(config, self._engine)
         self._inputs = InputPipeline(inputs, self._engine, Throughput())
         self._batches: Iterator[Batch] = iter(())
         self._before: list[StepResult] = []
@@ -413,6 +433,7 @@ class FedStep:
 
     def __call__(self) -> None:
         """One step, as the trainer takes it."""
+        self._begin_step()
         self._before.append(
             self._engine.train_step(self._batches, lambda: self._before and self._before.pop().verdict())
         )

@@ -1,4 +1,4 @@
-"""Training steps without DeepSpeed, as a good engineer writes them with timm, open_clip and torch: our comparison."""
+"""Training steps without DeepSpeed, as a good engineer writes them with timm, open_clip, lightly and torch."""
 
 from __future__ import annotations
 
@@ -39,14 +39,21 @@ _WRAPPERS: dict[str, Callable[[nn.Module, bool], nn.Module]] = {
     "ddp": lambda model, half: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
     "fsdp2": _fsdp2,
 }
-_OPEN_CLIP = "open_clip"
-PEERS = (*_WRAPPERS, _OPEN_CLIP)
+_OPEN_CLIP, _LIGHTLY = "open_clip", "lightly"
+PEERS = (*_WRAPPERS, _OPEN_CLIP, _LIGHTLY)
+_TRAINED: dict[str, tuple[str, ...]] = {
+    "classification": tuple(_WRAPPERS),
+    "clip": (_OPEN_CLIP,),
+    "siglip": (_OPEN_CLIP,),
+    "dino": (_LIGHTLY,),
+}
+"""Peers by task."""
 
 
 def default_peer(task: Task, world_size: int) -> str:
     """The peer of a task on so many ranks without --against."""
-    if task.has_text:
-        return _OPEN_CLIP
+    if task.name in _TRAINED and task.name != "classification":
+        return _TRAINED[task.name][0]
     return "timm" if world_size == 1 else "ddp"
 
 
@@ -83,14 +90,23 @@ def check_comparable(engine: EngineConfig, peers: Sequence[str]) -> None:
         "--bce-loss": config.bce_loss,
         "--layer-decay": config.layer_decay not in (None, 1.0),
         "--model-ema": config.model_ema,
-        f"--task {config.task}": config.task not in ("classification", "clip", "siglip"),
+        f"--task {config.task}": config.task not in _TRAINED,
     }
+    if config.task == "dino":
+        ours_alone |= {
+            f"--ibot-weight {config.ibot_weight:g}": config.ibot_weight > 0,
+            f"--koleo-weight {config.koleo_weight:g}": config.koleo_weight > 0,
+            "--centering sinkhorn": config.centering != "ema",
+        }
     if found := [flag for flag, is_given in ours_alone.items() if is_given]:
-        raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; drop it")
+        instead = "pass --ibot-weight 0 --koleo-weight 0" if config.task == "dino" else "drop it"
+        raise UserError(f"bench step: the peers know nothing of {', '.join(found)}; {instead}")
+    able = _TRAINED[config.task]
+    if wrong := [peer for peer in peers if peer not in able]:
+        raise UserError(
+            f"bench step: {', '.join(wrong)} cannot train --task {config.task}; choose among {', '.join(able)}"
+        )
     pairs = engine.model.task.has_text
-    if wrong := [peer for peer in peers if (peer == _OPEN_CLIP) != pairs]:
-        instead = f"--against {_OPEN_CLIP}" if pairs else "one of the other peers"
-        raise UserError(f"bench step: {', '.join(wrong)} cannot train --task {config.task}; pass {instead}")
     if pairs and engine.model.whole.text.settings.pool == "map":
         raise UserError("bench step: open_clip has no --text-pool map; drop it")
     if pairs and config.model_kwargs:
@@ -111,9 +127,10 @@ def peer_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], Non
         name: of `PEERS`.
         engine: of a run.
         batch: of this rank for the whole step: fp32 "images" [B, C, height, width], and "targets" int64 [B] or "texts"
-            int64 [B, L].
+            int64 [B, L]; or crops, as `--task dino` has them.
     """
-    return _open_clip_step(engine, batch) if name == _OPEN_CLIP else _classification_step(name, engine, batch)
+    further = {_OPEN_CLIP: _open_clip_step, _LIGHTLY: _lightly_step}
+    return further[name](engine, batch) if name in further else _classification_step(name, engine, batch)
 
 
 def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Callable[[], None]:
@@ -242,5 +259,80 @@ def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
         torchs.step()
         with torch.no_grad():
             model.logit_scale.clamp_(0.0, math.log(100.0))
+
+    return step
+
+
+class _MultiCrop(nn.Module):
+    """A timm ViT and lightly's head, which a step calls once for crops of all sizes.
+
+    Args:
+        config: of the run.
+        drop_path: of the ViT.
+    """
+
+    def __init__(self, config: Any, drop_path: float) -> None:
+        super().__init__()
+        import timm
+        from lightly.models.modules import DINOProjectionHead
+
+        options = {"img_size": config.img_size} if config.img_size else {}
+        options |= {"drop_path_rate": drop_path, **config.model_kwargs}
+        self.backbone = timm.create_model(config.model, num_classes=0, dynamic_img_size=True, **options)
+        widths = (self.backbone.num_features, config.head_hidden_dim, config.head_bottleneck_dim)
+        self.head = DINOProjectionHead(*widths, config.prototypes)
+
+    def forward(self, crops: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Crops [B, v, 3, h, w] of each size -> logits [the sum of all B * v, K], crop by crop."""
+        return self.head(torch.cat([self.backbone(of_size.transpose(0, 1).flatten(0, 1)) for of_size in crops]))
+
+
+def _lightly_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
+    """A step of DINO with lightly's head, loss and momentum.
+
+    Raises:
+        UserError: lightly is not installed.
+    """
+    try:
+        from lightly.loss import DINOLoss
+        from lightly.models.utils import update_momentum
+    except ImportError as error:
+        raise UserError(f"--against lightly needs pip install lightly ({first_line(error)})") from None
+    optimizer, config = engine.optimizer, engine.model.task.config
+    assert optimizer is not None, "training has an optimizer"
+    half, device = engine.precision.name != "fp32", batch["images"].device
+    student = _MultiCrop(config, config.drop_path).to(device).train()
+    teacher = _MultiCrop(config, 0.0).to(device)
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    peer: nn.Module = student
+    if dist.get_world_size() > 1:
+        peer = nn.parallel.DistributedDataParallel(student, gradient_as_bucket_view=True)
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": optimizer.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    torchs = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+    loss = DINOLoss(config.prototypes, student_temp=config.student_temp).to(device)
+    samples, crops = len(batch["images"]), [batch[name] for name in ("images", "local_images") if name in batch]
+
+    def step() -> None:
+        with own_linear():
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                with torch.no_grad():
+                    taught = teacher(crops[:1])
+                given = peer(crops)
+            value = loss(
+                list(taught.float().split(samples)),
+                list(given.float().split(samples)),
+                teacher_temp=config.teacher_temp,
+            )
+            torchs.zero_grad()
+            value.backward()
+        if optimizer.clip:
+            nn.utils.clip_grad_norm_(trained, optimizer.clip)
+        torchs.step()
+        update_momentum(student, teacher, config.teacher_momentum)
 
     return step

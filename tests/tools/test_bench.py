@@ -17,7 +17,7 @@ from ds_vit.cli import main
 from ds_vit.launching.process import Process
 from ds_vit.tools.bench import BRIDGETOWER_RUNGS, RUNGS, Ratio, resolve_engine, table
 from ds_vit.tools.counting import count_step
-from ds_vit.tools.peers import _open_clip_model
+from ds_vit.tools.peers import _MultiCrop, _open_clip_model
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -192,6 +192,34 @@ def test_open_clips_towers_are_ours(tmp_path, task):
     assert theirs == sum(parameter.numel() for parameter in engine.model.whole.parameters())
 
 
+CROPS = ["--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--model", "test_vit", "-b", "2"]
+CROPS += ["--img-size", "32", "--local-crops-number", "2", "--local-crops-size", "16"]
+CROPS += ["--prototypes", "64", "--head-hidden-dim", "32", "--head-bottleneck-dim", "16"]
+
+
+def test_crops_are_compared_with_lightly(ranks, tmp_path):
+    # Catches: a schedule that is not set, a peer that sees other crops or a part of the batch.
+    pytest.importorskip("lightly")
+    config = config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")
+    (code, out, said), _ = bench(ranks, 2, "--json", "--deepspeed_config", config, *CROPS, *ONCE)
+    assert code == 0, said
+    result = json.loads(out.splitlines()[-1])
+    assert (result["global_batch"], list(result["peers"])) == (4, ["lightly"])
+    products = [side["counts"]["by_name"]["addmm"] for side in (result["ours"]["zero1"], result["peers"]["lightly"])]
+    assert products[0] == products[1]
+
+
+def test_lightlys_student_is_ours(tmp_path):
+    # Catches: a bias, an embedding or a block that one side lacks.
+    pytest.importorskip("lightly")
+    words = ["--deepspeed_config", str(config_of(tmp_path / "zero1.json", "fp32 ZeRO-1")), *CROPS]
+    model = resolve_engine(words, Process("env", 0, 1, 0, 1)).model
+    lengths = model.whole.settings.prototypes  # parameters of lightly's, fixed at 1
+    theirs = sum(parameter.numel() for parameter in _MultiCrop(model.task.config, 0.0).parameters()) - lengths
+    ours = {name: parameter.numel() for name, parameter in model.whole.named_parameters()}
+    assert theirs == sum(ours[name] for name in ours if not name.startswith("teacher")) - ours["mask_token"]
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "words", "message"),
     [
@@ -199,8 +227,10 @@ def test_open_clips_towers_are_ours(tmp_path, task):
         ("step", 1, ["--against", "megatron"], "choose among timm, timm-compiled, ddp, fsdp2"),
         ("step", 1, ["--linear-probe", "--bce-loss"], "the peers know nothing of --linear-probe, --bce-loss; drop it"),
         ("step", 1, ["--deepspeed_config", "fp32", "bf16"], "one precision can be compared, not of bf16, fp32"),
-        ("step", 1, ["--against", "open_clip"], "open_clip cannot train --task classification; pass one of the other"),
-        ("step", 1, [*PAIRS, "--against", "timm"], "timm cannot train --task clip; pass --against open_clip"),
+        ("step", 1, ["--against", "open_clip"], "open_clip cannot train --task classification; choose among timm, "),
+        ("step", 1, [*PAIRS, "--against", "timm"], "timm cannot train --task clip; choose among open_clip"),
+        ("step", 1, [*CROPS, "--against", "timm"], "timm cannot train --task dino; choose among lightly"),
+        ("step", 1, [*CROPS, "--koleo-weight", "0.1"], "know nothing of --koleo-weight 0.1; pass --ibot-weight 0"),
         ("ladder", 1, ["--model-kwargs", "depth=2"], "bench ladder sets --model-kwargs"),
     ],
 )
