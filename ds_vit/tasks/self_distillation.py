@@ -29,7 +29,6 @@ from ds_vit.config.schema import names_of_task
 from ds_vit.data import CropConfig, ImageConfig, Source
 from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.settings import NUM_GLOBAL
-from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, HeadSettings, ModelSpec, SelfDistillationViT, create_self_distillation
 from ds_vit.models.resolution import check_sizes
 from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
@@ -278,8 +277,6 @@ class SelfDistillation(Task):
 
     def _koleo(self, context: StepContext, classes: torch.Tensor) -> torch.Tensor:
         """This rank's share of KoLeo over both global crops, of class tokens [A * B, 2, D] (a collective)."""
-        if len(classes) * context.groups.layout.dp < 2:
-            raise UserError("--koleo-weight needs a global batch of at least 2: a sample has no neighbour; raise it")
         first = context.groups.dp_rank * len(classes)
         return torch.stack([koleo(crop, context.gather, first) for crop in classes.unbind(1)]).sum()
 

@@ -272,6 +272,7 @@ REFUSED = [
     (("--tp", 2, "--prototypes", 49), "--prototypes 49 cannot be split over tp 2"),
     (("--mixup", 0.8), "--mixup has no effect with --task dino: the teacher gives the targets"),
     (("--aa", "rand-m9-mstd0.5-inc1"), "--aa has no effect with --task dino: its crops have DINO's own augmentation"),
+    (("-b", 1, "--grad-accum-steps", 1), "--koleo-weight needs a neighbour in the global batch, which has 1 sample"),
     (("--smoothing", 0.2), "--smoothing has no effect with --task dino"),
     (("--train-img-sizes", 8, 16), "--train-img-sizes has no effect with --task dino: its crops are of two sizes"),
 ]

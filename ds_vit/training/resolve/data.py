@@ -79,6 +79,11 @@ def resolve_data(
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
+    if config.task == "dino" and config.koleo_weight > 0 and batch.global_batch < 2:
+        raise UserError(
+            "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
+            "--koleo-weight 0"
+        )
     if config.mix.active and batch.global_batch % 2:
         raise UserError(
             f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
