@@ -86,6 +86,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", cases, ids=lambda case: ", ".join(f"{key} {case[key]}" for key in case))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(4)
 def test_equals_transformers_on_the_concatenated_batch(ranks, tmp_path, folder, by_transformers, case):
     # Catches: negatives of one rank or micro-batch only, factors of dp and accumulation, pairs compared the other way

@@ -431,7 +431,8 @@ def rounded_logits():
     return mock.patch.object(Contrastive, "_logits_in_fp32", lambda self, context, logits: logits.float())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.one_in(3)  # each breakage at least once
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("task", LOSSES)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("breakage", [None, *BREAKAGES])

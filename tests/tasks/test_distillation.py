@@ -199,7 +199,8 @@ def train(ranks, weights, output, case, *words, breakage=None):
     return read_rows(output)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.one_in(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_the_curve_is_that_of_timms_task(ranks, weights, expected, tmp_path, case):
     # Catches: a teacher in training mode, images normalised for the student, a temperature or a weight that is left
