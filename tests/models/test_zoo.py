@@ -16,7 +16,6 @@ from ds_vit.models import (
     image_size,
     names_and_shapes,
     no_weight_decay_names,
-    num_parameters,
     take_apart,
 )
 from ds_vit.models.param_groups import classifier_names
@@ -103,24 +102,6 @@ def test_neutral_rope_settings_draw_nothing():
     name = "vit_base_patch16_sapiens2"
     model = create_model(small_spec(name, rope_rescale_coords=1.0))
     assert not model.rope.aug_active
-
-
-@pytest.mark.parametrize(
-    ("name", "gmacs", "millions"),  # timm's model cards: GMACs and parameters (M)
-    [
-        ("vit_base_patch16_224", 17.6, 86.6),
-        ("vit_large_patch16_224", 61.6, 304.3),
-        ("vit_huge_patch14_224", 167.4, 632.0),
-        ("deit_tiny_patch16_224", 1.26, 5.7),
-        ("eva02_large_patch14_448", 362.3, 305.1),
-    ],
-)
-def test_flops_and_parameters_are_timms(name, gmacs, millions):
-    """A factor of two, a forgotten attention, a block counted once."""
-    model = create_model(ModelSpec(name))
-    assert count_flops(model).forward / 2e9 == pytest.approx(gmacs, rel=0.01)
-    assert num_parameters(model) / 1e6 == pytest.approx(millions, rel=0.005)
-    assert model.training, "counting must not change the mode"
 
 
 def test_flops_follow_the_cost_model():
