@@ -1,11 +1,13 @@
 """The scripts of docs/benchmarks run with what the quickstart installs, and say how they are called."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import simulated_device
@@ -13,6 +15,11 @@ import torch
 import torch.distributed as dist
 from picture_folders import smooth_photo
 from project import ROOT
+
+from ds_vit.config import load_recipe
+from ds_vit.config.parser import build_parser, read_words
+from ds_vit.config.timm_command import translate
+from ds_vit.config.timm_flags import split_words
 
 FOLDER = ROOT / "docs" / "benchmarks"
 # What only the extras install.
@@ -125,6 +132,91 @@ def test_decoding_on_the_device_is_timed(tmp_path):
     assert "| decoding on the device too | " in done.stdout
     assert "| decoding alone, 3 files at once | images/s |" in done.stdout
     assert "are 0.00 grey levels from Pillow's" in done.stdout
+
+
+@pytest.fixture
+def ten_epochs(monkeypatch):
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("ten_epochs")
+
+
+def commands_of(ten_epochs):
+    """The words of both command lines that follow the program."""
+    images, output, timm_train = Path("IMAGES"), Path("RUNS/0"), Path("train.py")
+    both = [ten_epochs.command(program, images, output, 0, 10, timm_train) for program in ten_epochs.PROGRAMS]
+    return both[0][both[0].index("train.py") + 1 :], both[1][1:]
+
+
+def flags_of(words):
+    """Name → words of a command's flags."""
+    flags, stray = split_words(words, build_parser()._option_string_actions)
+    assert not stray
+    return {name: own for name, (_, own) in flags.items()}
+
+
+def test_ten_epochs_of_both_programs_have_the_same_flags(ten_epochs):
+    # Catches: a comparison of two recipes, and a translation of timm's command that is another run.
+    timm, ours = commands_of(ten_epochs)
+    of_timm, of_ours = flags_of(timm), flags_of(ours)
+    named = {name for one in ten_epochs.DIFFERENCES for name in {**flags_of(one.timm), **flags_of(one.ds_vit)}}
+    assert named == {"opt", "deepspeed_config", "set", "sched_on_updates", "mixup_mode", "model_kwargs"}
+    named |= {"output", "experiment"}
+    assert {k: v for k, v in of_timm.items() if k not in named} == {k: v for k, v in of_ours.items() if k not in named}
+    assert set(of_timm["model_kwargs"]) - set(of_ours["model_kwargs"]) == {"img_size=32"}
+    translated = translate(["train.py", *timm])
+    assert [note.split(":")[1] for note in translated.notes] == [" --sched-on-updates", " --mixup-mode pair"]
+    assert translated.json["optimizer"]["type"] == "Lamb"
+    words = [word for word in translated.words[translated.words.index("--data-dir") :] if word != "img_size=32"]
+    assert flags_of(words) == {k: v for k, v in of_ours.items() if k not in ("deepspeed_config", "set")}
+
+
+def test_ten_epochs_have_the_flags_of_the_recipe(ten_epochs):
+    # Catches: a recipe under DeiT III's name that is another one.
+    recipe = load_recipe(ROOT / "launch" / "recipes" / "deit3_small.yaml")
+    flags = read_words(build_parser(), commands_of(ten_epochs)[1])
+    changed = {"deepspeed_config", "epochs", "warmup_epochs", "aug_repeats"}
+    assert {k: flags.get(k) for k in recipe if k not in changed} == {
+        k: v for k, v in recipe.items() if k not in changed
+    }
+
+
+STANDS_IN = """
+import argparse, pathlib, torch
+parser = argparse.ArgumentParser()
+for flag in ("--output", "--experiment"):
+    parser.add_argument(flag)
+def train_one_epoch(device=torch.device("cuda")): return device
+def validate(): return None
+def main():
+    args, _ = parser.parse_known_args()
+    assert (args.device, train_one_epoch()) == ("cpu", torch.device("cpu"))
+    folder = pathlib.Path(args.output, args.experiment)
+    folder.mkdir()
+    (folder / "summary.csv").write_text("epoch,eval_top1\\n0,10\\n1,30\\n")
+"""
+
+
+@pytest.mark.slow
+def test_ten_epochs_are_measured(tmp_path):
+    # Catches: flags that a run rejects; figures of another epoch; a program whose failure is taken for a result.
+    for split, number in (("train", 7), ("test", 2)):
+        for picture in (f"{split}/{kind}/{one}.jpg" for kind in range(10) for one in range(number)):
+            (tmp_path / picture).parent.mkdir(parents=True, exist_ok=True)
+            smooth_photo(32, 32, len(picture)).save(tmp_path / picture)
+    train = tmp_path / "train.py"
+    train.write_text(STANDS_IN)
+    words = ["--data-dir", tmp_path, "--folder", tmp_path / "runs", "--result", tmp_path / "x.json", "--epochs", "2"]
+    done = run(FOLDER / "ten_epochs.py", "--timm-train", train, "--seeds", "2", *words)
+    assert done.returncode == 0, done.stderr
+    assert "| top-1, % | 30.0 ± 0.0 | " in done.stdout
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert [(one["program"], one["seed"]) for one in runs] == [("timm", 0), ("ds_vit", 0), ("ds_vit", 1), ("timm", 1)]
+    assert all(one["cpu_seconds"] > 0 and 5e7 < one["peak_bytes"] < 5e9 for one in runs)
+    train.write_text("raise SystemExit(3)")
+    (tmp_path / "runs" / "timm-1.json").unlink()
+    failed = run(FOLDER / "ten_epochs.py", "--timm-train", train, "--seeds", "2", *words)
+    assert "timm ended with code 3" in failed.stderr
 
 
 def gpu_day(out, *parts, **environ):
