@@ -31,6 +31,7 @@ from ds_vit.engine.patches.zero import (
     gather_whole_blocks,
     grow_scale_after_step,
     hold_scheduler_on_skipped_steps,
+    limit_prefetch,
     match_norm_collectives,
     reduce_flat_gradients_in_place,
     skip_reduction_of_one_rank,
@@ -154,6 +155,7 @@ class Engine(ABC):
         if self.stage == 3:
             self.on_close.enter_context(cached_numa_cores())
             gather_whole_blocks(self.engine.optimizer, blocks_of(self.engine.module))
+            limit_prefetch(self.engine.optimizer)
         plain_sums = sums_are_plain(own)
         if self.stage == 0:
             self._clip_before_the_step(plain_sums)

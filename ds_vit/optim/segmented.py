@@ -1,17 +1,20 @@
 """Arithmetic by parameter on flat tensors: norms over all ranks, and a factor for each parameter.
 
 Nothing here loops over parameters in Python: norms are one multi-tensor call, factors are one call on the CPU and one
-expanded factor a flat tensor on a GPU.
+factor for each element on a GPU, for some elements at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from ds_vit.device import send
 from ds_vit.parallel.zero_map import Shard, ZeroMap
+
+ELEMENTS_AT_ONCE = 2**22
+"""So many elements have a factor each at a time: 12 bytes an element, 8 of them the index of torch's expansion."""
 
 
 class SegmentedTensors:
@@ -37,7 +40,13 @@ class SegmentedTensors:
         self._counts = torch.tensor(counts, dtype=torch.float32, device=self.device)
         self._splits = [_split_sizes(shard) for shard in self.shards]
         # Kept: sent in each step, they would make the host wait for the device.
-        self._repeats = [send(torch.tensor(sizes), self.device) for sizes in self._splits]
+        self._parts = [
+            [
+                (start, first, sum(sizes), send(torch.tensor(sizes), self.device))
+                for start, first, sizes in _parts(split)
+            ]
+            for split in self._splits
+        ]
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The S segments of tensors that are laid out like the shards'."""
@@ -92,23 +101,19 @@ class SegmentedTensors:
             if len(self._index):
                 getattr(torch, f"_foreach_{operation}")(*map(self.views, lists), self._of_segments(factors))
             return
-        for tensor, *others, factor in zip(*lists, self._expanded(factors, padding), strict=True):
-            getattr(tensor.view(-1), operation)(*(other.view(-1) for other in others), factor)
+        own, done = factors[self._index].to(self.shards[0].tensor.dtype), 0
+        for shard, parts, *tensors in zip(self.shards, self._parts, *lists, strict=True):
+            of_split = own.new_full((2 * len(shard.segments) + 1,), padding)
+            of_split[1::2] = own[done : done + len(shard.segments)]
+            done += len(shard.segments)
+            for start, first, length, sizes in parts:
+                factor = torch.repeat_interleave(of_split[first : first + len(sizes)], sizes, output_size=length)
+                tensor, *others = (tensor.view(-1).narrow(0, start, length) for tensor in tensors)
+                getattr(tensor, operation)(*others, factor)
 
     def _of_segments(self, factors: torch.Tensor) -> list[torch.Tensor]:
         """[P] → S scalar tensors in the type of the flat tensors."""
         return list(factors[self._index].to(self.shards[0].tensor.dtype).unbind())
-
-    def _expanded(self, factors: torch.Tensor, padding: float) -> list[torch.Tensor]:
-        """[P] → a factor for every element of every flat tensor."""
-        own = factors[self._index].to(self.shards[0].tensor.dtype)
-        expanded, done = [], 0
-        for shard, repeats in zip(self.shards, self._repeats, strict=True):
-            pieces = own.new_full((len(repeats),), padding)
-            pieces[1::2] = own[done : done + len(shard.segments)]
-            done += len(shard.segments)
-            expanded.append(torch.repeat_interleave(pieces, repeats, output_size=shard.tensor.numel()))
-        return expanded
 
 
 def _split_sizes(shard: Shard) -> list[int]:
@@ -119,3 +124,23 @@ def _split_sizes(shard: Shard) -> list[int]:
         sizes += [segment.offset - end, segment.length]
         end = segment.offset + segment.length
     return [*sizes, shard.tensor.numel() - end]
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """A flat tensor in parts of `ELEMENTS_AT_ONCE`: (first element, number of the first size, the part's own sizes)."""
+    start = first = length = 0
+    own: list[int] = []
+    for number, left in enumerate(sizes):
+        while left or own:
+            if not own:
+                first = number
+            own.append(min(left, ELEMENTS_AT_ONCE - length))
+            length += own[-1]
+            left -= own[-1]
+            if length == ELEMENTS_AT_ONCE:
+                yield start, first, own
+                start, length, own = start + length, 0, []
+            if not left:
+                break
+    if own:
+        yield start, first, own

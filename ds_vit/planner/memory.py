@@ -26,6 +26,7 @@ from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_are_pla
 from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
+from ds_vit.optim.segmented import ELEMENTS_AT_ONCE
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
@@ -36,6 +37,7 @@ DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's reduce_bucket_size
 _ALIGNMENT = 8
 _DEFAULT_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance
 _DEFAULT_PERSISTENT = 1e5  # elements; stage3_param_persistence_threshold
+_DEFAULT_PREFETCH = 5e7  # elements; stage3_prefetch_bucket_size
 
 
 def layers_of_rank(
@@ -164,7 +166,8 @@ class RankMemory:
         activations: that wait for the backward pass at the fullest moment.
         buckets: in which ZeRO collects gradients.
         gathered: weights that ZeRO-3 has gathered at a time; those that autocast has cast.
-        going_back: activations, temporary memory and the gradients so far, at the fullest moment of the backward pass.
+        going_back: activations, temporary memory and the gradients so far, at the fullest moment of the backward pass
+            or of a teacher's forward pass, with what that has gathered beyond `gathered`.
         updating: gradients and copies of them while the optimizer steps.
     """
 
@@ -206,6 +209,8 @@ class MemoryRules:
         optimizer: its class; None for evaluation only.
         average: the weights have one.
         checkpointing: of activations.
+        rates: parameters have rates of their own, which are applied to a copy of the weights.
+        inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.
 
     Attributes:
         zero: ZeRO's block of the JSON.
@@ -222,6 +227,7 @@ class MemoryRules:
         bucket: bytes in which ZeRO collects gradients.
         live: parameters that ZeRO-3 may have gathered at a time.
         persists: largest parameter that ZeRO-3 keeps gathered all the time.
+        prefetch: parameters that ZeRO-3 gathers ahead of use.
         whole_matrices: the optimizer gathers matrices that ZeRO has partitioned (Muon).
         in_host: the fields of `RankMemory` that offload keeps in host memory.
     """
@@ -235,8 +241,11 @@ class MemoryRules:
         optimizer: type[torch.optim.Optimizer] | None,
         average: bool,
         checkpointing: Checkpointing,
+        rates: bool = False,
+        inputs: int = 0,
     ) -> None:
         self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
+        self.rates, self.inputs = rates, inputs
         zero = self.zero = json.get("zero_optimization") or {}
         stage = self.stage = int(zero.get("stage", 0))
         self.autocast = "autocast" in precision.name
@@ -256,6 +265,7 @@ class MemoryRules:
         live = (zero.get(f"stage3_max_{what}", _DEFAULT_LIVE) for what in ("live_parameters", "reuse_distance"))
         self.live = int(max(map(float, live)))
         self.persists = int(float(zero.get("stage3_param_persistence_threshold", _DEFAULT_PERSISTENT)))
+        self.prefetch = int(float(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)))
         self.whole_matrices = optimizer is not None and issubclass(optimizer, Muon)
         in_host = {"optimizer": ("masters", "optimizer"), "param": ("weights",)}
         offloaded = [key for key in in_host if (zero.get(f"offload_{key}") or {}).get("device") == "cpu"]
@@ -364,12 +374,12 @@ class StageMemory:
         if rules.whole_matrices:  # matrices, their updates, and both again while they travel between ranks
             copies += 4 * (3 if dp > 1 else 2) * trained // dp
         gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
-        if stage == 3 and dp > 1:  # a layer's weights are gathered while those of the ones before are still held
-            again = [layer.parameters for layer in self.layers if not layer.runs_forward_only]
-            # Those of other layers are released after the forward pass, except what stays gathered all the time.
-            released = [size for layer in self.layers if layer.runs_forward_only for size in layer.sizes]
-            stays = sum(size for size in released if size <= rules.persists)
-            gathered = rules.of_type * (min(sum(again), rules.live) + max(again, default=0) + stays)
+        if stage == 3 and dp > 1:
+            gathered = rules.of_type * self._gathered[0]
+        if rules.rates:
+            largest = max((size for layer in self.layers for size in layer.sizes), default=0)  # a tensor at ZeRO-0
+            expanded = min(trained // dp if stage else largest, ELEMENTS_AT_ONCE)
+            copies += rules.of_master * trained // share + (rules.of_master + 8) * expanded
         return RankMemory(
             parameters=number,
             weights=rules.of_type * number // (dp if stage == 3 else 1),
@@ -383,15 +393,37 @@ class StageMemory:
             updating=gradients + copies,
         )
 
+    @cached_property
+    def _gathered(self) -> tuple[int, int]:
+        """Elements that ZeRO-3 has gathered at a time: in passes of what is trained, in a teacher's forward pass."""
+        rules = self.rules
+        again = [layer.parameters for layer in self.layers if not layer.runs_forward_only]
+        taught = [layer.sizes for layer in self.layers if layer.runs_forward_only]
+        # A teacher's are released after its forward pass, except what stays gathered all the time.
+        stays = sum(size for sizes in taught for size in sizes if size <= rules.persists)
+        # A layer's weights are gathered while those of the ones before are still held.
+        of_trained = min(sum(again), rules.live) + max(again, default=0) + stays
+        every = [size for layer in self.layers for size in layer.sizes]
+        own = max((sum(size for size in sizes if size > rules.persists) for sizes in taught), default=0)
+        apart = sum(size for size in every if size > rules.persists)
+        ahead = min(rules.prefetch + max(every, default=0), apart - own) if rules.prefetch else 0
+        # What is gathered together comes in one buffer, which is freed when the last layer in it has run.
+        buffers = 2 * ahead if ahead >= own else max(ahead, own - ahead)
+        return of_trained, sum(every) - apart + own + buffers
+
     def of(self, batch: BatchSizes) -> RankMemory:
         """With this micro-batch and accumulation."""
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
         again = max((run.again for run in self._runs), default=0.0)
         activations = (self.waiting * under_way + again) * micro_batch + self._fixed
+        states = self.states(accumulated=batch.accumulation > 1)
+        is_first = self.ahead == self.rules.layout.pp  # of the stages: it holds the inputs of a coupled step
+        inputs = self.rules.inputs * micro_batch if is_first and batch.accumulation > 1 else 0
         return replace(
-            self.states(accumulated=batch.accumulation > 1),
+            states,
             activations=round(activations),
-            going_back=round(self._going_back(batch, under_way)),
+            going_back=round(self._going_back(batch, under_way)) + inputs * (batch.accumulation - under_way),
+            updating=states.updating + inputs * batch.accumulation,
         )
 
     def on_device(self, batch: BatchSizes) -> RankMemory:
@@ -419,6 +451,9 @@ class StageMemory:
             so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
             images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
+            if run.forward_only and rules.stage == 3 and rules.layout.dp > 1:
+                of_trained, of_teacher = self._gathered
+                made += rules.of_type * (of_teacher - of_trained)
             fullest = max(fullest, so_far + made + batch.micro_batch * images + self._fixed)
             waiting -= run.waiting
             done += run.trained

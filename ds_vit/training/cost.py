@@ -9,6 +9,7 @@ ds_vit/planner/data/accelerators.
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,23 @@ class Cost:
             optimizer=config.optimizer.cls if config.optimizer else None,
             average=config.averaged or bool(config.model.task.teachers),
             checkpointing=config.checkpointing,
+            rates=self._has_rates,
+            inputs=self._coupled_inputs,
         )
+
+    @property
+    def _has_rates(self) -> bool:
+        """Whether a factor on the learning rate of some parameter is not 1, in the first step at least."""
+        optimizer = self.config.optimizer
+        held = optimizer and self.config.model.task.held_names(1, optimizer.horizon)
+        return bool(held or (optimizer and optimizer.factors))
+
+    @property
+    def _coupled_inputs(self) -> int:
+        """Bytes of a sample's inputs, of a task whose steps hold all micro-batches at once; else 0."""
+        task = self.config.model.task
+        fields = task.fields(training=True) if task.coupled else ()
+        return sum(math.prod(field.shape) * (field.dtype or self.config.dtype).itemsize for field in fields)
 
     @cached_property
     def stages(self) -> list[StageMemory]:

@@ -354,6 +354,34 @@ def test_a_leaf_whose_input_has_no_gradient_loses_its_own(ranks):
     assert as_leaf != as_parts
 
 
+def prefetched_on_a_rank(limited):
+    """On a rank: the most elements that ZeRO-3 has gathered ahead of use, with a prefetch bucket of one layer's 16."""
+    from ds_vit.engine.patches.zero import limit_prefetch
+
+    model = torch.nn.Sequential(
+        *(torch.nn.Identity() for _ in range(4)), *(torch.nn.Linear(4, 4, bias=False) for _ in range(9))
+    )
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000}
+    engine = initialize({"zero_optimization": {**zero, "stage3_prefetch_bucket_size": 16}}, model)
+    if limited:
+        limit_prefetch(engine.optimizer)
+    in_flight, ahead = engine.optimizer.parameter_offload.module.ds_inflight_param_registry, []
+    for layer in model:
+        layer.register_forward_pre_hook(lambda *_: ahead.append(sum(parameter.ds_numel for parameter in in_flight)))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 4)).square().sum())
+        engine.step()
+    return max(ahead)
+
+
+def test_prefetch_runs_ahead_of_its_bucket(ranks):
+    """engine/patches/zero.py limit_prefetch: a bucket is gathered at each module, one without parameters included."""
+    [as_it_is] = ranks.run(1, prefetched_on_a_rank, False)
+    [limited] = ranks.run(1, prefetched_on_a_rank, True)
+    assert as_it_is > 4 * 16
+    assert limited == 16
+
+
 def waits_on_a_rank(config):
     """How often a step of DeepSpeed's own engine waits, and how many operations it has for each of many parameters."""
     counts = []

@@ -25,6 +25,8 @@ PLANNED = {
     "bf16": ("zero1_bf16.json", 2, ("-b", 16, *buckets(500_000))),
     "tp 2": ("cpu_zero1_fp32.json", 2, ("-b", 16, "--tp", 2)),
     "pp 2": ("cpu_zero1_fp32.json", 2, ("-b", 8, "--pp", 2, "--grad-accum-steps", 4)),
+    "layer decay": ("cpu_zero1_fp32.json", 2, ("-b", 4, "--grad-checkpointing", "--layer-decay", 0.7)),
+    "layer decay, ZeRO-0": ("cpu_zero0_fp32.json", 1, ("-b", 4, "--grad-checkpointing", "--layer-decay", 0.7)),
 }
 
 
@@ -71,19 +73,26 @@ def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_
     assert deviation(ranks, device_library, case, tmp_path, *words) == pytest.approx(1, rel=0.1)
 
 
-# In several micro-batches features and crops of all of them are held, which the plan leaves out (docs/planning.md).
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", [case for case in TEACHERS if not case.startswith("accumulated") and case != "bf16"])
+@pytest.mark.parametrize("case", TEACHERS)
 def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, case):
-    """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once."""
+    """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once.
+
+    Recomputed, the update is the fullest moment: the copies for the patch embedding's rate are left out.
+    """
     assert deviation(ranks, device_library, case, tmp_path, *WITHOUT_MIXUP, *DINO) == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["ZeRO-1", "bf16"])
-def test_the_peak_with_a_fixed_teacher_is_what_was_planned(ranks, device_library, tmp_path, case):
-    """Catches: an average of a student that no teacher follows, a larger teacher that is counted as trained."""
-    large = {"patch_size": 4, "embed_dim": 192, "depth": 4, "num_heads": 4, "num_classes": 10, "img_size": 16}
+@pytest.mark.parametrize(
+    ("case", "width"), [*((f"ZeRO-{stage}", 192) for stage in range(4)), ("ZeRO-3", 384), ("bf16", 192)]
+)
+def test_the_peak_with_a_fixed_teacher_is_what_was_planned(ranks, device_library, tmp_path, case, width):
+    """Catches: an average of a student that no teacher follows, a larger teacher that is counted as trained.
+
+    At ZeRO-3 the wide one is fullest while the teacher runs, and the other one would be if most of it were prefetched.
+    """
+    large = {"patch_size": 4, "embed_dim": width, "depth": 4, "num_heads": 4, "num_classes": 10, "img_size": 16}
     kept = {name: value for name, value in large.items() if name != "num_classes"}
     teacher = timm.create_model("vit_tiny_patch16_224", **large)
     save_for_hf(teacher, tmp_path / "teacher", safe_serialization=True, model_args=kept)

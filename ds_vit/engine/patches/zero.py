@@ -189,6 +189,31 @@ def gather_whole_blocks(optimizer: Any, modules: Iterable[torch.nn.Module]) -> N
             hook.remove()
 
 
+def limit_prefetch(optimizer: Any) -> None:
+    """Have ZeRO-3 gather at most `stage3_prefetch_bucket_size` elements ahead of use, as DeepSpeed documents it.
+
+    DeepSpeed gathers so many more at each module, also at those without parameters. An embedding has about ten: at a
+    teacher's first block most of the teacher, and some of the student, would be gathered already. A parameter is
+    gathered whole, so the last one may exceed the limit.
+
+    Args:
+        optimizer: as for `gather_whole_blocks`.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    coordinator, in_flight = offload.get_param_coordinator(), offload.module.ds_inflight_param_registry
+    fetch, private = coordinator.fetch_sub_module, "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+    limit = getattr(coordinator, private)
+
+    def fetch_sub_module(module: torch.nn.Module, forward: bool) -> None:
+        ahead = in_flight.keys() - set(iter_params(module)) if in_flight else ()
+        setattr(coordinator, private, max(0, limit - sum(parameter.ds_numel for parameter in ahead)))
+        fetch(module, forward)
+
+    coordinator.fetch_sub_module = fetch_sub_module
+
+
 def grow_scale_after_step(optimizer: Any) -> None:
     """Have ZeRO in fp16 unscale gradients by the loss scale that they were computed with.
 
