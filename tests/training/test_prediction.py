@@ -9,6 +9,7 @@ import torch
 from project import ROOT
 from runs import DIGITS, resolved
 
+from ds_vit.config.batch import BatchSizes
 from ds_vit.training.build import engine_config
 from ds_vit.training.cost import Cost, Prediction
 
@@ -38,6 +39,17 @@ def test_a_large_deviation_is_reported(engine, share, said):
     for text in dict(prediction.end_rows(figures)).values():
         assert text.endswith(said)
         assert ("%" in text) == bool(said)
+
+
+def test_a_coupled_step_holds_the_inputs_of_all_micro_batches():
+    words = [*DIGITS, "--val-split", "", "--task", "dino", "--local-crops-number", "3", "--local-crops-size", "8"]
+    words += ["--max-steps", "2", "--warmup-steps", "0", "-b", "4", "--model-kwargs", "depth=1", "patch_size=4"]
+    words += ["--prototypes", "8", "--deepspeed_config", str(ROOT / "ds_configs" / "cpu_zero1_fp32.json")]
+    config = engine_config(resolved(words))
+    cost, size = Cost(config), config.model.whole.patch_embed.img_size[0]
+    few, many = (cost.fullest(BatchSizes(4 * n, 4, n, 1)) for n in (2, 12))
+    inputs = 10 * 4 * 4 * 3 * (2 * size**2 + 3 * 8**2)
+    assert many.going_back - few.going_back == many.updating - few.updating == inputs
 
 
 def fill_memory(megabytes):
