@@ -196,8 +196,13 @@ def _is_missing(package: str) -> Callable[[Any], bool]:
 
 _QUANTIZED = "rounds values in transit, which changes the loss curve, and needs a CUDA build; delete it"
 _LEAVES = "frees the weights of a ViT's layers before the backward pass; it is for mixtures of experts: delete it"
-_CPU_ADAM = "needs DeepSpeed's compiled CPU Adam; delete it"
-_NVME = 'needs DeepSpeed\'s AIO build; use "cpu"'
+# A compiler changes none of these reasons; tests/engine/test_offload_canaries.py shows them.
+_CPU_ADAM = "works only with DeepSpeed's CPU Adam, and here torch's fused optimizer steps on the CPU; delete it"
+_RATIO = "below 1 makes DeepSpeed 0.19.8 step a part of the weights at its first learning rate throughout; delete it"
+_SUPER_OFFLOAD = "keeps Adam's moments in a second process, which no checkpoint reaches; delete it"
+_ZENFLOW = "updates most of each weight late, which changes the loss curve; delete the block"
+_NVME_OPTIMIZER = 'moves master weights and moments into files that checkpoints do not read; use "cpu"'
+_NVME_PARAM = "allocates buffer_count x buffer_size elements of host memory (2 GB by default in fp32) for each layer"
 _POSITIVE = "must be a number above 0, not {value}"
 _SCATTER = 'at ZeRO stage {stage} needs "reduce_scatter": false in DeepSpeed 0.19.8; delete it, or use stage 1'
 _MASTERS, _STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
@@ -234,13 +239,13 @@ REJECTIONS = (
     ),
     Rejection(".legacy_stage1", bool, "is the old stage 1, which DeepSpeed removed; delete the key"),
     Rejection(".round_robin_gradients", bool, "makes DeepSpeed 0.19.8 mix up parameters; delete it"),
-    Rejection(".zenflow", _is_given, "updates parameters late, which moves the curve; delete it"),
-    Rejection(".offload_param.device", lambda v: v == "nvme", _NVME),
+    Rejection(".zenflow", _is_given, _ZENFLOW),
+    Rejection(".offload_param.device", lambda v: v == "nvme", f'"nvme" {_NVME_PARAM}; use "cpu"'),
     Rejection(".offload_param.device", _on, "needs stage 3; this file has stage {stage}", (0, 1, 2)),
-    Rejection(".offload_optimizer.device", lambda v: v == "nvme", _NVME),
+    Rejection(".offload_optimizer.device", lambda v: v == "nvme", f'"nvme" {_NVME_OPTIMIZER}'),
     Rejection(".offload_optimizer.device", _on, "needs stage 1, 2 or 3; this file has stage {stage}", (0,)),
-    Rejection(".offload_optimizer.ratio", _not_one, f"below 1 {_CPU_ADAM}"),
-    Rejection(".offload_optimizer.super_offload", bool, _CPU_ADAM),
+    Rejection(".offload_optimizer.ratio", _not_one, _RATIO),
+    Rejection(".offload_optimizer.super_offload", bool, _SUPER_OFFLOAD),
     Rejection(".zero_quantized_weights", bool, _QUANTIZED, (3,)),
     Rejection(".zero_quantized_nontrainable_weights", bool, _QUANTIZED, (3,)),
     Rejection(".zero_quantized_gradients", bool, _QUANTIZED, (3,)),

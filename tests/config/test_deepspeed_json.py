@@ -102,6 +102,7 @@ def test_our_key_lists_are_deepspeeds():
 
 BF16_STATES = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+NVME = {"device": "nvme", "nvme_path": "/local"}
 REJECTED = [
     ({"zero_optimisation": {}}, 'no key "zero_optimisation"; the nearest is zero_optimization'),
     ({"zero_optimization": {"stge": 1}}, 'no key "zero_optimization.stge"; the nearest is stage'),
@@ -121,7 +122,15 @@ REJECTED = [
     ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, 'stage 2 needs "reduce_scatter": false'),
     ({"gradient_predivide_factor": 0}, "must be a number above 0, not 0"),
     ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 'together with "bf16.bf16_master_weights_and_grads"'),
-    ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "compiled CPU Adam; delete it, or"),
+    ({"bf16": BF16_STATES, "zero_optimization": {"stage": 2, **OFFLOADED}}, "CPU Adam, and here torch's fused"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": NVME}}, 'files that checkpoints do not read; use "cpu"'),
+    ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, 'for each layer; use "cpu"'),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "its first learning"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        "keeps Adam's moments in a second process, which no checkpoint reaches; delete it",
+    ),
+    ({"zero_optimization": {"stage": 2, "zenflow": {}, **OFFLOADED}}, "updates most of each weight late"),
     ({"optimizer": {"params": {"lr": float("nan")}}}, "optimizer.params.lr must be a finite number, not nan"),
     ({"optimizer": {"params": {"betas": [0.9, float("inf")]}}}, "optimizer.params.betas must be a finite number"),
     ({"gradient_clipping": -1}, "gradient_clipping must be at least 0 and at most 1,000,000,000, not -1"),

@@ -300,13 +300,25 @@ def test_options_equal_timm(ranks, folders, layout, optimizer, params, layer_dec
         assert files == ["optimizer-exp_avg", "optimizer-exp_avg_sq", "optimizer-momentum_buffer"]
 
 
+OFFLOADED = [
+    ("adamw", 1, "dp2 ZeRO-3"),
+    ("adamw", 2, "pp2 tp2 ZeRO-1"),
+    ("adamw", 3, "pp2 tp2 ZeRO-1"),
+    ("lamb", 1, ""),
+    ("lamb", 3, ""),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "stage"), [("lamb", 1), ("adamw", 3), ("lamb", 3)])
-def test_offloaded(ranks, folders, reference, optimizer, stage, tmp_path):
-    """An offloaded optimizer that does not know where parameters lie; offloaded parameters too at stage 3."""
+@pytest.mark.parametrize(("optimizer", "stage", "then"), OFFLOADED)
+def test_offloaded(ranks, folders, reference, optimizer, stage, then, tmp_path):
+    """An offloaded optimizer that does not know where parameters lie; offloaded parameters too at stage 3.
+
+    A checkpoint without the offloaded state, by a resume in a layout that offloads nothing.
+    """
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 100_000}
     zero |= {"offload_param": {"device": "cpu"}} if (optimizer, stage) == ("adamw", 3) else {}
-    case = {**ONE_RANK, "layout": "dp2", "stage": stage, "optimizer": optimizer, "run": "plain"}
+    case = {**ONE_RANK, "layout": "dp2", "stage": stage, "optimizer": optimizer, "run": "plain", "then": then}
     found = train(ranks, folders, case, tmp_path / "run", blocks={"zero_optimization": zero})
     assert_same(reference("plain", optimizer), found, optimizer)
 
