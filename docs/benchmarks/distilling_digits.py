@@ -11,6 +11,7 @@ The figures are written to docs/benchmarks/distilling_digits.json.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -19,6 +20,10 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
+
+from ds_vit.tools.bench import device_name, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).with_suffix(".json")
@@ -72,14 +77,17 @@ def main() -> None:
         alone, distilled = zip(*([run.result() for run in pair] for pair in runs), strict=True)
     gains = [b - a for a, b in zip(alone, distilled, strict=True)]
     figures = {
+        "command": "python docs/benchmarks/distilling_digits.py",
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores of {device_name(torch.device('cpu'))}",
+        "versions": versions(),
+        "flags": [str(word) for word in [*SHARED, *STUDENT, *DISTILLED]],
         "teacher": teacher,
         "alone": described(alone),
         "distilled": described(distilled),
         "gain": described(gains),
     }
-    RESULT.write_text(
-        json.dumps({"command": [str(word) for word in [*SHARED, *STUDENT, *DISTILLED]], **figures}, indent=1)
-    )
+    RESULT.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"teacher {teacher:.2f} %")
     for name in ("alone", "distilled", "gain"):
         one = described({"alone": alone, "distilled": distilled, "gain": gains}[name])

@@ -155,8 +155,8 @@ def assert_same_run(plain, output):
         assert deviation < RTOL, f"the centre of {part} deviates by {deviation:.1e} of its norm"
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.sampled(9)
+@pytest.mark.one_in(4)
+@pytest.mark.sampled(12)
 def test_each_layout_trains_as_one_plain_process(ranks, tmp_path, folder, plain, case):
     # Catches: a loss over the samples of one rank or micro-batch, a factor of dp or tp, masks or drop-path that follow
     # the layout, a block recomputed at another image size, a teacher or centre that lags, differs between ranks or is

@@ -298,6 +298,14 @@ def test_status_lists_the_tests_that_there_are():
     assert counted.stdout.strip() in page, hint
 
 
+def test_tables_of_results_are_made_of_their_files():
+    # Catches: a figure that was edited in the page, a file that was measured again and is not shown.
+    made = run(FOLDER / "results_page.py")
+    assert made.returncode == 0, made.stderr
+    hint = "the page has other figures than its files: python docs/benchmarks/results_page.py --write"
+    assert made.stdout.rstrip() == (ROOT / "docs" / "results.md").read_text().rstrip(), hint
+
+
 def exchange(library):
     """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
     from simulated_device.collectives import SimulatedBackend

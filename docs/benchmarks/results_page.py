@@ -1,0 +1,116 @@
+"""The tables of docs/results.md, from the JSON files beside this script.
+
+    python docs/benchmarks/results_page.py [--write]
+
+Each file says by which command, when, on what and with which versions it was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_tables import FOLDER, between, table  # beside this file
+
+PAGE = FOLDER.parent / "results.md"
+Record = Mapping[str, Any]
+
+
+def conditions(record: Record) -> str:
+    """How, when and on what a file was made."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"`{record['command']}`, {record['date']}; {record['machine']}; {versions}"
+
+
+def described(values: list[float], digits: int = 1) -> str:
+    """Mean ± standard deviation."""
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def _ratio(ratio: Record | None) -> str:
+    return f"{ratio['images_per_second']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else ""
+
+
+def of_ladder(record: Record) -> str:
+    """The rungs of each bench of a file, beside the published gains."""
+    parts = []
+    for bench in record["benches"]:
+        rows = [
+            [
+                f"{'+ ' if name in bench['ratios'] else ''}{name}",
+                f"{side['images_per_second']:.1f}",
+                *(_ratio(bench["ratios"].get(name, {}).get(label)) for label in ("the one before", "the first")),
+                bench["published"].get(name, ""),
+            ]
+            for name, side in bench["ours"].items()
+        ]
+        title = f"{bench['model']}, {bench['layout']}, {bench['global_batch']} images on the first rung:"
+        parts += [title, "", table(("rung", "images/s", "of the one before", "of the first", "published"), rows), ""]
+    return "\n".join([*parts, conditions(record)])
+
+
+def of_steps(record: Record) -> str:
+    """A step of ours over its peer's, of the fastest turns."""
+    rows = [
+        [bench["task"], bench["layout"], bench["global_batch"], name, peer, _ratio(ratio)]
+        for bench in record["benches"]
+        for name, ratios in bench["ratios"].items()
+        for peer, ratio in ratios.items()
+    ]
+    return "\n".join(
+        [table(("task", "layout", "batch", "ours", "peer", "images/s, of the peer"), rows), "", conditions(record)]
+    )
+
+
+def of_glyphs(record: Record) -> str:
+    """Retrieval by seed."""
+    columns = ("seed", "r1", "image_to_text_r5", "text_to_image_r5", "cpu_seconds")
+    header = ("seed", "R@1, mean of both ways", "image to text R@5", "text to image R@5", "processor seconds")
+    rows = [[run[column] for column in columns] for run in record["runs"]]
+    rows.append(["mean ± deviation", described([run["r1"] for run in record["runs"]]), "", "", ""])
+    chance = f"Chance is {record['chance_r1']:.2f} % of a gallery of {record['gallery']}."
+    return "\n".join([table(header, rows), "", chance, conditions(record)])
+
+
+def of_distillation(record: Record) -> str:
+    """Top-1 of the students."""
+    rows = [[name, described(record[name]["values"])] for name in ("alone", "distilled", "gain")]
+    return "\n".join([table(("student", "top-1, mean ± deviation of five seeds"), rows), "", conditions(record)])
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "faster_vit_ladder": of_ladder,
+    "bridgetower_ladder": of_ladder,
+    "steps": of_steps,
+    "glyphs": of_glyphs,
+    "distilling_digits": of_distillation,
+}
+"""By the stem of the JSON file."""
+
+
+def written(page: str) -> str:
+    """The page with the tables of today's files."""
+    for name, make in TABLES.items():
+        page = between(page, name, make(json.loads((FOLDER / f"{name}.json").read_text())))
+    return page
+
+
+def main() -> None:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into docs/results.md")
+    page = written(PAGE.read_text())
+    if parser.parse_args().write:
+        PAGE.write_text(page)
+    else:
+        print(page)
+
+
+if __name__ == "__main__":
+    main()
