@@ -181,12 +181,6 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {gigabytes:.0f} GB"
 
 
-def spread(runs: Sequence[Mapping[str, Any]], key: str, unit: float = 1.0) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
-    values = [run[key] / unit for run in runs]
-    return statistics.mean(values), statistics.stdev(values)
-
-
 def tables(found: Mapping[str, Any]) -> str:
     """Figures of both programs, and the flags that differ."""
     timm, ours = ([run for run in found["runs"] if run["program"] == program] for program in PROGRAMS)
@@ -194,13 +188,16 @@ def tables(found: Mapping[str, Any]) -> str:
     for name, key, unit, digits in (
         ("top-1, %", "top1", 1.0, 1),
         ("CPU time, s", "cpu_seconds", 1.0, 0),
-        ("wall time, s", "seconds", 1.0, 0),
+        ("wall time, s, median", "seconds", 1.0, 0),  # other programs may have run during some
         ("peak resident memory, MB", "peak_bytes", 1e6, 0),
     ):
-        both = [spread(runs, key, unit) for runs in (timm, ours)]
-        cells = [f"{mean:,.{digits}f} ± {deviation:,.{digits}f}" for mean, deviation in both]
-        last = f"{both[1][0] - both[0][0]:+.1f}" if key == "top1" else f"x {both[1][0] / both[0][0]:.2f}"
-        rows.append([name, *cells, last])
+        both = [[run[key] / unit for run in runs] for runs in (timm, ours)]
+        middle = [statistics.median(values) if key == "seconds" else statistics.mean(values) for values in both]
+        deviations = ["" if key == "seconds" else f" ± {statistics.stdev(one):,.{digits}f}" for one in both]
+        cells = [f"{mean:,.{digits}f}{deviation}" for mean, deviation in zip(middle, deviations, strict=True)]
+        rows.append(
+            [name, *cells, f"{middle[1] - middle[0]:+.1f}" if key == "top1" else f"x {middle[1] / middle[0]:.2f}"]
+        )
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     loads = [run["load"] for run in found["runs"]]
     header = f"{found['epochs']} epochs, {len(timm)} seeds, mean ± deviation"
