@@ -219,6 +219,14 @@ def test_ten_epochs_are_measured(tmp_path):
     assert "timm ended with code 3" in failed.stderr
 
 
+def test_ten_epochs_of_the_page_are_those_recorded():
+    # Catches: tables of docs/from_timm.md that are of other figures.
+    written = run(FOLDER / "ten_epochs.py")
+    assert written.returncode == 0, written.stderr
+    page = (ROOT / "docs" / "from_timm.md").read_text()
+    assert written.stdout.strip() in page, "python docs/benchmarks/ten_epochs.py --write"
+
+
 def gpu_day(out, *parts, **environ):
     """docs/benchmarks/gpu_day.sh in its rehearsal."""
     words = ["bash", str(FOLDER / "gpu_day.sh"), "--rehearse", *parts]
