@@ -6,6 +6,8 @@ factor for each element on a GPU, for some elements at a time.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -128,19 +130,8 @@ def _split_sizes(shard: Shard) -> list[int]:
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
     """A flat tensor in parts of `ELEMENTS_AT_ONCE`: (first element, number of the first size, the part's own sizes)."""
-    start = first = length = 0
-    own: list[int] = []
-    for number, left in enumerate(sizes):
-        while left or own:
-            if not own:
-                first = number
-            own.append(min(left, ELEMENTS_AT_ONCE - length))
-            length += own[-1]
-            left -= own[-1]
-            if length == ELEMENTS_AT_ONCE:
-                yield start, first, own
-                start, length, own = start + length, 0, []
-            if not left:
-                break
-    if own:
-        yield start, first, own
+    ends = list(itertools.accumulate(sizes))
+    for start in range(0, ends[-1], ELEMENTS_AT_ONCE):
+        end = min(start + ELEMENTS_AT_ONCE, ends[-1])
+        first, last = bisect.bisect_right(ends, start), bisect.bisect_left(ends, end)
+        yield start, first, [b - a for a, b in itertools.pairwise([start, *ends[first:last], end])]
