@@ -79,15 +79,7 @@ def resolve_data(
         batch, kept = keep_global_batch(batch, resume, fixed=fixed, allow=config.allow_batch_change)
         check_micro_batch(batch, resume, config.batch_size)
         notes += [*resume.notes, *kept]
-    if config.task == "dino" and config.koleo_weight > 0 and batch.global_batch < 2:
-        raise UserError(
-            "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
-            "--koleo-weight 0"
-        )
-    if config.mix.active and batch.global_batch % 2:
-        raise UserError(
-            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
-        )
+    _check_global_batch(config, batch)
     train, val, held_out = (*sources, []) if sources else _open_sources(config)
     if config.decode == "fast" and not config.eval_only:
         (require_fast_on_device if config.augment_on == "device" else require_fast)()
@@ -108,6 +100,23 @@ def resolve_data(
         first = ", ".join(f'"{prompt}"' for prompt in zero_shot.prompts[:_SHOWN_PROMPTS])
         notes.append(f"--zeroshot: the first of {len(zero_shot.prompts):,} prompts are {first}")
     return DataConfig(train, val, batch, order, zero_shot, origins, tuple(notes))
+
+
+def _check_global_batch(config: RunConfig, batch: BatchSizes) -> None:
+    """Refuse a global batch in which samples have no partner.
+
+    Raises:
+        UserError: one sample for KoLeo, an odd number for mixing.
+    """
+    if config.task == "dino" and config.koleo_weight > 0 and batch.global_batch < 2:
+        raise UserError(
+            "--koleo-weight needs a neighbour in the global batch, which has 1 sample; raise --batch-size, or pass "
+            "--koleo-weight 0"
+        )
+    if config.mix.active and batch.global_batch % 2:
+        raise UserError(
+            f"--mixup and --cutmix mix pairs, and the global batch of {batch} is odd; make it even or turn mixing off"
+        )
 
 
 def _zero_shot(config: RunConfig) -> ZeroShotData | None:
