@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from ds_vit.fault_tolerance.errors import UserError, first_line
 from ds_vit.models import ContrastiveModel
 from ds_vit.tasks import Batch, Task
 from ds_vit.training.build_engine import EngineConfig
+from ds_vit.training.resolve.optimizer import OptimizerConfig
 
 
 def _compiled(model: nn.Module, half: bool) -> nn.Module:
@@ -52,8 +53,9 @@ _TRAINED: dict[str, tuple[str, ...]] = {
 
 def default_peer(task: Task, world_size: int) -> str:
     """The peer of a task on so many ranks without --against."""
-    if task.name in _TRAINED and task.name != "classification":
-        return _TRAINED[task.name][0]
+    able = _TRAINED.get(task.name, ())
+    if len(able) == 1:
+        return able[0]
     return "timm" if world_size == 1 else "ddp"
 
 
@@ -164,6 +166,16 @@ def _classification_step(name: str, engine: EngineConfig, batch: Batch) -> Calla
     return step
 
 
+def _torchs_optimizer(optimizer: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The engine's optimizer, fused, with weight decay of matrices only."""
+    both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        both[parameter.ndim >= 2].append(parameter)
+    decays = (0.0, optimizer.weight_decay)
+    groups = [{"params": own, "weight_decay": decay} for own, decay in zip(both, decays, strict=True)]
+    return optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+
+
 def _open_clip_model(engine: EngineConfig) -> nn.Module:
     """open_clip's model of the engine's towers, on the CPU.
 
@@ -219,11 +231,8 @@ def _open_clip_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     loss = ClipLoss(local_loss=True, gather_with_grad=True, **ranks) if clip_loss else SigLipLoss(**ranks)
     peer = model.to(device).train()
     if world > 1:
-        peer = nn.parallel.DistributedDataParallel(peer, gradient_as_bucket_view=True)
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": optimizer.weight_decay}]
-    torchs = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+        peer = _WRAPPERS["ddp"](peer, half)
+    torchs = _torchs_optimizer(optimizer, model.parameters())
     pieces = engine.batch.accumulation
     micro_batches = list(zip(batch["images"].chunk(pieces), batch["texts"].chunk(pieces), strict=True))
 
@@ -307,13 +316,9 @@ def _lightly_step(engine: EngineConfig, batch: Batch) -> Callable[[], None]:
     teacher.requires_grad_(False)
     peer: nn.Module = student
     if dist.get_world_size() > 1:
-        peer = nn.parallel.DistributedDataParallel(student, gradient_as_bucket_view=True)
+        peer = _WRAPPERS["ddp"](student, half)
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    torchs = optimizer.cls(groups, **{**optimizer.arguments, "lr": optimizer.lr, "fused": True})
+    torchs = _torchs_optimizer(optimizer, trained)
     loss = DINOLoss(config.prototypes, student_temp=config.student_temp).to(device)
     samples, crops = len(batch["images"]), [batch[name] for name in ("images", "local_images") if name in batch]
 
