@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, from the JSON files beside this script.
+"""The tables of docs/results.md, from the JSON files in this folder.
 
     python docs/benchmarks/results_page.py [--write]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_tables import FOLDER, between, table  # beside this file
+from gpu_tables import FOLDER, between, of_ratio, table  # in this folder
 
 PAGE = FOLDER.parent / "results.md"
 Record = Mapping[str, Any]
@@ -33,19 +33,15 @@ def described(values: list[float], digits: int = 1) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
 
 
-def _ratio(ratio: Record | None) -> str:
-    return f"{ratio['images_per_second']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else ""
-
-
 def of_ladder(record: Record) -> str:
-    """The rungs of each bench of a file, beside the published gains."""
+    """The rungs of each bench of a file, with the published gains."""
     parts = []
     for bench in record["benches"]:
         rows = [
             [
                 f"{'+ ' if name in bench['ratios'] else ''}{name}",
                 f"{side['images_per_second']:.1f}",
-                *(_ratio(bench["ratios"].get(name, {}).get(label)) for label in ("the one before", "the first")),
+                *(of_ratio(bench["ratios"].get(name, {}).get(label)) for label in ("the one before", "the first")),
                 bench["published"].get(name, ""),
             ]
             for name, side in bench["ours"].items()
@@ -58,7 +54,7 @@ def of_ladder(record: Record) -> str:
 def of_steps(record: Record) -> str:
     """A step of ours over its peer's, of the fastest turns."""
     rows = [
-        [bench["task"], bench["layout"], bench["global_batch"], name, peer, _ratio(ratio)]
+        [bench["task"], bench["layout"], bench["global_batch"], name, peer, of_ratio(ratio)]
         for bench in record["benches"]
         for name, ratios in bench["ratios"].items()
         for peer, ratio in ratios.items()
@@ -80,7 +76,8 @@ def of_glyphs(record: Record) -> str:
 
 def of_distillation(record: Record) -> str:
     """Top-1 of the students."""
-    rows = [[name, described(record[name]["values"])] for name in ("alone", "distilled", "gain")]
+    names = {"alone": "without the teacher", "distilled": "with the teacher", "gain": "gain by seed"}
+    rows = [[label, described(record[name]["values"])] for name, label in names.items()]
     return "\n".join([table(("student", "top-1, mean ± deviation of five seeds"), rows), "", conditions(record)])
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_tables import between, table  # beside this file
+from gpu_tables import between, table  # in this folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).with_suffix(".json")
