@@ -66,6 +66,7 @@ def marked_tests(rehearse: bool, *, whole_runs: bool, only: str = "") -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "pytest", "-v", "-m", "gpu", "-k", only, "-p", "no:cacheprovider", f"--junitxml={report}"]
+        words += ["-n", min(8, os.cpu_count() or 1)]  # most of a test is the start of a process, far from the GPU
         run(*words, *files, codes=(0, 1))  # a test that fails is a result
         cases = {}
         for case in ElementTree.parse(report).iter("testcase"):
@@ -133,7 +134,7 @@ def write_pictures(folder: Path, number: int) -> str:
     return what
 
 
-# Of each size: timm's name, images of a step, and which of ours are measured in one process with which peers: all sides
+# Of each kind: timm's name, images of a step, and which of ours are measured in one process with which peers: all sides
 # of a process are in memory together.
 ALL = [(("zero0_bf16", "zero1_bf16", "zero3_bf16"), ("timm-compiled", "ddp", "fsdp2"))]
 STEPS = {
@@ -143,13 +144,16 @@ STEPS = {
         *("vit_huge_patch14_224", 32),
         [(("zero1_bf16",), ("timm-compiled", "ddp")), (("zero3_bf16",), ("fsdp2",))],
     ),
+    "dino": ("vit_small_patch16_224", 64, [(("zero0_bf16", "zero1_bf16"), ("lightly",))]),
 }
+# What lightly's loop has: crops' loss alone.
+DINO = ("--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--local-crops-size", "96")
 
 
-def step(rehearse: bool, *, size: str) -> dict[str, Any]:
-    """`ds-vit bench step --json` of ours against DDP, FSDP2 and compiled timm on one GPU."""
-    model, images, sides = STEPS[size]
-    words = ["--model", model, "-b", images, "--turns", "6"]
+def step(rehearse: bool, *, kind: str) -> dict[str, Any]:
+    """`ds-vit bench step --json` of ours on one GPU against DDP, FSDP2 and compiled timm, or lightly."""
+    model, images, sides = STEPS[kind]
+    words = ["--model", model, "-b", images, "--turns", "6", *(DINO if kind == "dino" else ())]
     if rehearse:
         words, sides = [*TINY, "-b", "2", "--turns", "1", "--steps", "1"], [(("cpu_zero1_fp32",), ("ddp",))]
     return {"benches": [bench(words, names, peers) for names, peers in sides]}
@@ -212,7 +216,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "optimizers": partial(marked_tests, whole_runs=True, only="optimizers"),
     "ranks": ranks,
     "decode": decode,
-    **{f"step-{size}": partial(step, size=size) for size in STEPS},
+    **{f"step-{kind}": partial(step, kind=kind) for kind in STEPS},
     "ladder": ladder,
     "plan": plan,
 }
