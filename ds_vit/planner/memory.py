@@ -448,6 +448,8 @@ class StageMemory:
         made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
         for run in reversed(self._runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
+            if rules.stage == 2 and batch.accumulation > under_way:  # ZeRO-2 adds a micro-batch's share when it is whole
+                so_far += rules.of_gradient * min(done, share)
             so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
             images = self.waiting * (under_way - 1) + run.again + (0 if run.forward_only else waiting)
