@@ -57,6 +57,17 @@ def send_by_way_of_the_host() -> None:
     dist.send, dist.recv = send_from_host, recv_on_host
 
 
+def leave_groups_unbound() -> None:
+    """Drop the device that DeepSpeed binds the groups to: torch then splits new groups off, which gloo's cannot do."""
+    init = dist.init_process_group
+
+    def init_unbound(*args: Any, device_id: torch.device | None = None, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+
+    # DeepSpeed reads the signature for `device_id`.
+    dist.init_process_group = init_unbound
+
+
 def main() -> None:
     """Prepare this rank and become the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,6 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     set_accelerator(shared(type(get_accelerator())))
     send_by_way_of_the_host()
+    leave_groups_unbound()
     sys.argv = [arguments.program, *arguments.words]
     runpy.run_path(arguments.program, run_name="__main__")
 
