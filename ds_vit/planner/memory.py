@@ -448,7 +448,7 @@ class StageMemory:
         made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
         for run in reversed(self._runs):
             so_far = rules.of_gradient * (share if held else min(done, share))
-            if rules.stage == 2 and batch.accumulation > under_way:  # ZeRO-2 adds a micro-batch's share when it is whole
+            if rules.stage == 2 and batch.accumulation > under_way:  # added when all of it is there
                 so_far += rules.of_gradient * min(done, share)
             so_far += rules.of_type * done if rules.sums_apart else 0
             made = max(map(made_by, run.back))
