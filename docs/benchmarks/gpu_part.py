@@ -135,8 +135,9 @@ def write_pictures(folder: Path, number: int) -> str:
 
 
 # Of each kind: timm's name, images of a step, and which of ours are measured in one process with which peers: all sides
-# of a process are in memory together.
-ALL = [(("zero0_bf16", "zero1_bf16", "zero3_bf16"), ("timm-compiled", "ddp", "fsdp2"))]
+# of a process are in memory together, and of one precision (ZeRO-0 has autocast).
+OURS = (("zero0_bf16",), ("zero1_bf16", "zero3_bf16"))
+ALL = [(OURS[0], ("timm-compiled", "ddp")), (OURS[1], ("timm-compiled", "ddp", "fsdp2"))]
 STEPS = {
     "base": ("vit_base_patch16_224", 128, ALL),
     "large": ("vit_large_patch16_224", 64, ALL),
@@ -144,7 +145,7 @@ STEPS = {
         *("vit_huge_patch14_224", 32),
         [(("zero1_bf16",), ("timm-compiled", "ddp")), (("zero3_bf16",), ("fsdp2",))],
     ),
-    "dino": ("vit_small_patch16_224", 64, [(("zero0_bf16", "zero1_bf16"), ("lightly",))]),
+    "dino": ("vit_small_patch16_224", 64, [(("zero0_bf16",), ("lightly",)), (("zero1_bf16",), ("lightly",))]),
 }
 # What lightly's loop has: crops' loss alone.
 DINO = ("--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--local-crops-size", "96")
@@ -180,7 +181,7 @@ def plan(rehearse: bool) -> dict[str, Any]:
     from ds_vit.tools.bench import resolve_engine
     from ds_vit.training.cost import Cost
 
-    names = ("cpu_zero1_fp32",) if rehearse else ("zero0_bf16", "zero1_bf16", "zero3_bf16")
+    together = (("cpu_zero1_fp32",),) if rehearse else OURS
     models = [[*TINY, "-b", "2"]]
     if not rehearse:
         models = [["--model", model, "-b", str(images)] for model, images, _ in (STEPS["base"], STEPS["large"])]
@@ -191,11 +192,12 @@ def plan(rehearse: bool) -> dict[str, Any]:
     found = []
     for words in models:
         turns = ["--turns", "1", "--steps", "1"] if rehearse else ["--turns", "6"]
-        measured = bench([*words, *turns], names, ["timm"])
-        for name in names:
+        benches = [bench([*words, *turns], names, ["timm"]) for names in together]
+        ours = {name: (measured, side) for measured in benches for name, side in measured["ours"].items()}
+        for name, (measured, side) in ours.items():
             flags = [*words, "--deepspeed_config", str(CONFIGS / f"{name}.json")]
             config = resolve_engine(flags, Process("none", 0, 1, 0, 1))
-            cost, side = Cost(config), measured["ours"][name]
+            cost = Cost(config)
             found.append(
                 {
                     "model": measured["model"],

@@ -297,6 +297,15 @@ def test_parts_are_rehearsed(tmp_path):
     assert "| test_vit, 2 images, fp32 | cpu_zero1_fp32 | " in written.stdout
 
 
+def test_files_that_are_compared_on_a_gpu_have_one_precision(monkeypatch):
+    # Catches: a comparison that `ds-vit bench step` refuses, which a rehearsal with other files does not show.
+    monkeypatch.syspath_prepend(FOLDER)
+    gpu_part = importlib.import_module("gpu_part")
+    for names in [*gpu_part.OURS, *(names for *_, sides in gpu_part.STEPS.values() for names, _ in sides)]:
+        files = [json.loads((gpu_part.CONFIGS / f"{name}.json").read_text()) for name in names]
+        assert len({tuple(key in file for key in ("torch_autocast", "bf16", "fp16")) for file in files}) == 1, names
+
+
 def test_status_lists_the_tests_that_there_are():
     # Catches: a test for another device that the page does not know, one that it calls run and is not.
     counted = run(FOLDER / "status_table.py")
