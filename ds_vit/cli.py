@@ -249,15 +249,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     """`bench step` or `bench ladder`."""
     from ds_vit.launching.process import discover
     from ds_vit.monitoring.figures import save_figure
-    from ds_vit.tools import bench
+    from ds_vit.tools import bench, ladder
 
     process, turns, steps = discover(), arguments.turns, arguments.steps
     words = ["--model", arguments.model, *arguments.words]
     if arguments.kind == "ladder":
         config, size = arguments.deepspeed_config, arguments.batch_size
-        ladder = arguments.recipe if arguments.recipe in bench.LADDERS else ""
-        words += ["--recipe", arguments.recipe] if arguments.recipe and not ladder else []
-        result = bench.climb_ladder(words, config, size, recipe=ladder, turns=turns, steps=steps)
+        recipe = arguments.recipe if arguments.recipe in ladder.LADDERS else ""
+        words += ["--recipe", arguments.recipe] if arguments.recipe and not recipe else []
+        result = ladder.climb_ladder(words, config, size, recipe=recipe, turns=turns, steps=steps)
     else:
         words += ["--batch-size", str(arguments.batch_size)]
         against, configs = arguments.against or (), arguments.deepspeed_config

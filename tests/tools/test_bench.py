@@ -15,8 +15,9 @@ from runs import run_quietly
 
 from ds_vit.cli import main
 from ds_vit.launching.process import Process
-from ds_vit.tools.bench import BRIDGETOWER_RUNGS, RUNGS, Ratio, resolve_engine, table
+from ds_vit.tools.bench import Ratio, resolve_engine, table
 from ds_vit.tools.counting import count_step
+from ds_vit.tools.ladder import BRIDGETOWER_RUNGS, RUNGS
 from ds_vit.tools.peers import _MultiCrop, _open_clip_model
 
 
