@@ -37,6 +37,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_vit.config.parser import Parser, show_examples
+from ds_vit.config.units import parse_bytes
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
@@ -117,8 +118,10 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     step.add_argument("--against", nargs="+", metavar="PEER", help=against)
     text = "published steps towards a fast ViT, one after the other; other flags as in training"
     ladder = _add(kinds, "ladder", text, _bench)
-    text = "bridgetower: the rungs of its publication, on the run's own data; else a recipe of training"
-    ladder.add_argument("--recipe", default="", metavar="bridgetower|FILE", help=text)
+    text = "scaling or bridgetower: the rungs of that publication; else a recipe of training"
+    ladder.add_argument("--recipe", default="", metavar="scaling|bridgetower|FILE", help=text)
+    text = "plan the deepest model that fits so much memory of a rank, on each rung"
+    ladder.add_argument("--memory", default="", metavar="BYTES", help=text)
     for kind in (step, ladder):
         add = kind.add_argument
         add("--model", default="vit_tiny_patch16_224", help="timm name [%(default)s]")
@@ -257,7 +260,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         config, size = arguments.deepspeed_config, arguments.batch_size
         recipe = arguments.recipe if arguments.recipe in ladder.LADDERS else ""
         words += ["--recipe", arguments.recipe] if arguments.recipe and not recipe else []
-        result = ladder.climb_ladder(words, config, size, recipe=recipe, turns=turns, steps=steps)
+        memory = parse_bytes(arguments.memory, "--memory") if arguments.memory else 0
+        result = ladder.climb_ladder(words, config, size, recipe=recipe, memory=memory, turns=turns, steps=steps)
     else:
         words += ["--batch-size", str(arguments.batch_size)]
         against, configs = arguments.against or (), arguments.deepspeed_config

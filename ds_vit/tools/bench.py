@@ -15,7 +15,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +102,7 @@ class Bench:
         ours, peers: name → side.
         ratios: one of ours → what it is compared with (a peer; "the one before", "the first") → ratio.
         published: one of ours → its published gain over the one before.
+        largest: one of ours → parameters of the largest model that fits, planned.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Bench:
     peers: dict[str, Side]
     ratios: dict[str, dict[str, Ratio]]
     published: dict[str, str]
+    largest: dict[str, int]
 
     def to_json(self) -> str:
         """One line for a file of figures."""
@@ -229,6 +231,7 @@ def measure_sides(
             for name, others in compared.items()
         },
         published={},
+        largest={},
     )
 
 
@@ -250,8 +253,11 @@ def resolve_engine(words: Sequence[str], process: Process) -> EngineConfig:
     return resolve_all(words, process).engine
 
 
-def resolve_all(words: Sequence[str], process: Process, *, fed: bool = False) -> Parts:
-    """The parts of a run with these flags; unless it is `fed`, its data only say how many classes there are."""
+def resolve_all(words: Sequence[str], process: Process, *, fed: bool = False, depth: int | None = None) -> Parts:
+    """The parts of a run with these flags, and of a model of so many blocks if `depth` is given.
+
+    Unless it is `fed`, its data only say how many classes there are.
+    """
     quiet_deepspeed(False)
     from deepspeed.accelerator import get_accelerator
 
@@ -263,6 +269,8 @@ def resolve_all(words: Sequence[str], process: Process, *, fed: bool = False) ->
         classes = ("--num-classes", "1000") if task.has_classes else ()
         words = ["--dataset", "glyphs" if task.has_text else "digits", *classes, *words]
     config, explicit = flags.parse(words)
+    if depth is not None:
+        config = replace(config, model_kwargs={**config.model_kwargs, "depth": depth})
     return resolve_parts(config, explicit, process, on_cpu=get_accelerator().device_name() == "cpu")
 
 
@@ -466,6 +474,7 @@ def table(result: Bench) -> list[tuple[str, ...]]:
                     f"of {k}": f"{r.images_per_second:.3f} ({r.low:.3f} to {r.high:.3f})" if r else "" for k, r in cells
                 },
                 "published": published.get(name, ""),
+                "largest model, planned": f"{result.largest[name] / 1e6:,.1f} M" if name in result.largest else "",
                 "operations": str(side.counts.operations),
                 "waits": str(side.counts.waits),
                 "MB allocated": f"{side.counts.allocated_bytes / 1e6:.0f}",

@@ -14,11 +14,14 @@ from project import ROOT
 from runs import run_quietly
 
 from ds_vit.cli import main
+from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.process import Process
-from ds_vit.tools.bench import Ratio, resolve_engine, table
+from ds_vit.models import num_parameters
+from ds_vit.tools.bench import Ratio, resolve_all, resolve_engine, table
 from ds_vit.tools.counting import count_step
-from ds_vit.tools.ladder import BRIDGETOWER_RUNGS, RUNGS
+from ds_vit.tools.ladder import BRIDGETOWER_RUNGS, RUNGS, SCALING_RUNGS, flags_of_rungs, largest_model
 from ds_vit.tools.peers import _MultiCrop, _open_clip_model
+from ds_vit.training.cost import Cost
 
 
 def test_operations_waits_and_bytes_are_counted():
@@ -285,13 +288,29 @@ def test_the_ladder_of_bridgetower_reads_its_data(ranks, tmp_path):
     assert second < third
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("rung", range(len(SCALING_RUNGS)))
+def test_the_largest_model_of_a_rung_fits(rung):
+    # Catches: a depth that the model does not get, a block too few or too many, a rung that DeepSpeed does not support.
+    config, process = str(ROOT / "ds_configs" / "cpu_zero1_fp32.json"), Process("none", 0, 2, 0, 2)
+    rungs = flags_of_rungs(["--model", "test_vit", "--img-size", "32"], config, 2, "scaling", 2)
+    assert list(rungs) == [rung.name for rung in SCALING_RUNGS]
+    words = rungs[SCALING_RUNGS[rung].name]
+    cost = Cost(resolve_all(words, process, depth=9).engine)
+    needs = cost.fullest(cost.config.batch).together
+    assert largest_model(words, process, needs) == (9, num_parameters(cost.config.model.whole))
+    assert largest_model(words, process, needs - 1)[0] == 8
+    with pytest.raises(UserError, match="not even one block fits"):
+        largest_model(words, process, 1000)
+
+
 def test_a_ratio_is_printed_within_its_range():
     """1.047 (1.05 to 1.07): the bound rounded up, and the figure not."""
     counts = SimpleNamespace(operations=1, waits=0, allocated_bytes=1)
     side = SimpleNamespace(images=1, images_per_second=1.0, counts=counts, memory_bytes=None, mfu=None)
     ratios = {"ours": {"timm": Ratio(1.047, 1.0468, 1.0712, 1.0, 1.0)}}
     printed = " ".join(
-        table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, published={}, ratios=ratios))[-1]
+        table(SimpleNamespace(ours={"ours": side}, peers={"timm": side}, published={}, largest={}, ratios=ratios))[-1]
     )
     figure, low, high = map(float, re.search(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", printed).groups())
     assert low <= figure <= high
