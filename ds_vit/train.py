@@ -21,7 +21,7 @@ from ds_vit.fault_tolerance.signals import Signals
 from ds_vit.launching.gpus import refuse_unusable_gpus
 from ds_vit.launching.process import Process, job_end
 from ds_vit.monitoring.progress import doing
-from ds_vit.training.program import guarded, process_group
+from ds_vit.training.program import guarded, process_group, without_collection
 
 if TYPE_CHECKING:
     from ds_vit.data import Source
@@ -100,7 +100,7 @@ def run(
         UserError: invalid input; before the process group exists wherever that can be known.
     """
     started, is_main = time.perf_counter(), process.rank == 0
-    with doing("importing torch and DeepSpeed", shown=is_main):
+    with doing("importing torch and DeepSpeed", shown=is_main), without_collection():
         device_type, num_gpus = _import_deepspeed(config)
         from ds_vit.run_folder import RunFolder
         from ds_vit.training.build import run_dry

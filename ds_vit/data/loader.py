@@ -85,14 +85,16 @@ class Loader:
         others = set(multiprocessing.active_children())
         # An abandoned iterator may still wait for the garbage collector. Collected in a worker, it would close files
         # whose numbers are those of the worker's queues. No worker collects what is frozen here.
-        gc.freeze()
+        if self._loader.num_workers:
+            gc.freeze()
         own_handler = signal.getsignal(signal.SIGCHLD)
         # Of this iteration only: the workers of an abandoned one may still write.
         slots = self._batches.slots(self._loader.num_workers) if self._loader.num_workers else None
         self._reader.slots = slots
         items = iter(self._loader)
         self._reader.slots = None
-        gc.unfreeze()
+        if self._loader.num_workers:
+            gc.unfreeze()
         workers = sorted(set(multiprocessing.active_children()) - others, key=lambda worker: worker.pid or 0)
         _end_with_this_process(workers)
         if workers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import gc
 import json
 import os
 import sys
@@ -31,6 +33,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         One of `fault_tolerance.exit_codes`.
     """
     is_local_main = True
+    _end_without_collection()
     try:
         process = process or discover()
         is_local_main = process.local_rank == 0
@@ -55,6 +58,24 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
     except Exception:
         traceback.print_exc()
         return exit_codes.BUG
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Import without garbage collection: what is imported stays, and searching it takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@functools.cache
+def _end_without_collection() -> None:
+    """Have the interpreter end without a search of all modules for garbage, which takes about a second."""
+    atexit.register(gc.freeze)
 
 
 def _say(sentence: str) -> None:

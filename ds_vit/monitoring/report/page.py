@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -44,13 +45,20 @@ _PICTURES = {
 
 def render(records: Sequence[Record]) -> str:
     """The page of some runs. Every text is escaped by jinja2, so no class or file name can become markup."""
+    content = _one(records[0]) if len(records) == 1 else _several(records)
+    made = time.strftime("%Y-%m-%d %H:%M")
+    title = ", ".join(record.name for record in records)
+    return templates().get_template("page.html").render(title=title, made=made, **content)
+
+
+@functools.cache
+def templates() -> Environment:
+    """The templates and their constants; a template is compiled once in a process."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {"LEFT": LEFT, "RIGHT": RIGHT, "TOP": TOP, "BOTTOM": BOTTOM}
     environment.globals |= {"THIN": THIN, "MAX_DOTS": MAX_DOTS}
-    content = _one(records[0]) if len(records) == 1 else _several(records)
-    made = time.strftime("%Y-%m-%d %H:%M")
-    return environment.get_template("page.html").render(title=", ".join(r.name for r in records), made=made, **content)
+    return environment
 
 
 def _one(record: Record) -> dict[str, Any]:
