@@ -12,6 +12,8 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd -- "$root"
 bash launch/setup.sh test
+# Programs that tests start read the bytecode of those before: nearly a second each.
+export PYTHONDONTWRITEBYTECODE=
 pytest=(-m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10)
 if [[ ${1-} != --coverage ]]; then
     exec .venv/bin/python "${pytest[@]}" "$@"

@@ -35,11 +35,14 @@ def needed() -> list[metadata.Distribution]:
 
 
 def link(distribution: metadata.Distribution, venv: Path) -> None:
-    """A distribution's files at the same places below `venv`; its programs name that environment's Python."""
+    """A distribution's files at the same places below `venv`; its programs name that environment's Python.
+
+    Bytecode too: it is valid for a link, which has its file's time, and no process compiles torch and DeepSpeed again.
+    """
     prefix = Path(sys.prefix)
     for file in distribution.files or []:
         source = Path(os.path.normpath(distribution.locate_file(file)))
-        if source.suffix == ".pyc" or not source.is_relative_to(prefix) or not source.is_file():
+        if not source.is_relative_to(prefix) or not source.is_file():
             continue
         target = venv / source.relative_to(prefix)
         if target.exists():

@@ -23,6 +23,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -84,7 +85,7 @@ _PRELOAD = [
     ),
     # What Pillow imports when it opens a first image.
     *("PIL.ImageFile", "PIL.BmpImagePlugin", "PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin"),
-    *("PIL.PpmImagePlugin", "ds_vit.training.output"),
+    *("PIL.PpmImagePlugin", "ds_vit.training.output", "compiled_templates"),
 ]
 
 
@@ -268,6 +269,7 @@ def _tail(path: Path) -> str:
 def _rank_main(rank: int, world_size: int, folder: Path, port: int, job: bytes) -> None:
     """A rank's life: join the group, run the job, leave the result or the failure in a file."""
     threading.Thread(target=_end_with_session, daemon=True).start()
+    gc.freeze()  # what the server imported; DeepSpeed collects garbage at ZeRO-3, which took half of a short run
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a session begun in the background has it ignored
     # For a loader's workers, as in a process of one's own; the pool's way would import everything anew in each.
     multiprocessing.set_start_method("fork", force=True)
