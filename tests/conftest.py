@@ -69,14 +69,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     fuzz = parser.getgroup("fuzz", "tests/test_fuzz.py")
     fuzz.addoption("--fuzz-seed", type=int, default=0, metavar="N", help="draw other combinations")
     fuzz.addoption("--fuzz-first", type=int, default=0, metavar="N", help="begin with this one")
-    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (8; 300 with --exhaustive)")
+    fuzz.addoption("--fuzz-count", type=int, metavar="N", help="how many (5; 300 with --exhaustive)")
     fuzz.addoption("--fuzz-report", metavar="FILE", help="append the largest deviations of each to this file (JSON)")
 
 
-# The files that take longest. Begun first, they do not keep one process busy when the other has nothing left to do.
+# The files that take longest. Begun first, they do not keep one process busy when the others have nothing left to do.
 _LONGEST = (
-    *("layouts", "launch", "fuzz", "cluster_faults", "json_walk", "resume", "precision", "parity_tool", "kill"),
-    *("tp_every_name", "cluster_slurm", "cluster_doctor", "every_name"),
+    *("launch", "layouts", "cluster_slurm", "self_distillation", "fuzz", "contrastive", "benchmark_scripts"),
+    *("cluster_faults", "json_walk", "planned_memory", "compile", "memory", "parity_tool", "bench", "examples_page"),
+    *("resume", "precision", "kill", "tp_every_name", "cluster_doctor", "every_name", "finetune_page", "doc_commands"),
 )
 
 

@@ -1,6 +1,6 @@
 """Fuzz: combinations of everything that can be asked for, each in several layouts and interrupted, give one curve.
 
-Others than the fixed eight:  pytest tests/test_fuzz.py --fuzz-seed 7 --fuzz-count 100
+Others than the fixed five:  pytest tests/test_fuzz.py --fuzz-seed 7 --fuzz-count 100
 One of them again:             pytest tests/test_fuzz.py -k combination --fuzz-seed 7 --fuzz-first 42 --fuzz-count 1
 """
 
@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc):
     if "index" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    count = option("--fuzz-count") or (300 if option("--exhaustive") else 8)
+    count = option("--fuzz-count") or (300 if option("--exhaustive") else 5)
     first = option("--fuzz-first")
     indices = range(first, first + count)
     metafunc.parametrize("index", [pytest.param(i, marks=[pytest.mark.slow] if i > first else []) for i in indices])

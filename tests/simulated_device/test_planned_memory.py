@@ -41,6 +41,7 @@ TEACHERS = {
     "bf16": ("zero1_bf16.json", 2, ("-b", 8, *buckets(500_000))),
     "tp 2": ("cpu_zero1_fp32.json", 2, ("-b", 8, "--tp", 2)),
 }
+NAMES = list(TEACHERS)
 # Small matrices would stay gathered, whoever they belong to.
 NOTHING_STAYS = ("stage3_param_persistence_threshold=0", "reduce_bucket_size=100000")
 DINO = (
@@ -75,6 +76,7 @@ def deviation(ranks, library: Path, case: Case, output: Path, *words: object) ->
     return lowest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TEACHERS)
 def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_path, case):
@@ -83,8 +85,9 @@ def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_
     assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=0.1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", TEACHERS)
+@pytest.mark.parametrize("case", [*NAMES[1:], NAMES[0]])  # the others than above
 def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once.
 
@@ -95,6 +98,7 @@ def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, c
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "width"), [*((f"ZeRO-{stage}", 192) for stage in range(4)), ("ZeRO-3", 384), ("bf16", 192)]

@@ -208,6 +208,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", cases, ids=lambda case: ", ".join(f"{key} {case[key]}" for key in case))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(4)
 def test_same_curve(ranks, tmp_path, reference, case):
     # Catches: negatives of one rank or micro-batch only, a gather without gradient, factors of dp and accumulation,

@@ -50,6 +50,7 @@ def reference(ranks, tmp_path_factory):
     return train_in(ranks, 1, words(output)), load_file(output / "model.safetensors")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_is_that_of_eager_blocks(ranks, reference, tmp_path, layout):
