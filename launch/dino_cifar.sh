@@ -21,9 +21,11 @@ if [[ -n $dir ]]; then
 else
     data=(--dataset torch/cifar10 --dataset-download --data-dir "$folder/data" --val-split validation)
 fi
+batch_per_rank=32
 train() {
-    bash launch/local.sh --num_ranks 2 launch/train.py --deepspeed_config ds_configs/cpu_zero1_fp32.json \
-        --recipe launch/recipes/dino_cifar.yaml --batch-size 64 --seed "$seed" "${data[@]}" "$@"
+    bash launch/local.sh --num_ranks 2 --logs "$folder/logs" launch/train.py \
+        --deepspeed_config ds_configs/cpu_zero1_fp32.json --recipe launch/recipes/dino_cifar.yaml \
+        --batch-size $batch_per_rank --seed "$seed" "${data[@]}" "$@"
 }
 train --eval-only --output "$folder/random"
 train --output "$folder/trained"
@@ -32,7 +34,8 @@ for name in random trained; do
     sed -n 's/.*"last_knn_top1": \([0-9.]*\).*/\1 %/p' "$folder/$name/summary.json"
 done
 if "$python" -c 'import lightly' 2>/dev/null; then
-    "$python" docs/benchmarks/dino_lightly.py "${data[@]:0:$((${#data[@]} - 2))}" --seed "$seed" | tee "$folder/lightly.json"
+    "$python" docs/benchmarks/dino_lightly.py "${data[@]:0:$((${#data[@]} - 2))}" --batch-size $((2 * batch_per_rank)) \
+        --seed "$seed" | tee "$folder/lightly.json"
 else
     echo "dino_cifar: no lightly here, so nothing to compare with; bash launch/setup.sh test installs it"
 fi

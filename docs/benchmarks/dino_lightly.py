@@ -1,10 +1,10 @@
 """DINO in a plain loop of lightly and timm, one process: the peer of launch/dino_cifar.sh.
 
-    python docs/benchmarks/dino_lightly.py --data-dir DIR [--seed 42]
+    python docs/benchmarks/dino_lightly.py --data-dir DIR --batch-size 64 [--seed 42]
 
-Its images, sizes, rates and budget are those of launch/recipes/dino_cifar.yaml. Augmentation, head, loss and momentum
-are lightly's, the ViT is timm's. It prints one JSON object: the top-1 accuracy of k nearest neighbours on the teacher's
-features, before and after training.
+Its images, sizes, rates, losses and number of steps are those of launch/recipes/dino_cifar.yaml. Augmentation, head,
+losses and momentum are lightly's, the ViT is timm's. It prints one JSON object: the top-1 accuracy of k nearest
+neighbours on the teacher's features, before and after training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import yaml
-from lightly.loss import DINOLoss
+from lightly.loss import DINOLoss, KoLeoLoss
 from lightly.models.modules import DINOProjectionHead
 from lightly.models.utils import update_momentum
 from lightly.transforms import DINOTransform
@@ -34,7 +34,6 @@ from torchvision.transforms import Compose, Normalize, ToTensor
 from ds_vit.data import Source, open_source
 
 RECIPE = Path(__file__).parents[2] / "launch" / "recipes" / "dino_cifar.yaml"
-BATCH = 128
 
 
 class Images(Dataset):
@@ -73,47 +72,55 @@ def network(recipe: dict[str, Any]) -> nn.Sequential:
     return nn.Sequential(backbone, DINOProjectionHead(*widths, recipe["prototypes"], freeze_last_layer=1))
 
 
-def train_dino(recipe: dict[str, Any], train: Source, test: Source, seed: int) -> dict[str, float]:
-    """Train, and rate the teacher before and after."""
-    torch.manual_seed(seed)
-    mean, std = recipe["mean"], recipe["std"]
-    plain = Compose([ToTensor(), Normalize(mean, std)])
-    views = DINOTransform(
+def crops(recipe: dict[str, Any]) -> DINOTransform:
+    """The two global views of an image."""
+    return DINOTransform(
         global_crop_size=recipe["img_size"],
         global_crop_scale=tuple(recipe["global_crops_scale"]),
-        local_crop_size=recipe["local_crops_size"],
-        local_crop_scale=tuple(recipe["local_crops_scale"]),
-        n_local_views=recipe["local_crops_number"],
-        normalize={"mean": mean, "std": std},
+        n_local_views=0,
+        normalize={"mean": recipe["mean"], "std": recipe["std"]},
     )
-    loader = DataLoader(Images(train, views), BATCH, shuffle=True, drop_last=True)
+
+
+def parameter_groups(student: nn.Sequential, weight_decay: float) -> list[dict[str, Any]]:
+    """With weight decay, and without: biases, norms, positions and the class token."""
+    free = {f"0.{name}" for name in student[0].no_weight_decay()}
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim <= 1 or name in free]["params"].append(parameter)
+    return groups
+
+
+def train_dino(recipe: dict[str, Any], train: Source, test: Source, batch_size: int, seed: int) -> dict[str, float]:
+    """Train, and rate the teacher before and after."""
+    torch.manual_seed(seed)
+    plain = Compose([ToTensor(), Normalize(recipe["mean"], recipe["std"])])
+    views = Images(train, crops(recipe))
+    loader = DataLoader(views, batch_size, shuffle=True, drop_last=True, num_workers=1, persistent_workers=True)
     bank, held_out = Images(train, plain), Images(test, plain)
     student, teacher = network(recipe), network(recipe)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
-    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1]}]
-    groups.append({"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0})
-    optimizer = torch.optim.AdamW(groups, lr=recipe["lr"])
-    criterion = DINOLoss(recipe["prototypes"])
+    optimizer = torch.optim.AdamW(parameter_groups(student, recipe["weight_decay"]), lr=recipe["lr"])
+    criterion, koleo = DINOLoss(recipe["prototypes"]), KoLeoLoss()
     before = neighbours(teacher[0], bank, held_out, recipe["eval_knn"])
     total, warmup = recipe["epochs"] * len(loader), recipe["warmup_epochs"] * len(loader)
     step, started = 0, time.perf_counter()
     for epoch in range(recipe["epochs"]):
         student.train()
-        for crops, _ in loader:
+        for images, _ in loader:
             share = step / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * step / total))
             for group in optimizer.param_groups:
                 group["lr"] = recipe["lr"] * share
-            decay = cosine_schedule(step, total, recipe["weight_decay"], recipe["weight_decay_end"])
-            optimizer.param_groups[0]["weight_decay"] = decay
-            taught = teacher(torch.cat(crops[:2])).chunk(2)
-            given = [*student(torch.cat(crops[:2])).chunk(2), *student(torch.cat(crops[2:])).chunk(len(crops) - 2)]
-            loss = criterion(list(taught), given, teacher_temp=recipe["teacher_temp"])
+            features = student[0](torch.cat(images))
+            taught, given = teacher(torch.cat(images)), student[1](features)
+            loss = criterion([*taught.chunk(2)], [*given.chunk(2)], teacher_temp=recipe["teacher_temp"])
+            loss = loss + recipe["koleo_weight"] * sum(koleo(of_crop) for of_crop in features.chunk(2))
             optimizer.zero_grad()
             loss.backward()
             student[1].cancel_last_layer_gradients(epoch)
-            nn.utils.clip_grad_norm_(trained, recipe["clip_grad"])
+            nn.utils.clip_grad_norm_(student.parameters(), recipe["clip_grad"])
             optimizer.step()
             update_momentum(student, teacher, cosine_schedule(step, total, recipe["teacher_momentum"], 1.0))
             step += 1
@@ -128,6 +135,7 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True, help="with the folders train and test, or where torch/cifar10 is")
     parser.add_argument("--dataset", default="", help="as of training")
     parser.add_argument("--dataset-download", action="store_true", help="as of training")
+    parser.add_argument("--batch-size", type=int, required=True, help="images of a step")
     parser.add_argument("--seed", type=int, default=42)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*weight_norm.*", category=FutureWarning)
@@ -137,8 +145,9 @@ def main() -> None:
         open_source(arguments.dataset, arguments.data_dir, split, download=arguments.dataset_download)
         for split in (recipe["train_split"], validation)
     ]
-    torch.set_num_threads(2)
-    print(json.dumps({"seed": arguments.seed, **train_dino(recipe, *sources, arguments.seed)}))
+    torch.set_num_threads(1)  # the loader has the other core
+    figures = train_dino(recipe, *sources, arguments.batch_size, arguments.seed)
+    print(json.dumps({"seed": arguments.seed, **figures}))
 
 
 if __name__ == "__main__":
