@@ -51,6 +51,24 @@ def of_ladder(record: Record) -> str:
     return "\n".join([*parts, conditions(record)])
 
 
+def of_layouts(record: Record) -> str:
+    """A block with tokens first over one with images first."""
+    rows = []
+    for block in record["blocks"]:
+        first, second = (1e3 * min(times) for times in block["seconds"].values())
+        row = [
+            block["block"],
+            block["images"],
+            block["dtype"],
+            f"{first:.2f}",
+            f"{second:.2f}",
+            f"{block['ratio']:.3f}",
+        ]
+        rows.append(row)
+    header = ("block", "images", "type", "(B, N, C), ms", "(N, B, C), ms", "images/s of (N, B, C) over (B, N, C)")
+    return "\n".join([table(header, rows), "", conditions(record)])
+
+
 def of_steps(record: Record) -> str:
     """A step of ours over its peer's, of the fastest turns."""
     rows = [
@@ -83,6 +101,7 @@ def of_distillation(record: Record) -> str:
 
 TABLES: dict[str, Callable[[Record], str]] = {
     "faster_vit_ladder": of_ladder,
+    "batch_second": of_layouts,
     "bridgetower_ladder": of_ladder,
     "steps": of_steps,
     "glyphs": of_glyphs,

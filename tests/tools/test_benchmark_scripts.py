@@ -333,6 +333,18 @@ def test_tables_of_results_are_made_of_their_files():
     assert made.stdout.rstrip() == (ROOT / "docs" / "results.md").read_text().rstrip(), hint
 
 
+def test_both_layouts_of_a_block_compute_the_same(monkeypatch):
+    # Catches: heads or tokens that change places, gradients that are not compared.
+    monkeypatch.syspath_prepend(FOLDER)
+    batch_second = importlib.import_module("batch_second")
+    blocks = batch_second.pair(16, 2, 5, 3, torch.float32, "cpu")
+    batch_second.check(blocks)
+    with torch.no_grad():
+        blocks["(N, B, C)"][0].attn.qkv.weight[0] += 1
+    with pytest.raises(AssertionError):
+        batch_second.check(blocks)
+
+
 def exchange(library):
     """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
     from simulated_device.collectives import SimulatedBackend
