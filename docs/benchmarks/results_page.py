@@ -51,6 +51,20 @@ def of_ladder(record: Record) -> str:
     return "\n".join([*parts, conditions(record)])
 
 
+def of_largest(record: Record) -> str:
+    """The largest model of each rung: planned for GPUs, planned and measured for a small memory."""
+    planned, checked = record["planned"], record["checked"]
+    rows = []
+    for name, (blocks, parameters) in planned["largest"].items():
+        small = checked["blocks"][name]
+        rows.append([name, f"{parameters / 1e9:.1f} B", blocks, small["planned"], small["measured"]])
+    gpus = f"{planned['gpus']} GPUs of {planned['memory_bytes'] / 1e9:.0f} GB"
+    ranks = f"{checked['ranks']} ranks of {checked['memory_bytes'] / 1e6:.0f} MB"
+    header = ("rung", f"{gpus}, parameters, planned", "blocks", f"{ranks}, blocks, planned", "measured")
+    model = f"{planned['model']} with more blocks, {planned['images']} images a GPU; on the ranks a ViT of width 256."
+    return "\n".join([table(header, rows), "", model, conditions(record)])
+
+
 def of_layouts(record: Record) -> str:
     """A block with tokens first over one with images first."""
     rows = []
@@ -102,6 +116,7 @@ def of_distillation(record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "faster_vit_ladder": of_ladder,
     "batch_second": of_layouts,
+    "largest_model": of_largest,
     "bridgetower_ladder": of_ladder,
     "steps": of_steps,
     "glyphs": of_glyphs,
