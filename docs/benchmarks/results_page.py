@@ -65,6 +65,20 @@ def of_largest(record: Record) -> str:
     return "\n".join([table(header, rows), "", model, conditions(record)])
 
 
+def of_amp(record: Record) -> str:
+    """Each number format: time, accuracy, lost gradients."""
+    rows = []
+    for name, run in record["runs"].items():
+        time = "" if run["seconds"] is None else f"{run['seconds']:.0f}"
+        quality = [f"{run[key]:.1f}" for key in ("top1", "precision", "recall", "f1")]
+        shares = [f"{100 * run[key]:.2f}" for key in ("zeros", "below_2^-24", "below_2^-14")]
+        scales = " → ".join(f"{scale:.0f}" for scale in run["loss_scales"]) if "fp16" in name else ""
+        rows.append([name, time, *quality, *shares, scales])
+    header = ("format", "seconds", "top-1, %", "precision, %", "recall, %", "F1, %")
+    header += ("gradients: zero, %", "below 2^-24, %", "below 2^-14, %", "loss scale")
+    return "\n".join([table(header, rows), "", conditions(record)])
+
+
 def of_layouts(record: Record) -> str:
     """A block with tokens first over one with images first."""
     rows = []
@@ -118,6 +132,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "batch_second": of_layouts,
     "largest_model": of_largest,
     "bridgetower_ladder": of_ladder,
+    "amp": of_amp,
     "steps": of_steps,
     "glyphs": of_glyphs,
     "distilling_digits": of_distillation,

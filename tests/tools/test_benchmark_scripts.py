@@ -345,6 +345,18 @@ def test_both_layouts_of_a_block_compute_the_same(monkeypatch):
         batch_second.check(blocks)
 
 
+def test_precision_recall_and_f1_are_means_over_classes(monkeypatch, tmp_path):
+    # Of three classes, one is never predicted.
+    monkeypatch.syspath_prepend(FOLDER)
+    amp = importlib.import_module("amp")
+    pairs = ["0,0", "0,0", "0,1", "1,1", "2,0"]
+    (tmp_path / "predictions.csv").write_text("\n".join(["class_number,predicted_number", *pairs]))
+    found = amp.classified(tmp_path / "predictions.csv")
+    assert found["precision"] == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
+    assert found["recall"] == pytest.approx(100 * (2 / 3 + 1 + 0) / 3)
+    assert found["f1"] == pytest.approx(100 * (2 / 3 + 2 / 3 + 0) / 3)
+
+
 def exchange(library):
     """On a rank: a tensor of the device, from rank 0 to rank 1, without the device's own transfers."""
     from simulated_device.collectives import SimulatedBackend
