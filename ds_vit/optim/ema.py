@@ -102,7 +102,7 @@ class TeacherAverage(Ema):
 
     def __init__(self, zero_map: ZeroMap, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(zero_map, decay=0.0)
-        self._pairs = tuple(pairs)
+        self._twins = zero_map.twins(pairs, self.tensors)
         self.write()
 
     @torch.no_grad()
@@ -112,15 +112,6 @@ class TeacherAverage(Ema):
         self._move(1.0 - momentum)
         self.write()
 
-    @torch.no_grad()
     def write(self) -> None:
-        """Copy the average into the teachers (a collective): the students have it for the time of the copy."""
-        with self.swapped():
-            for teacher, student in self._pairs:
-                _stored(teacher).copy_(_stored(student))
-        # `swapped` has ended with a refresh, which gathers ZeRO-3's small persistent parameters from their shards.
-
-
-def _stored(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's own memory; of one that ZeRO-3 shards, this rank's shard."""
-    return getattr(parameter, "ds_tensor", parameter.data)
+        """Copy the average into the teachers (a collective)."""
+        self._twins.write()

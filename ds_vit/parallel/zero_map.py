@@ -15,7 +15,8 @@ tests/parallel/test_zero_map.py has a canary for each attribute it relies on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,25 @@ class Shard:
         """The segments' views of the shard's tensor, or of another one that is laid out like it (a gradient)."""
         flat = (self.tensor if like is None else like).view(-1)
         return [segment.of(flat) for segment in self.segments]
+
+
+@dataclass(frozen=True, eq=False)
+class Twins:
+    """Parameters that hold other values of trained ones; see `ZeroMap.twins`.
+
+    Attributes:
+        copies: (memory of a twin on this rank, its value).
+        gather: brings what was copied to the other ranks.
+    """
+
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    gather: Callable[[], None]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give the twins their values (a collective)."""
+        torch._foreach_copy_(*map(list, zip(*self.copies, strict=True)))
+        self.gather()
 
 
 @dataclass
@@ -137,12 +157,51 @@ class ZeroMap:
         optimizer._partition_all_parameters()
         for sub_group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        """Gather ZeRO-3's small parameters, which stay whole, from their shards (a collective)."""
+        optimizer = self._optimizer
+        optimizer._partition_all_parameters()
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
         # DeepSpeed keeps the nearer copy (zero_hpz_partition_size) of what is not trained for ever.
         for shard in self.frozen:
             shard.parameter.ds_secondary_tensor = None
+
+    def twins(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: Sequence[torch.Tensor]) -> Twins:
+        """Frozen parameters that hold other values of trained ones, in the model's type; a teacher's for example.
+
+        At ZeRO-1 and ZeRO-2 they move into flat memory that is laid out like that of the trained ones.
+
+        Args:
+            pairs: (twin, parameter) of this rank, of the same shapes; a parameter that is not trained has itself as
+                value.
+            values: laid out like the shards; each `write` reads them.
+        """
+        twins = {id(parameter): twin for twin, parameter in pairs}
+        assert len(twins) == len(pairs), "a parameter with two twins"
+        copies = [(_stored(twin), _stored(parameter)) for twin, parameter in pairs if not parameter.requires_grad]
+        if self.stage == 3:
+            position = self._optimizer.grad_position
+            for twin, parameter in pairs:
+                if parameter.requires_grad:
+                    number, offset, _ = position[self._optimizer.get_param_id(parameter)]
+                    _, length = _zero3_share(parameter)
+                    copies.append((_stored(twin).view(-1)[:length], values[number].narrow(0, offset, length)))
+            return Twins(copies, self._gather_persistent)
+        groups, flats, _ = _flat_groups(self._optimizer)
+        if not groups:
+            own = zip(self.shards, values, strict=True)
+            copies += [(twins[id(s.parameter)].detach().view(-1), v) for s, v in own if id(s.parameter) in twins]
+            return Twins(copies, lambda: None)
+        own_flats = [_laid_out_like(flat, group, twins) for flat, group in zip(flats, groups, strict=True)]
+        self.frozen = [replace(shard, tensor=shard.parameter.detach().view(-1)) for shard in self.frozen]
+        shares = [flat.split(len(value)) for flat, value in zip(own_flats, values, strict=True)]
+        ranks = [dist.get_rank(group) for group in self._optimizer.real_dp_process_group]
+        copies += [(share[rank], value) for share, rank, value in zip(shares, ranks, values, strict=True)]
+        return Twins(copies, partial(_gather_flats, self._optimizer, own_flats, shares))
 
     def on_overflow(self, callback: Callable[[list[torch.Tensor | None]], None]) -> None:
         """Have ZeRO call `callback` when it is about to drop gradients that are not finite and skip a step.
@@ -296,11 +355,47 @@ def _whole(groups: Iterable[Mapping[str, Any]], timm: Mapping[int, str]) -> Iter
         yield Shard(p.detach().view(-1), p, (segment.name,), (segment,), number)
 
 
+def _flat_groups(
+    optimizer: Any,
+) -> tuple[Sequence[Sequence[nn.Parameter]], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The parameter groups of ZeRO-1, ZeRO-2 and BF16_Optimizer: parameters, flat memory in the model's type, and
+    this rank's partition in fp32; none without them.
+    """
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return optimizer.bit16_groups, optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups
+    return (), (), ()
+
+
+def _laid_out_like(
+    flat: torch.Tensor, group: Sequence[torch.Tensor], twins: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """New flat memory for the twins of a group's parameters, each at the place of its parameter in `flat`."""
+    own = torch.zeros_like(flat)
+    for parameter in group:
+        if (twin := twins.get(id(parameter))) is not None:
+            start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+            twin.data = own.narrow(0, start, twin.numel()).view_as(twin)
+    return own
+
+
+def _gather_flats(optimizer: Any, flats: Sequence[torch.Tensor], shares: Sequence[Sequence[torch.Tensor]]) -> None:
+    """What ZeRO-1, ZeRO-2 and BF16_Optimizer do with their own flat memory at the end of a step."""
+    from deepspeed.runtime.utils import all_gather_dp_groups
+
+    all_gather_dp_groups(
+        groups_flat=flats,
+        partitioned_param_groups=shares,
+        dp_process_group=optimizer.real_dp_process_group,
+        start_alignment_factor=optimizer.nccl_start_alignment_factor,
+        allgather_bucket_size=optimizer.allgather_bucket_size,
+    )
+
+
 def _partitioned(optimizer: Any, timm: Mapping[int, str]) -> Iterator[Shard]:
     """ZeRO-1, ZeRO-2 and BF16_Optimizer: one partition of each parameter group's concatenation."""
-    bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
-    groups: Sequence[Sequence[nn.Parameter]] = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
-    flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    groups, _, flats = _flat_groups(optimizer)
     for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         segments = []
         for p in group:
@@ -334,6 +429,11 @@ def _zero3_share(parameter: nn.Parameter) -> tuple[int, int]:
     share = parameter.ds_tensor.ds_numel
     start = dist.get_rank(parameter.ds_process_group) * share
     return start, max(0, min(share, parameter.ds_numel - start))
+
+
+def _stored(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's own memory; of one that ZeRO-3 shards, this rank's shard."""
+    return getattr(parameter, "ds_tensor", parameter).detach()
 
 
 def _frozen(parameter: nn.Parameter, name: str, block: int) -> Shard:

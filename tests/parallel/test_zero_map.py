@@ -168,9 +168,13 @@ def test_wrong_counts_are_seen(ranks, cifar, tmp_path, break_):
         assert_counted_once(results, list(load_file(str(weights))))
 
 
+IN_FLAT_MEMORY = (
+    *("update_lp_params", "optimizer"),
+    *("real_dp_process_group", "nccl_start_alignment_factor", "allgather_bucket_size"),
+)
 ATTRIBUTES = {
-    "ZeRO-1": (1, {}, ("bit16_groups", "single_partition_of_fp32_groups", "update_lp_params", "optimizer")),
-    "BF16_Optimizer": (1, WRAPPER, ("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "optimizer")),
+    "ZeRO-1": (1, {}, ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", *IN_FLAT_MEMORY)),
+    "BF16_Optimizer": (1, WRAPPER, ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", *IN_FLAT_MEMORY)),
     "ZeRO-3": (
         3,
         {},

@@ -255,15 +255,14 @@ def teacher_on_rejected_steps():
 
 def teacher_behind_full_copies():
     """The shards of ZeRO-3 are written after the copies that stay gathered."""
-    from ds_vit.optim.ema import TeacherAverage, _stored
+    from ds_vit.parallel.zero_map import Twins
 
-    def write(average):
-        with average.swapped():
-            kept = [_stored(student).clone() for _, student in average._pairs]
-        for (teacher, _), value in zip(average._pairs, kept, strict=True):
-            _stored(teacher).copy_(value)
+    def write(twins):
+        twins.gather()
+        for twin, value in twins.copies:
+            twin.copy_(value)
 
-    return mock.patch.object(TeacherAverage, "write", write)
+    return mock.patch.object(Twins, "write", write)
 
 
 @contextlib.contextmanager
