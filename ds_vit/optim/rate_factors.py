@@ -9,7 +9,8 @@ without weight decay, while the optimizer's state advances, as at a learning rat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,14 +76,17 @@ class RateFactors:
             return None
         key = tensors, self._held
         if key not in self._values:
-            by_name = {name: self._factors.get(name, 1.0) for name in tensors.names}
-            self._values[key] = tensors.values({**by_name, **dict.fromkeys(self._held, 0.0)})
+            self._values[key] = tensors.values({name: self.factor(name) for name in tensors.names})
         return self._values[key]
+
+    def factor(self, name: str) -> float:
+        """The factor of one parameter."""
+        return 0.0 if name in self._held else self._factors.get(name, 1.0)
 
 
 class ScaledSteps:
-    """Makes an elementwise optimizer take each parameter's step by its factor; costs a transient copy of the flat
-    weights in steps in which a factor is not 1.
+    """Makes an elementwise optimizer take each parameter's step by its factor; costs a transient copy of the weights
+    whose factor is not 1.
 
     Args:
         optimizer: the one inside ZeRO's, whose `step` sees the flat tensors.
@@ -93,31 +97,30 @@ class ScaledSteps:
     def __init__(self, optimizer: torch.optim.Optimizer, zero_map: ZeroMap, rates: RateFactors) -> None:
         self._zero_map = zero_map
         self._rates = rates
-        self._old: list[torch.Tensor] = []
-        self._together: dict[tuple[int, ...], SegmentedTensors] = {}
+        self._old: list[tuple[float, list[torch.Tensor], Sequence[torch.Tensor]]] = []  # factor, weights, their copies
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    @staticmethod
-    def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def _scaled(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, torch.Tensor]]:
+        """The weights that the optimizer updates and whose factor is not 1."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            flat = parameter.detach().view(-1)
+            for segment in self._zero_map.shard_of(parameter).segments:
+                if (factor := self._rates.factor(segment.name)) != 1.0:
+                    yield factor, segment.of(flat)
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._rates.act:
-            self._old = [p.detach().clone().view(-1) for p in self._parameters(optimizer)]
-
-    @torch.no_grad()
-    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._rates.act:
             return
-        parameters, old, self._old = self._parameters(optimizer), self._old, []
-        if not parameters:
-            return
-        key = tuple(map(id, parameters))
-        if key not in self._together:
-            self._together[key] = SegmentedTensors(self._zero_map, parameters)
-        tensors = self._together[key]
-        factors = self._rates.of(tensors)
-        assert factors is not None
-        tensors.lerp_([p.detach().view(-1) for p in parameters], old, 1.0 - factors)
+        by_factor: defaultdict[float, list[torch.Tensor]] = defaultdict(list)
+        for factor, weights in self._scaled(optimizer):
+            by_factor[factor].append(weights)
+        # Multiplied by 1: a copy of all of them in few kernels.
+        self._old = [(factor, own, torch._foreach_mul(own, 1.0)) for factor, own in by_factor.items()]
+
+    @torch.no_grad()
+    def _after(self, *_: Any) -> None:
+        for factor, own, old in self._old:
+            torch._foreach_lerp_(own, old, 1.0 - factor)
+        self._old = []

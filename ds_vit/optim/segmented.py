@@ -93,10 +93,6 @@ class SegmentedTensors:
         """
         self._each("addcmul_", factors, 0.0, tensors, others)
 
-    def lerp_(self, tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], factors: torch.Tensor) -> None:
-        """Move every segment of `tensors` towards that of `ends` by its parameter's factor (0: stay, 1: arrive)."""
-        self._each("lerp_", factors, 0.0, tensors, ends)
-
     def _each(self, operation: str, factors: torch.Tensor, padding: float, *lists: Sequence[torch.Tensor]) -> None:
         """`tensor.operation(…, factor)` for every segment in the first of the lists, with those in the others."""
         if self._one_call:

@@ -26,7 +26,6 @@ from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_are_pla
 from ds_vit.models import BlockLayer, Layer, TimmViT, cast_block_buffers, freeze, norms_in_fp32, num_parameters
 from ds_vit.optim.build import STATES_OF_FALLBACK
 from ds_vit.optim.muon import Muon
-from ds_vit.optim.segmented import ELEMENTS_AT_ONCE
 from ds_vit.parallel.layout import Layout
 from ds_vit.parallel.tensor import TensorParallel, cut_layer
 from ds_vit.planner.counting import Kept, Temporary, kept_by_layers, temporary_memory
@@ -209,7 +208,7 @@ class MemoryRules:
         optimizer: its class; None for evaluation only.
         average: the weights have one.
         checkpointing: of activations.
-        rates: parameters have rates of their own, which are applied to a copy of the weights.
+        rates: share of the trained weights with rates of their own, which are applied to a copy of them.
         inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.
 
     Attributes:
@@ -241,7 +240,7 @@ class MemoryRules:
         optimizer: type[torch.optim.Optimizer] | None,
         average: bool,
         checkpointing: Checkpointing,
-        rates: bool = False,
+        rates: float = 0.0,
         inputs: int = 0,
     ) -> None:
         self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
@@ -376,10 +375,7 @@ class StageMemory:
         gathered = 2 * trained if rules.autocast and stage < 3 else 0  # what autocast has cast for this step
         if stage == 3 and dp > 1:
             gathered = rules.of_type * self._gathered[0]
-        if rules.rates:
-            largest = max((size for layer in self.layers for size in layer.sizes), default=0)  # a tensor at ZeRO-0
-            expanded = min(trained // dp if stage else largest, ELEMENTS_AT_ONCE)
-            copies += rules.of_master * trained // share + (rules.of_master + 8) * expanded
+        copies += round(rules.of_master * rules.rates * trained / share)
         return RankMemory(
             parameters=number,
             weights=rules.of_type * number // (dp if stage == 3 else 1),

@@ -90,16 +90,20 @@ class Cost:
             optimizer=config.optimizer.cls if config.optimizer else None,
             average=config.averaged or bool(config.model.task.teachers),
             checkpointing=config.checkpointing,
-            rates=self._has_rates,
+            rates=self._scaled_share,
             inputs=self._coupled_inputs,
         )
 
     @property
-    def _has_rates(self) -> bool:
-        """Whether a factor on the learning rate of some parameter is not 1, in the first step at least."""
-        optimizer = self.config.optimizer
-        held = optimizer and self.config.model.task.held_names(1, optimizer.horizon)
-        return bool(held or (optimizer and optimizer.factors))
+    def _scaled_share(self) -> float:
+        """The share of the trained weights whose factor on the learning rate is not 1 in the first step."""
+        optimizer, model = self.config.optimizer, self.config.model
+        if optimizer is None:
+            return 0.0
+        held = model.task.held_names(1, optimizer.horizon)
+        sizes = {name: p.numel() for name, p in model.whole.named_parameters() if name not in model.frozen}
+        scaled = [size for name, size in sizes.items() if name in held or optimizer.factors.get(name, 1.0) != 1.0]
+        return sum(scaled) / max(1, sum(sizes.values()))
 
     @property
     def _coupled_inputs(self) -> int:

@@ -91,7 +91,6 @@ def by_both_ways(argv):
         others = [flat.flip(0) for flat in flats]
         tensors.mul_(flats, factors)
         tensors.addcmul_(flats, others, factors)
-        tensors.lerp_(flats, others, factors)
         views = tensors.views(flats)
         results.append(torch.cat(views) if views else torch.zeros(0))
     engine.close()
