@@ -23,7 +23,12 @@ from torch import nn
 from ds_vit.config.deepspeed_rules import sums_are_plain
 from ds_vit.device import has_fused_step
 from ds_vit.engine.patches.flat_gradients import write_gradients_in_place
-from ds_vit.engine.patches.norms import clip_without_sync, defer_norm_check, detect_overflow_by_norm
+from ds_vit.engine.patches.norms import (
+    clip_without_sync,
+    defer_norm_check,
+    detect_overflow_by_norm,
+    take_norms_together,
+)
 from ds_vit.engine.patches.process import cached_numa_cores, import_muon_uncompiled
 from ds_vit.engine.patches.zero import (
     allow_empty_norm,
@@ -196,6 +201,7 @@ class Engine(ABC):
             allow_empty_norm(optimizer, self.device)
         grow_scale_after_step(optimizer)
         detect_overflow_by_norm(optimizer)
+        take_norms_together(optimizer)
         clip_without_sync(optimizer)
         end_overlap_without_sync(optimizer)
         if groups.layout.pp == groups.layout.tp == self.accumulation == 1:

@@ -393,20 +393,22 @@ def waits_on_a_rank(config):
             engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).float().square().sum())
             counts.append(count_step(engine.step))
     few, many = counts[1], counts[3]
-    return many.waits, (many.by_name.get("amax", 0) - few.by_name.get("amax", 0)) / 10
+    added = [(many.by_name.get(name, 0) - few.by_name.get(name, 0)) / 10 for name in ("amax", "linalg_vector_norm")]
+    return many.waits, *added
 
 
 @pytest.mark.parametrize(
-    ("config", "waits", "looks"),
+    ("config", "waits", "looks", "norms"),
     [
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}}, 3, 1),
-        ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, 2, 0),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}}, 3, 1, 1),
+        ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, 2, 0, 1),
     ],
     ids=["ZeRO-2", "BF16_Optimizer"],
 )
-def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks):
-    """engine/patches/norms.py clips on the device and lets the norm alone say what is not finite: one read is left."""
-    assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks)]
+def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks, norms):
+    """engine/patches/norms.py clips on the device and lets the norm alone say what is not finite: one read is left. It
+    takes the norms of ZeRO-2's gradients in one call."""
+    assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks, norms)]
 
 
 def moved_in_fp16(stage, window):

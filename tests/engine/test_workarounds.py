@@ -1,6 +1,7 @@
 """Patches of DeepSpeed that can be tested without several ranks."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from project import ROOT
 from runs import ONE_BLOCK
 
-from ds_vit.engine.patches.norms import clip_by_global_norm, mask_nonfinite, unscale_and_clip
+from ds_vit.engine.patches.norms import clip_by_global_norm, grad_norm, mask_nonfinite, unscale_and_clip
 from ds_vit.engine.patches.zero import hold_scheduler_on_skipped_steps
 from ds_vit.tools.counting import count_step
 
@@ -54,6 +55,25 @@ def test_zeros_clipping_is_deepspeeds(norm, clip, scale):
     counts = count_step(lambda: unscale_and_clip(optimizer, ours, total))
     assert all(map(torch.equal, ours, theirs))
     assert counts.waits == 0
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize("largest", [1.0, float("nan")])
+def test_zeros_norm_is_deepspeeds(tp_rank, largest):
+    """Digits lost in a large gradient; padding, a pipeline's second copy or another rank's parameter that counts."""
+    grads = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (3_000_000, 64, 7, 5, 1)]
+    grads[0][0] = largest
+    grads[-1]._zero_padding = True
+    params = [SimpleNamespace(model_parallel=True), SimpleNamespace(), SimpleNamespace(ds_pipe_replicated=True)]
+    params.append(SimpleNamespace(tensor_model_parallel=True))
+    optimizer = SimpleNamespace(model_parallel_rank=tp_rank, dp_process_group=None, device="cpu")
+    optimizer._model_parallel_all_reduce = lambda tensor, op: None
+    with mock.patch("torch.distributed.all_reduce"), mock.patch("deepspeed.comm.all_reduce"):
+        theirs = DeepSpeedZeroOptimizer.get_grad_norm_direct(optimizer, grads, params)
+        ours = []
+        counts = count_step(lambda: ours.append(grad_norm(optimizer, grads, params)))
+    torch.testing.assert_close(ours[0], theirs, rtol=1e-6, atol=0)
+    assert counts.by_name["_foreach_norm"] == 1
 
 
 @pytest.mark.parametrize("value", [3.5, float("nan"), float("inf"), float("-inf")])
