@@ -73,7 +73,8 @@ class Prototypes(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """Each prototype divided by its length, float32 [K / tp, E]."""
-        return F.normalize(self.weight.float(), dim=-1)
+        weight = self.weight.float()
+        return torch._weight_norm(weight, weight.new_ones(len(weight), 1))
 
 
 class ProjectionHead(nn.Module):
@@ -126,14 +127,13 @@ class ProjectionHeadLayer(Layer):
         first = self.mlp[0]
         return torch.empty(rows, first.in_features, dtype=first.weight.dtype, device="meta")
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """(rows [R, D], …) -> float32 [R + K / tp, E]: rows of length 1, then this rank's prototypes of length 1.
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows [R, D], …) -> rows of length 1, float32 [R, E], and this rank's prototypes of length 1 [K / tp, E].
 
-        One tensor, so that the prototypes are read within the forward pass of their owner, around which ZeRO-3 gathers
-        them, and gradients return to it.
+        The prototypes are read within the forward pass of their owner, around which ZeRO-3 gathers them, and gradients
+        return to it.
         """
-        rows = F.normalize(self.mlp(inputs[0]).float(), dim=-1)
-        return torch.cat((rows, self.last_layer()))
+        return F.normalize(self.mlp(inputs[0]).float(), dim=-1), self.last_layer()
 
 
 class TokenViT(nn.Module):
@@ -141,9 +141,11 @@ class TokenViT(nn.Module):
 
     Attributes:
         images_per_sample: of its layers.
+        reads_patches: whether other tokens than the class token are read in training.
     """
 
     images_per_sample: tuple[float, float] = (1.0, 1.0)
+    reads_patches: bool = True
 
 
 class SelfDistillationViT(TokenViT):
@@ -177,6 +179,7 @@ def create_self_distillation(
     settings: HeadSettings,
     *,
     for_training: bool = True,
+    reads_patches: bool = True,
     device: str = "meta",
 ) -> SelfDistillationViT:
     """The description of student, teacher and their heads, on the meta device without memory.
@@ -187,6 +190,7 @@ def create_self_distillation(
         spec: the backbone. Its number of classes is ignored: there is no classifier.
         settings: of the heads.
         for_training: as in `create_model`.
+        reads_patches: of both backbones.
         device: as in `create_model`; on another one than meta the values of heads and mask token are not set.
 
     Raises:
@@ -199,9 +203,8 @@ def create_self_distillation(
     none = dict.fromkeys(("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"), 0.0)
     still = replace(spec, drop_path=0.0, model_kwargs={**spec.model_kwargs, **none})
     teacher = create_model(still, for_training=for_training, device=device, classifier=False)
-    mix_in(teacher, TokenViT)
-    mix_in(model, SelfDistillationViT)
-    model.settings = settings
+    mix_in(teacher, TokenViT, reads_patches=reads_patches)
+    mix_in(model, SelfDistillationViT, reads_patches=reads_patches, settings=settings)
     model.mask_token = nn.Parameter(torch.empty(1, 1, model.embed_dim, device=device))
     towers = (
         ProjectionHead(model.embed_dim, settings, device),
@@ -283,7 +286,10 @@ class MaskedEmbed(EmbedLayer):
 
 
 class TokensHead(HeadLayer):
-    """Mixed in before the class of a `HeadLayer`: in training it gives all tokens [B, S, D] after the final norm."""
+    """Mixed in before the class of a `HeadLayer`: in training it gives tokens [B, S, D] after the final norm.
+
+    S is 1 where the last block has computed only the class token.
+    """
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """(tokens [B, S, D], keys int64 [B], …) -> normed tokens [B, S, D]; in evaluation, class tokens [B, D]."""
@@ -300,6 +306,7 @@ def _(model: TokenViT) -> list[Layer]:
     layers = encoder_layers(own)
     embed, head = layers[0], head_layer(own)
     head.num_tokens = embed.num_tokens
+    layers[-1].class_token_is_read_alone = not model.reads_patches
     mix_in(embed, MaskedEmbed)
     mix_in(head, TokensHead)
     if isinstance(model, SelfDistillationViT):

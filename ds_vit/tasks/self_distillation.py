@@ -122,6 +122,7 @@ class SelfDistillation(Task):
             local_scale=_pair(config.local_crops_scale),
         )
         self.masks_patches = config.ibot_weight > 0
+        self._parts = _PARTS if self.masks_patches else _PARTS[:1]
         self.uses_sinkhorn = config.centering == "sinkhorn"
         self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
 
@@ -131,7 +132,8 @@ class SelfDistillation(Task):
     def create_model(cls, spec: ModelSpec, config: RunConfig, *, for_training: bool) -> SelfDistillationViT:
         """As `Task.create_model`."""
         settings = HeadSettings(config.prototypes, config.head_hidden_dim, config.head_bottleneck_dim)
-        model = create_self_distillation(spec, settings, for_training=for_training)
+        reads_patches = config.ibot_weight > 0
+        model = create_self_distillation(spec, settings, for_training=for_training, reads_patches=reads_patches)
         if config.local_crops_number:
             check_sizes(model, spec.name, [_local_size(config, model)])
         masked = config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
@@ -218,10 +220,8 @@ class SelfDistillation(Task):
         self, context: StepContext, tower: str, rows: Sequence[torch.Tensor], batch: Batch
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Bottleneck features of each tensor of rows, and the prototypes: one call, so that ZeRO-3 gathers once."""
-        lengths = [len(tensor) for tensor in rows]
-        outputs = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
-        *features, prototypes = outputs.split([*lengths, len(outputs) - sum(lengths)])
-        return features, prototypes
+        features, prototypes = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
+        return [*features.split([len(tensor) for tensor in rows])], prototypes
 
     def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, torch.Tensor]:
         """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E]; prototypes [k, E]."""
@@ -232,8 +232,7 @@ class SelfDistillation(Task):
             self._gauges.add_features(tokens[:, 0])
         rows = (tokens[:, 0], self._masked_patches(tokens, views))
         features, prototypes = self._project(context, TEACHER_HEAD, rows, batch)
-        # Copies: a view would keep the prototypes of each micro-batch.
-        return {part: rows.clone() for part, rows in zip(_PARTS, features, strict=True)}, prototypes
+        return dict(zip(self._parts, features, strict=False)), prototypes
 
     def _assign(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor) -> dict[str, Assignment]:
         """The assignments of class tokens and of masked patches (a collective)."""
@@ -269,7 +268,7 @@ class SelfDistillation(Task):
         self._taught += [taught, *[{}] * (micro_batches - 1)]
         if len(self._taught) < context.accumulation:
             return
-        for part in _PARTS:
+        for part in self._parts:
             rows = torch.cat([noted[part] for noted in self._taught if noted])
             own = next_center(self._own(self.centers[part]), rows, prototypes, _sum_over(context))
             self._next_centers[part] = _whole(own, self._tp)
@@ -288,7 +287,7 @@ class SelfDistillation(Task):
             self._note_taught(context, taught, prototypes, 1)
             assignments = self._assign(context, taught, prototypes)
         else:
-            assignments = _unpacked(piece, context.schedules["teacher_temp"])
+            assignments = _unpacked(piece, context.schedules["teacher_temp"], self._tp)
         tokens = self._tokens(context, MAIN_TOWER, batch["images"], views, 0, masked=True)
         classes, rows = tokens[:, 0], [tokens[:, 0], self._masked_patches(tokens, views)]
         if self.crops.num_local:
@@ -325,9 +324,9 @@ class SelfDistillation(Task):
 
     def couple(self, context: StepContext, collected: Sequence[Mapping[str, torch.Tensor]]) -> Coupled:
         """As `Task.couple`: assignments over the global batch, and KoLeo's gradients."""
-        prototypes, lengths = self._prototypes, {part: [len(rows[part]) for rows in collected] for part in _PARTS}
+        prototypes, lengths = self._prototypes, {part: [len(rows[part]) for rows in collected] for part in self._parts}
         del self._prototypes
-        taught = {part: torch.cat([rows[part] for rows in collected]) for part in _PARTS}
+        taught = {part: torch.cat([rows[part] for rows in collected]) for part in self._parts}
         self._note_taught(context, taught, prototypes, len(collected))
         assignments = self._assign(context, taught, prototypes)
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in collected]
@@ -467,14 +466,17 @@ def _whole(own: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
 
 def _packed(part: str, assignment: Assignment) -> dict[str, torch.Tensor]:
     """An assignment as tensors of a piece."""
-    names = ("rows", "prototypes", "of_prototypes", "of_rows")
+    names = ("rows", "prototypes", "of_prototypes")
     return {f"{part}/{name}": getattr(assignment, name) for name in names}
 
 
-def _unpacked(piece: Mapping[str, torch.Tensor], temperature: float) -> dict[str, Assignment]:
+def _unpacked(
+    piece: Mapping[str, torch.Tensor], temperature: float, tp: TensorParallel | None
+) -> dict[str, Assignment]:
     """The assignments in a piece."""
     of_parts = {
         part: {name.removeprefix(f"{part}/"): tensor for name, tensor in piece.items() if name.startswith(f"{part}/")}
         for part in _PARTS
+        if f"{part}/rows" in piece
     }
-    return {part: Assignment(temperature=temperature, **tensors) for part, tensors in of_parts.items()}
+    return {part: Assignment(temperature=temperature, tp=tp, **tensors) for part, tensors in of_parts.items()}

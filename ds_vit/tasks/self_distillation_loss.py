@@ -58,6 +58,11 @@ def _logsumexp_over_prototypes(logits: torch.Tensor, tp: TensorParallel | None) 
     return own if tp is None else stack_over_group(own, tp).logsumexp(0)
 
 
+def _log_softmax(logits: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+    """[..., k] on each rank of the tensor group: log softmax over all prototypes (a collective). Changes `logits`."""
+    return logits.log_softmax(-1) if tp is None else logits.sub_(_logsumexp_over_prototypes(logits, tp)[..., None])
+
+
 def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum) -> torch.Tensor:
     """The logarithm of the sum of exp(own) over the data-parallel ranks that have rows, from sums only.
 
@@ -80,35 +85,34 @@ def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum
 class Assignment:
     """How a teacher assigns rows to prototypes: q[r, k] = exp(rows[r] · prototypes[k] / temperature + a[k] + b[r]).
 
-    Each row sums to 1 over the prototypes of all ranks. The matrix is not kept.
+    Each row sums to 1 over the prototypes of all ranks, which decides b. The matrix is not kept.
 
     Attributes:
         rows: bottleneck features [R, E].
         prototypes: [k, E].
         temperature: of the teacher.
         of_prototypes: a [k].
-        of_rows: b [R].
+        tp: the group over which prototypes are sharded.
     """
 
     rows: torch.Tensor
     prototypes: torch.Tensor
     temperature: float
     of_prototypes: torch.Tensor
-    of_rows: torch.Tensor
+    tp: TensorParallel | None = None
 
     def narrow(self, start: int, count: int) -> Assignment:
         """The assignment of `count` rows from `start` on, of one micro-batch for example."""
-        part = slice(start, start + count)
-        return replace(self, rows=self.rows[part], of_rows=self.of_rows[part])
+        return replace(self, rows=self.rows[start : start + count])
 
     def exact(self) -> Assignment:
         """The same with prototypes converted to the type of the logits, once for all parts."""
         return replace(self, prototypes=_exact(self.prototypes))
 
     def logarithms(self, part: slice) -> torch.Tensor:
-        """log q of some rows: [rows, k]; of an `exact` assignment."""
-        logits = _logits(self.rows[part], self.prototypes, self.temperature)
-        return logits.add_(self.of_prototypes).add_(self.of_rows[part, None])
+        """log q of some rows: [rows, k]; of an `exact` assignment (a collective of the tensor group)."""
+        logits = _logits(self.rows[part], self.prototypes, self.temperature).add_(self.of_prototypes)
+        return _log_softmax(logits, self.tp)
 
 
 @torch.no_grad()
@@ -128,13 +132,7 @@ def centered(
         center: [k], in the logits' units before they are divided by the temperature.
         tp: the group over which prototypes are sharded.
     """
-    weights = _exact(prototypes)
-    of_prototypes = _exact(center).to(weights.dtype) / -temperature
-    of_rows = weights.new_empty(len(rows))
-    for part in _parts(len(rows)):
-        logits = _logits(rows[part], weights, temperature).add_(of_prototypes)
-        of_rows[part] = -_logsumexp_over_prototypes(logits, tp)
-    return Assignment(rows, prototypes, temperature, of_prototypes, of_rows)
+    return Assignment(rows, prototypes, temperature, _exact(center) / -temperature, tp)
 
 
 @torch.no_grad()
@@ -160,21 +158,18 @@ def sinkhorn(
     """
     assert iterations > 0, f"{iterations} iterations"
     weights = _exact(prototypes)
-    of_prototypes, of_rows = weights.new_zeros(len(weights)), weights.new_zeros(len(rows))
-    for iteration in range(iterations + 1):
+    of_prototypes = weights.new_zeros(len(weights))
+    for iteration in range(iterations):
         masses = torch.full((len(weights),), -math.inf, dtype=torch.float64, device=weights.device)
         # The rows of one iteration and the prototypes of the next in one pass over the logits.
         for part in _parts(len(rows)):
             logits = _logits(rows[part], weights, temperature)
             if iteration:
-                of_rows[part] = -_logsumexp_over_prototypes(logits + of_prototypes, tp)
-            if iteration < iterations:
-                of_part = logits.add_(of_rows[part, None]).logsumexp(0)
-                masses = torch.logaddexp(masses, of_part.double())
-        if iteration < iterations:
-            masses = _logsumexp_over_ranks(masses, len(rows) > 0, sum_over_ranks)
-            of_prototypes = -masses.to(weights.dtype)
-    return Assignment(rows, prototypes, temperature, of_prototypes, of_rows)
+                logits -= _logsumexp_over_prototypes(logits + of_prototypes, tp)[:, None]
+            masses = torch.logaddexp(masses, logits.logsumexp(0).double())
+        masses = _logsumexp_over_ranks(masses, len(rows) > 0, sum_over_ranks)
+        of_prototypes = -masses.to(weights.dtype)
+    return Assignment(rows, prototypes, temperature, of_prototypes, tp)
 
 
 @torch.no_grad()
@@ -231,19 +226,19 @@ class _CrossEntropy(torch.autograd.Function):
         groups, in_group, in_assignment = weights.shape
         own_prototypes, assignment = _exact(prototypes), assignment.exact()
         total = weights.new_zeros((), dtype=torch.float64)
-        d_student, d_prototypes = torch.zeros_like(student), torch.zeros_like(own_prototypes)
+        d_student = torch.empty_like(student)
+        d_prototypes = (torch.empty_like if groups else torch.zeros_like)(own_prototypes)
         for part in _parts(groups, max(in_group, in_assignment)):
             of_teacher = slice(part.start * in_assignment, part.stop * in_assignment)
             assigned = assignment.logarithms(of_teacher).exp_().unflatten(0, (-1, in_assignment))
             targets = weights[part] @ assigned
-            logits = _logits(student[part], own_prototypes, temperature)
-            logits -= _logsumexp_over_prototypes(logits, tp)[..., None]
+            logits = _log_softmax(_logits(student[part], own_prototypes, temperature), tp)
             total -= (targets * logits).sum(dtype=torch.float64)
             if differentiated:
                 # The rows of an assignment sum to 1, so those of the targets to the sum of their weights.
                 d_logits = logits.exp_().mul_(weights[part].sum(-1, keepdim=True)).sub_(targets).div_(temperature)
                 d_student[part] = d_logits @ own_prototypes
-                d_prototypes.addmm_(d_logits.flatten(0, 1).T, student[part].flatten(0, 1))
+                d_prototypes.addmm_(d_logits.flatten(0, 1).T, student[part].flatten(0, 1), beta=min(part.start, 1))
         ctx.save_for_backward(d_student, d_prototypes)
         ctx.dtype = prototypes.dtype
         return (total if tp is None else sum_over_group(total, tp)).to(student.dtype)
@@ -251,7 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_student, d_prototypes = ctx.saved_tensors
-        return grads[0] * d_student, (grads[0] * d_prototypes).to(ctx.dtype), None, None, None, None
+        return d_student.mul_(grads[0]), d_prototypes.mul_(grads[0]).to(ctx.dtype), None, None, None, None
 
 
 def assignment_cross_entropy(

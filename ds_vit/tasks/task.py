@@ -82,7 +82,7 @@ class StepContext(ABC):
             grad: whether gradients flow back into the tower.
 
         Returns:
-            Outputs of its last layer [B, …], in the type that the model computes in.
+            Outputs of its last layer [B, …], in the type that the model computes in; a layer may return several.
         """
 
     @abstractmethod

@@ -10,6 +10,7 @@ from ds_vit.models import (
     HeadSettings,
     ModelSpec,
     SequentialViT,
+    compute_class_token,
     create_self_distillation,
     initialise,
     take_apart_towers,
@@ -30,14 +31,16 @@ MODELS = {
 }
 
 
-def made(name="ViT", drop_path=0.3, **settings):
+def made(name="ViT", drop_path=0.3, reads_patches=True, **settings):
     """The description, and its towers in training mode with random values that are not zero."""
     model, kwargs = MODELS[name]
     spec = ModelSpec(model, img_size=16, drop_path=drop_path, model_kwargs={**SMALL, **kwargs})
-    whole = create_self_distillation(spec, SETTINGS)
+    whole = create_self_distillation(spec, SETTINGS, reads_patches=reads_patches)
     towers = {}
     for tower, layers in take_apart_towers(whole).items():
         initialise(tower_of(whole, tower), layers, seed=0, device="cpu")
+        for layer in layers:
+            compute_class_token(layer)
         towers[tower] = SequentialViT(layers, **settings).train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -106,13 +109,25 @@ def test_the_teacher_is_frozen_and_draws_nothing():
 
 def test_a_head_gives_rows_and_prototypes_of_length_1():
     _, towers = made()
-    outputs = towers[HEAD](torch.randn(5, 32))
-    assert outputs.shape == (5 + 12, 8)
+    rows, prototypes = towers[HEAD](torch.randn(5, 32))
+    assert (rows.shape, prototypes.shape) == ((5, 8), (12, 8))
+    outputs = torch.cat((rows, prototypes))
     torch.testing.assert_close(outputs.norm(dim=1), torch.ones(17))
     # The length of a prototype's weight has no gradient.
     weight = towers[HEAD].layers[0].last_layer.weight
     (outputs * torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
     torch.testing.assert_close((weight.grad * weight).sum(1), torch.zeros(12), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tower", [MAIN_TOWER, TEACHER])
+def test_the_class_token_is_that_of_all_tokens(tower):
+    # Catches: patches that are left out while they are read, a last block that computes them all the same.
+    whole = made(drop_path=0.0)[1][tower]
+    alone = made(drop_path=0.0, reads_patches=False)[1][tower]
+    images, keys = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(2)
+    every, one = whole(images, keys), alone(images, keys)
+    assert (every.shape[1], one.shape[1]) == (17, 1)
+    torch.testing.assert_close(one, every[:, :1])
 
 
 def test_the_cost_of_a_sample_counts_its_crops():
