@@ -120,6 +120,25 @@ def of_glyphs(record: Record) -> str:
     return "\n".join([table(header, rows), "", chance, conditions(record)])
 
 
+def of_dino(record: Record) -> str:
+    """k-NN top-1 before and after training, by seed."""
+    peers, runs = {"ds_vit": "ds_vit, two ranks", "lightly": "lightly, one process"}, record["runs"]
+    gains = {peer: [run[peer]["trained"] - run[peer]["random"] for run in runs] for peer in peers}
+    rows = [
+        [run["seed"], label, *(f"{run[peer][key]:.2f}" for key in ("random", "trained")), f"{gains[peer][place]:.2f}"]
+        for place, run in enumerate(runs)
+        for peer, label in peers.items()
+    ]
+    rows += [["mean ± deviation", label, "", "", described(gains[peer], 2)] for peer, label in peers.items()]
+    ratio = statistics.mean(gains["ds_vit"]) / statistics.mean(gains["lightly"])
+    timed = [run for run in runs if "cpu_seconds" in run]
+    cpu, wall = (" and ".join(f"{run[key] / 60:.0f}" for run in timed) for key in ("cpu_seconds", "wall_seconds"))
+    end = f"ds_vit's mean gain is {ratio:.2f} of lightly's. Two of the commands took {cpu} minutes of processor time, "
+    end += f"in {wall} minutes."
+    header = ("seed", "", "random weights", "trained", "gain")
+    return "\n".join([table(header, rows), "", end, conditions(record)])
+
+
 def of_distillation(record: Record) -> str:
     """Top-1 of the students."""
     names = {"alone": "without the teacher", "distilled": "with the teacher", "gain": "gain by seed"}
@@ -135,6 +154,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "amp": of_amp,
     "steps": of_steps,
     "glyphs": of_glyphs,
+    "dino_cifar": of_dino,
     "distilling_digits": of_distillation,
 }
 """By the stem of the JSON file."""
