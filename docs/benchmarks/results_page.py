@@ -8,6 +8,7 @@ Each file says by which command, when, on what and with which versions it was ma
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -146,6 +147,30 @@ def of_distillation(record: Record) -> str:
     return "\n".join([table(("student", "top-1, mean ± deviation of five seeds"), rows), "", conditions(record)])
 
 
+def of_vit_lite(record: Record) -> str:
+    """Segments of a run, its evaluations, and the control."""
+    epoch, published = record["steps_an_epoch"], record["published"]
+    segments, evaluations, control = record["segments"], record["evaluations"], record["control"]
+    rows = [[number, one["layout"], one["first_step"], one["last_step"]] for number, one in enumerate(segments, 1)]
+    done, deviation = segments[-1]["last_step"], control["deviation"]
+    changes = sum(a["layout"] != b["layout"] for a, b in itertools.pairwise(segments))
+    accuracies = [[f"{one['step'] / epoch:.0f}", f"{one['top1']:.2f}", f"{one['loss']:.3f}"] for one in evaluations]
+    so_far = (
+        f"{done / epoch:.2f} of {published['epochs']} epochs, {done:,} steps; layout changes: {changes}. "
+        f"Published after all epochs: about {published['top1']} % ({published['source']})."
+    )
+    checked = (
+        f"Control: {control['steps']} steps in {len(control['segments'])} layouts, one after the other, against the "
+        f"same steps on one rank, at the full learning rate from the first step. The loss falls from "
+        f"{control['first_loss']:.3f} to {control['last_loss']:.3f}. Largest relative deviation: loss "
+        f"{deviation['loss']:.1e}, gradient norm {deviation['grad_norm']:.1e}."
+    )
+    parts = [table(("segment", "layout", "first step", "last step"), rows), "", so_far, ""]
+    if accuracies:
+        parts += [table(("epoch", "top-1 on the 10,000 test images, %", "loss"), accuracies), ""]
+    return "\n".join([*parts, checked, "", conditions(record)])
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "faster_vit_ladder": of_ladder,
     "batch_second": of_layouts,
@@ -156,6 +181,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "glyphs": of_glyphs,
     "dino_cifar": of_dino,
     "distilling_digits": of_distillation,
+    "vit_lite": of_vit_lite,
 }
 """By the stem of the JSON file."""
 

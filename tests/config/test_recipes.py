@@ -22,7 +22,7 @@ from ds_vit import config
 RECIPES = ROOT / "launch" / "recipes"
 NAMES = ("deit3_small", "mae_finetune_base", "mae_pretrain_base", "bigvision_s16_90ep", "augreg")
 NAMES += ("clip_vit_b16", "lit", "siglip_so400m", "deit_distilled", "feature_distillation")
-NAMES += ("dino_vit_s16", "dinov2_vit_s14_own_data")
+NAMES += ("dino_vit_s16", "dinov2_vit_s14_own_data", "vit_lite_7_8_cifar10")
 TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 # The papers' rows: what the run must have resolved, in config.yaml and in the JSON that DeepSpeed gets.
@@ -50,6 +50,11 @@ ROWS = {
         {"task": "dino", "epochs": 100, "ibot_weight": 1.0, "koleo_weight": 0.1, "layer_decay": 0.9, "min_lr": 1e-6}
         | {"patch_embed_lr_mult": 0.2, "teacher_temp": 0.07, "warmup_teacher_temp_epochs": 30, "lr": 0.00283},
         ("AdamW", 0.04, 3.0, [0.9, 0.999]),
+    ),
+    "vit_lite_7_8_cifar10": (
+        {"epochs": 300, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
+        | {"mixup_off_epoch": 175, "smoothing": 0.1, "min_lr": 1e-5, "scale": [0.8, 1.0], "lr": 0.00055},
+        ("AdamW", 0.06, 0.0, [0.9, 0.999]),
     ),
     "mae_finetune_base": (
         {"epochs": 100, "drop_path": 0.1, "mixup": 0.8, "cutmix": 1.0, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}
