@@ -14,7 +14,7 @@
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
-parts=(tests runs optimizers ranks decode step-base step-large step-huge step-dino ladder plan)
+parts=(tests runs optimizers ranks decode step-base step-large step-huge step-dino ladder plan ladder-scaling amp layout)
 python=${PYTHON-}
 if [[ -z $python ]]; then
     python=$root/.venv/bin/python

@@ -166,12 +166,24 @@ def bench(words: Sequence[object], names: Sequence[str], peers: Sequence[str]) -
     return json_of("bench", "step", "--json", *words, "--deepspeed_config", *configs, "--against", *peers)
 
 
-def ladder(rehearse: bool) -> dict[str, Any]:
-    """`ds-vit bench ladder --json`."""
+def ladder(rehearse: bool, *, recipe: str = "") -> dict[str, Any]:
+    """`ds-vit bench ladder --json`; one rank leaves out the rungs between ranks."""
     words = ["--deepspeed_config", CONFIGS / "zero1_fp32.json", "--model", "vit_base_patch16_224", "-b", "64"]
     if rehearse:
         words = ["--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json", *TINY, "-b", "2", "--steps", "1"]
+    words += ["--recipe", recipe] if recipe else []
     return {"bench": json_of("bench", "ladder", "--json", *words, "--turns", "1" if rehearse else "6")}
+
+
+def recorded(rehearse: bool, *, script: str, words: Sequence[str] = (), small: Sequence[str] = ()) -> dict[str, Any]:
+    """The table of a script of this folder that records its figures, as in docs/results.md."""
+    from results_page import TABLES
+
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        device = ["--device", "cpu", *small] if rehearse else ["--device", "cuda"]
+        run(FOLDER / f"{script}.py", "--output", result, *(word.format(folder=folder) for word in words), *device)
+        return {"markdown": TABLES[script](json.loads(result.read_text()))}
 
 
 def plan(rehearse: bool) -> dict[str, Any]:
@@ -220,6 +232,14 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "decode": decode,
     **{f"step-{kind}": partial(step, kind=kind) for kind in STEPS},
     "ladder": ladder,
+    "ladder-scaling": partial(ladder, recipe="scaling"),
+    "amp": partial(
+        recorded,
+        script="amp",
+        words=("--dataset", "digits", "--folder", "{folder}/runs"),
+        small=("--epochs", "1", "--max-steps", "1"),
+    ),
+    "layout": partial(recorded, script="batch_second", small=("--turns", "1")),
     "plan": plan,
 }
 

@@ -136,6 +136,8 @@ KINDS = {
     "decode": (lambda part: part["markdown"], "JPEG files decoded on the device"),
     "step": (lambda part: of_steps([part]), "A training step, fastest turn"),
     "ladder": (of_ladder, "The ladder"),
+    "amp": (lambda part: part["markdown"], "A run in each number format, on the digits"),
+    "layout": (lambda part: part["markdown"], "A block with tokens first, next to timm's"),
     "plan": (of_plan, "Planned with the figures of `ds-vit plan --calibrate`, and measured"),
 }
 
