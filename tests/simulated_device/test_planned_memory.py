@@ -91,11 +91,12 @@ def test_the_peak_with_a_teacher_is_what_was_planned(ranks, device_library, tmp_
 def test_the_peak_of_dino_is_what_was_planned(ranks, device_library, tmp_path, case):
     """Catches: small crops that count as large ones, a head or prototypes left out, logits of all rows at once.
 
-    Recomputed, the update is the fullest moment: the copies for the patch embedding's rate are left out.
+    Recomputed, the update is the fullest moment: the copies for the patch embedding's rate are left out. In bf16 the
+    backward pass is, of whose loss in fp32 the plan knows nothing.
     """
-    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *WITHOUT_MIXUP, *DINO) == pytest.approx(
-        1, rel=0.1
-    )
+    limit = 0.2 if case == "bf16" else 0.1
+    words = (*WITHOUT_MIXUP, *DINO)
+    assert deviation(ranks, device_library, TEACHERS[case], tmp_path, *words) == pytest.approx(1, rel=limit)
 
 
 @pytest.mark.one_in(2)
