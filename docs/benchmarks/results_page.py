@@ -174,6 +174,7 @@ def of_vit_lite(record: Record) -> str:
 TABLES: dict[str, Callable[[Record], str]] = {
     "faster_vit_ladder": of_ladder,
     "batch_second": of_layouts,
+    "scaling_ladder": of_ladder,
     "largest_model": of_largest,
     "bridgetower_ladder": of_ladder,
     "amp": of_amp,
