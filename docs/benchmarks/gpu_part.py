@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
+import itertools
 import json
 import os
 import platform
@@ -147,7 +148,7 @@ STEPS = {
     ),
     "dino": ("vit_small_patch16_224", 64, [(("zero0_bf16",), ("lightly",)), (("zero1_bf16",), ("lightly",))]),
 }
-# What lightly's loop has: crops' loss alone.
+# lightly's loop has only the loss over crops.
 DINO = ("--task", "dino", "--ibot-weight", "0", "--koleo-weight", "0", "--local-crops-size", "96")
 
 
@@ -202,11 +203,10 @@ def plan(rehearse: bool) -> dict[str, Any]:
         figures = json_of("plan", "--calibrate", file, "--json")
         calibrated = accelerator(str(file))
     found = []
-    for words in models:
-        turns = ["--turns", "1", "--steps", "1"] if rehearse else ["--turns", "6"]
-        benches = [bench([*words, *turns], names, ["timm"]) for names in together]
-        ours = {name: (measured, side) for measured in benches for name, side in measured["ours"].items()}
-        for name, (measured, side) in ours.items():
+    turns = ["--turns", "1", "--steps", "1"] if rehearse else ["--turns", "6"]
+    for words, names in itertools.product(models, together):
+        measured = bench([*words, *turns], names, ["timm"])
+        for name, side in measured["ours"].items():
             flags = [*words, "--deepspeed_config", str(CONFIGS / f"{name}.json")]
             config = resolve_engine(flags, Process("none", 0, 1, 0, 1))
             cost = Cost(config)
@@ -237,7 +237,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
         recorded,
         script="amp",
         words=("--dataset", "digits", "--folder", "{folder}/runs"),
-        small=("--epochs", "1", "--max-steps", "1"),
+        small=("--epochs", "1", "--warmup-epochs", "0", "--max-steps", "1"),
     ),
     "layout": partial(recorded, script="batch_second", small=("--turns", "1")),
     "plan": plan,

@@ -284,7 +284,10 @@ def test_an_unknown_part_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    [("ranks", "step-base"), pytest.param(("tests", "decode", "plan"), marks=pytest.mark.exhaustive)],
+    [
+        ("ranks", "step-base"),
+        pytest.param(("tests", "decode", "plan", "ladder-scaling", "amp", "layout"), marks=pytest.mark.exhaustive),
+    ],
     ids=" ".join,
 )
 def test_parts_are_rehearsed(tmp_path, parts):
