@@ -7,9 +7,9 @@ ten epochs; here a small ViT takes its place. DIR has the folders train and val,
 (ten_epochs.py makes a tenth of CIFAR-10); `--dataset digits` needs none. Finished runs are kept in --folder. The
 figures go to docs/benchmarks/amp.json; results_page.py makes the table.
 
-DeepSpeed 0.19.8 and ds_vit reject fp16 on a CPU. There the runs in fp16 are told that the CPU supports it: torch then
-computes in fp16, so accuracy and gradients are those of fp16. Their time says nothing and is left out: this arithmetic
-is emulated and tens of times slower than fp32.
+DeepSpeed 0.19.8 and ds_vit reject fp16 on a CPU. The script overrides this check: torch then computes in fp16, so the
+accuracy and the gradients are those of fp16. The time of these runs is not reported, because the CPU emulates fp16 and
+is tens of times slower than in fp32.
 """
 
 from __future__ import annotations

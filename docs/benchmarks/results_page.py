@@ -84,16 +84,8 @@ def of_layouts(record: Record) -> str:
     """A block with tokens first over one with images first."""
     rows = []
     for block in record["blocks"]:
-        first, second = (1e3 * min(times) for times in block["seconds"].values())
-        row = [
-            block["block"],
-            block["images"],
-            block["dtype"],
-            f"{first:.2f}",
-            f"{second:.2f}",
-            f"{block['ratio']:.3f}",
-        ]
-        rows.append(row)
+        milliseconds = (f"{1e3 * min(times):.2f}" for times in block["seconds"].values())
+        rows.append([*(block[key] for key in ("block", "images", "dtype")), *milliseconds, f"{block['ratio']:.3f}"])
     header = ("block", "images", "type", "(B, N, C), ms", "(N, B, C), ms", "images/s of (N, B, C) over (B, N, C)")
     return "\n".join([table(header, rows), "", conditions(record)])
 
@@ -134,10 +126,8 @@ def of_dino(record: Record) -> str:
     rows += [["mean ± deviation", label, "", "", described(gains[peer], 2)] for peer, label in peers.items()]
     ours, earlier, theirs = (statistics.mean(gains[peer]) for peer in peers)
     wall, cpu = (", ".join(f"{run[key] / 60:.1f}" for run in runs) for key in ("wall_seconds", "cpu_seconds"))
-    end = (
-        f"ds_vit's mean gain is {ours / theirs:.2f} of lightly's, and {earlier / theirs:.2f} with the other rounding. "
-    )
-    end += f"The commands took {wall} minutes, and {cpu} of processor time."
+    end = f"ds_vit's mean gain is {ours / theirs:.2f} of lightly's, and {earlier / theirs:.2f} with the other rounding."
+    end += f" The commands took {wall} minutes, and {cpu} of processor time."
     header = ("seed", "", "random weights", "trained", "gain")
     return "\n".join([table(header, rows), "", end, conditions(record)])
 

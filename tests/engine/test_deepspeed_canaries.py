@@ -406,7 +406,7 @@ def waits_on_a_rank(config):
     ids=["ZeRO-2", "BF16_Optimizer"],
 )
 def test_a_step_reads_its_norm_again_and_again(ranks, config, waits, looks, norms):
-    """engine/patches/norms.py clips on the device and lets the norm alone say what is not finite: one read is left. It
+    """engine/patches/norms.py clips on the device and checks only the norm for values that are not finite: one read. It
     takes the norms of ZeRO-2's gradients in one call."""
     assert ranks.run(1, waits_on_a_rank, config) == [(waits, looks, norms)]
 

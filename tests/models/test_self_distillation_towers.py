@@ -123,11 +123,11 @@ def test_a_head_gives_rows_and_prototypes_of_length_1():
 def test_the_class_token_is_that_of_all_tokens(tower):
     # Catches: patches that are left out while they are read, a last block that computes them all the same.
     whole = made(drop_path=0.0)[1][tower]
-    alone = made(drop_path=0.0, reads_patches=False)[1][tower]
+    without_patches = made(drop_path=0.0, reads_patches=False)[1][tower]
     images, keys = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(2)
-    every, one = whole(images, keys), alone(images, keys)
-    assert (every.shape[1], one.shape[1]) == (17, 1)
-    torch.testing.assert_close(one, every[:, :1])
+    tokens, class_token = whole(images, keys), without_patches(images, keys)
+    assert (tokens.shape[1], class_token.shape[1]) == (17, 1)
+    torch.testing.assert_close(class_token, tokens[:, :1])
 
 
 def test_the_cost_of_a_sample_counts_its_crops():

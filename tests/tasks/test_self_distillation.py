@@ -1,6 +1,6 @@
 """DINO with iBOT in every layout against one plain process (tests/support/plain_dino.py).
 
-A selection in which every pair of choices occurs always runs; `pytest --exhaustive` runs the full product.
+A part of a selection in which every pair of choices occurs always runs; `pytest --exhaustive` runs the full product.
 """
 
 import contextlib
