@@ -6,8 +6,8 @@ tokens and patches, initial values, and a mask token that replaces patches befor
 
 The student's backbone is the main tower and has timm's names; `dino_head`, `teacher` and `teacher_head` are further
 towers. A backbone gives all its normed tokens in training and the class token in evaluation. It takes images of several
-sizes in one step. Weight normalisation of the prototypes is a function of the weight in the head's forward pass, so the
-weight is one parameter, and its norm is fixed at 1.
+sizes in one step. Weight normalisation of the prototypes is a function of the weight, so the weight is one parameter,
+and its norm is fixed at 1. The losses divide by it.
 
 Shapes: B images, S tokens, D width of the ViT, N patches, R rows of a head call, E width of the bottleneck, K
 prototypes (K / tp of a rank where they are sharded).
@@ -71,10 +71,11 @@ class Prototypes(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, width, device=device))
 
-    def forward(self) -> torch.Tensor:
-        """Each prototype divided by its length, float32 [K / tp, E]."""
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight, float32 [K / tp, E], and the lengths of its rows [K / tp], through which no gradient passes."""
         weight = self.weight.float()
-        return torch._weight_norm(weight, weight.new_ones(len(weight), 1))
+        # Another tensor than the parameter, whose memory ZeRO-3 takes away after the forward pass.
+        return weight.view_as(weight), torch.linalg.vector_norm(weight.detach(), dim=-1)
 
 
 class ProjectionHead(nn.Module):
@@ -127,13 +128,13 @@ class ProjectionHeadLayer(Layer):
         first = self.mlp[0]
         return torch.empty(rows, first.in_features, dtype=first.weight.dtype, device="meta")
 
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows [R, D], …) -> rows of length 1, float32 [R, E], and this rank's prototypes of length 1 [K / tp, E].
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows [R, D], …) -> rows of length 1, float32 [R, E], and what this rank's `Prototypes` give.
 
         The prototypes are read within the forward pass of their owner, around which ZeRO-3 gathers them, and gradients
         return to it.
         """
-        return F.normalize(self.mlp(inputs[0]).float(), dim=-1), self.last_layer()
+        return F.normalize(self.mlp(inputs[0]).float(), dim=-1), *self.last_layer()
 
 
 class TokenViT(nn.Module):

@@ -373,7 +373,6 @@ class Kept(NamedTuple):
         given_saved: of those, what is among `bytes`.
         dear: bytes of the outputs of its products of matrices and attention (models/checkpointing.py).
         dear_saved: of those, what is among `bytes`.
-        fixed: bytes that autograd saves whatever the number of images: the normalised prototypes of a head.
     """
 
     bytes: int
@@ -382,7 +381,6 @@ class Kept(NamedTuple):
     given_saved: int
     dear: int
     dear_saved: int
-    fixed: int = 0
 
 
 def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype = torch.float32) -> list[Kept]:
@@ -402,14 +400,12 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     images = 2  # of a single one some copies are views
-    found = more = count_each(model, layers, count, images=images, dtype=dtype)
-    if any(layer.images_per_sample[0] != 1.0 for layer in layers):  # else what is fixed counts as the images'
-        more = count_each(model, layers, count, images=2 * images, dtype=dtype)
     kept = []
-    for layer, (sizes, inputs), (of_more, _) in zip(layers, found, more, strict=True):
-        fixed = max(0, 2 * sizes[0] - of_more[0]) if found is not more else 0
-        total, *parts = (int(size * layer.images_per_sample[0] / images) for size in (sizes[0] - fixed, *sizes[1:]))
-        kept.append(Kept(total, inputs, *parts, fixed=fixed))
+    for layer, (sizes, inputs) in zip(
+        layers, count_each(model, layers, count, images=images, dtype=dtype), strict=True
+    ):
+        total, *parts = (int(size * layer.images_per_sample[0] / images) for size in sizes)
+        kept.append(Kept(total, inputs, *parts))
     return kept
 
 
@@ -479,6 +475,13 @@ def temporary_memory(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype
     return [found[id(of_two)] for of_two in few]
 
 
+def most_allocated(function: Callable[[], object]) -> int:
+    """The most bytes that what `function` allocates takes at a time, on the meta device."""
+    with _Live() as live:
+        function()
+    return max(live.course, default=0)
+
+
 def _fullest(moments: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Those moments that no other one exceeds with every micro-batch."""
     kept: list[tuple[float, float]] = []
@@ -504,7 +507,7 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in [] if func.is_view else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -210,6 +210,7 @@ class MemoryRules:
         checkpointing: of activations.
         rates: share of the trained weights with rates of their own, which are applied to a copy of them.
         inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.
+        loss: micro-batch → the most bytes that its loss takes between the two passes.
 
     Attributes:
         zero: ZeRO's block of the JSON.
@@ -242,9 +243,10 @@ class MemoryRules:
         checkpointing: Checkpointing,
         rates: float = 0.0,
         inputs: int = 0,
+        loss: Callable[[int], int] = lambda micro_batch: 0,
     ) -> None:
         self.json, self.layout, self.average, self.checkpointing = json, layout, average, checkpointing
-        self.rates, self.inputs = rates, inputs
+        self.rates, self.inputs, self.loss = rates, inputs, loss
         zero = self.zero = json.get("zero_optimization") or {}
         stage = self.stage = int(zero.get("stage", 0))
         self.autocast = "autocast" in precision.name
@@ -349,11 +351,6 @@ class StageMemory:
         """Bytes of an image that wait for the backward pass."""
         return sum(run.waiting for run in self._runs)
 
-    @property
-    def _fixed(self) -> int:
-        """Bytes that wait for the backward pass whatever the micro-batch."""
-        return sum(layer.kept.fixed for layer in self.layers)
-
     def states(self, *, accumulated: bool = False) -> RankMemory:
         """Without activations.
 
@@ -411,7 +408,7 @@ class StageMemory:
         """With this micro-batch and accumulation."""
         micro_batch, under_way = batch.micro_batch, min(self.ahead, batch.accumulation)
         again = max((run.again for run in self._runs), default=0.0)
-        activations = (self.waiting * under_way + again) * micro_batch + self._fixed
+        activations = (self.waiting * under_way + again) * micro_batch
         states = self.states(accumulated=batch.accumulation > 1)
         is_first = self.ahead == self.rules.layout.pp  # of the stages: it holds the inputs of a coupled step
         inputs = self.rules.inputs * micro_batch if is_first and batch.accumulation > 1 else 0
@@ -427,7 +424,7 @@ class StageMemory:
         return on_device(self.of(batch), self.rules)
 
     def _going_back(self, batch: BatchSizes, under_way: int) -> float:
-        """Activations, temporary memory and gradients, at the fullest moment of the backward pass.
+        """Activations, temporary memory and gradients, at the fullest moment of loss and backward pass.
 
         Args:
             batch: arithmetic.
@@ -439,7 +436,9 @@ class StageMemory:
         # All gradients are held from the start where some of earlier micro-batches are.
         held = rules.sums_apart or rules.sums_going_back or in_place or rules.stage == 3
         held = held or batch.accumulation > under_way
-        waiting, fullest, done = self.waiting, 0.0, 0
+        waiting, done = self.waiting, 0
+        fullest = rules.of_gradient * (share if held else 0) + batch.micro_batch * waiting * under_way
+        fullest += rules.loss(batch.micro_batch)
         width = _AUTOCAST_OF_FP32 if rules.autocast else 1.0  # over what layers make in the types that they have
         made_by = functools.cache(lambda back: back.of(batch.micro_batch) * width)  # blocks that are alike share one
         for run in reversed(self._runs):
@@ -452,7 +451,7 @@ class StageMemory:
             if run.forward_only and rules.stage == 3 and rules.layout.dp > 1:
                 of_trained, of_teacher = self._gathered
                 made += rules.of_type * (of_teacher - of_trained)
-            fullest = max(fullest, so_far + made + batch.micro_batch * images + self._fixed)
+            fullest = max(fullest, so_far + made + batch.micro_batch * images)
             waiting -= run.waiting
             done += run.trained
         return fullest

@@ -29,15 +29,16 @@ from ds_vit.config.schema import names_of_task
 from ds_vit.data import CropConfig, ImageConfig, Source
 from ds_vit.data.augment.block_masks import block_masks
 from ds_vit.data.settings import NUM_GLOBAL
-from ds_vit.models import MAIN_TOWER, HeadSettings, ModelSpec, SelfDistillationViT, create_self_distillation
+from ds_vit.models import MAIN_TOWER, HeadSettings, Layer, ModelSpec, SelfDistillationViT, create_self_distillation
 from ds_vit.models.resolution import check_sizes
-from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, count_crops
+from ds_vit.models.self_distillation import HEAD, TEACHER, TEACHER_HEAD, ProjectionHeadLayer, count_crops
 from ds_vit.parallel.tensor import TensorParallel, stack_over_group
 from ds_vit.tasks.metrics import Batch, Figure, Metrics
 from ds_vit.tasks.schedules import Horizon, cosine, linear_warmup
 from ds_vit.tasks.self_distillation_loss import (
     Assignment,
     Gauges,
+    Prototypes,
     Sum,
     assignment_cross_entropy,
     centered,
@@ -56,6 +57,8 @@ _NO_CLASSIFIER = "its model has no classifier"
 _SIZES = "its crops are of two sizes, --img-size and --local-crops-size"
 _PARTS = ("class", "patch")
 """Class tokens and masked patches: each with its own centre or Sinkhorn-Knopp."""
+_PACKED = ("rows", "weight", "lengths", "of_prototypes")
+"""What a piece has of each part's assignment."""
 
 
 _Taught = dict[str, torch.Tensor]
@@ -136,7 +139,7 @@ class SelfDistillation(Task):
         model = create_self_distillation(spec, settings, for_training=for_training, reads_patches=reads_patches)
         if config.local_crops_number:
             check_sizes(model, spec.name, [_local_size(config, model)])
-        masked = config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
+        masked = _masked_share(config) if config.ibot_weight else 0.0
         count_crops(
             model,
             num_local=config.local_crops_number,
@@ -218,13 +221,13 @@ class SelfDistillation(Task):
 
     def _project(
         self, context: StepContext, tower: str, rows: Sequence[torch.Tensor], batch: Batch
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], Prototypes]:
         """Bottleneck features of each tensor of rows, and the prototypes: one call, so that ZeRO-3 gathers once."""
-        features, prototypes = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
-        return [*features.split([len(tensor) for tensor in rows])], prototypes
+        features, *prototypes = context.forward(tower, [torch.cat([*rows])], batch, grad=tower == HEAD)
+        return [*features.split([len(tensor) for tensor in rows])], Prototypes(*prototypes)
 
-    def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, torch.Tensor]:
-        """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E]; prototypes [k, E]."""
+    def _teach(self, context: StepContext, batch: Batch, views: _Views) -> tuple[_Taught, Prototypes]:
+        """The teacher's bottleneck features of class tokens [2B, E] and masked patches [M, E], and its prototypes."""
         tokens = self._tokens(context, TEACHER, batch["images"], views, 0, masked=False)
         if context.measures:
             if self._gauged_step != context.step:
@@ -234,7 +237,7 @@ class SelfDistillation(Task):
         features, prototypes = self._project(context, TEACHER_HEAD, rows, batch)
         return dict(zip(self._parts, features, strict=False)), prototypes
 
-    def _assign(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor) -> dict[str, Assignment]:
+    def _assign(self, context: StepContext, taught: _Taught, prototypes: Prototypes) -> dict[str, Assignment]:
         """The assignments of class tokens and of masked patches (a collective)."""
         temperature, total, tp = context.schedules["teacher_temp"], _sum_over(context), self._tp
         assignments = {
@@ -251,7 +254,7 @@ class SelfDistillation(Task):
         """This rank's share of numbers of all prototypes: [K] -> [k]."""
         return of_all if self._tp is None else of_all.chunk(self._tp.size)[self._tp.rank]
 
-    def _note_taught(self, context: StepContext, taught: _Taught, prototypes: torch.Tensor, micro_batches: int) -> None:
+    def _note_taught(self, context: StepContext, taught: _Taught, prototypes: Prototypes, micro_batches: int) -> None:
         """Find the next centres once the rows of a step are complete (then a collective); they count after its update.
 
         Args:
@@ -388,6 +391,24 @@ class SelfDistillation(Task):
         """As `Task.gauges`: those of collapse, of the teacher's class tokens."""
         return self._gauges.compute(_sum_over(context), self._tp) if self._gauged_step == context.step else {}
 
+    def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
+        """As `Task.loss_on_meta`: assignments without a centre, and as many masked patches as are expected."""
+        student, teacher = (layer.last_layer for layer in layers if isinstance(layer, ProjectionHeadLayer))
+        (own, theirs), width = (Prototypes(*tower()) for tower in (student, teacher)), student.weight.shape[1]
+
+        def cross_entropy(groups: int, in_group: int, in_assignment: int, weights: torch.Tensor) -> torch.Tensor:
+            rows = torch.empty(groups, in_group, width, device="meta", requires_grad=True)
+            of_teacher = torch.empty(groups * in_assignment, width, device="meta")
+            assignment = Assignment(of_teacher, theirs, 1.0, torch.empty_like(theirs.lengths))
+            return assignment_cross_entropy(rows, own, 1.0, assignment, weights)
+
+        pairs = crop_weights(samples, self.crops.num_local)
+        loss = cross_entropy(samples, pairs.shape[1], pairs.shape[2], pairs)
+        if self.masks_patches:
+            patches = round(NUM_GLOBAL * samples * self.model.patch_embed.num_patches * _masked_share(self.config))
+            loss = loss + cross_entropy(patches, 1, 1, torch.empty(patches, 1, 1))
+        return loss
+
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def outputs(self, context: StepContext, batch: Batch) -> torch.Tensor:
@@ -432,6 +453,11 @@ def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
     return config.local_crops_size or max(1, round(96 / patch)) * patch
 
 
+def _masked_share(config: RunConfig) -> float:
+    """Of the global crops' patches, expected."""
+    return config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2
+
+
 def _pair(values: Sequence[float]) -> tuple[float, float]:
     low, high = values
     return low, high
@@ -466,17 +492,17 @@ def _whole(own: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
 
 def _packed(part: str, assignment: Assignment) -> dict[str, torch.Tensor]:
     """An assignment as tensors of a piece."""
-    names = ("rows", "prototypes", "of_prototypes")
-    return {f"{part}/{name}": getattr(assignment, name) for name in names}
+    tensors = (assignment.rows, *assignment.prototypes, assignment.of_prototypes)
+    return {f"{part}/{name}": tensor for name, tensor in zip(_PACKED, tensors, strict=True)}
 
 
 def _unpacked(
     piece: Mapping[str, torch.Tensor], temperature: float, tp: TensorParallel | None
 ) -> dict[str, Assignment]:
     """The assignments in a piece."""
-    of_parts = {
-        part: {name.removeprefix(f"{part}/"): tensor for name, tensor in piece.items() if name.startswith(f"{part}/")}
-        for part in _PARTS
-        if f"{part}/rows" in piece
-    }
-    return {part: Assignment(temperature=temperature, tp=tp, **tensors) for part, tensors in of_parts.items()}
+    found = {}
+    for part in _PARTS:
+        if f"{part}/rows" in piece:
+            rows, weight, lengths, of_prototypes = (piece[f"{part}/{name}"] for name in _PACKED)
+            found[part] = Assignment(rows, Prototypes(weight, lengths), temperature, of_prototypes, tp)
+    return found

@@ -17,10 +17,11 @@ rank, B samples of this rank, D width of the features, dp data-parallel ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +41,32 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _logits(rows: torch.Tensor, prototypes: torch.Tensor, temperature: float) -> torch.Tensor:
-    """rows [..., E], prototypes [k, E] → [..., k] without autocast, which would multiply in 16 bits."""
-    with torch.autocast(rows.device.type, enabled=False):
-        return (_exact(rows) @ prototypes.T).div_(temperature)
+class Prototypes(NamedTuple):
+    """This rank's prototypes: the rows of a weight, each divided by its length, which is done to their logits.
+
+    Attributes:
+        weight: [k, E], in which the losses are differentiated.
+        lengths: of its rows [k]; no gradient passes through them.
+    """
+
+    weight: torch.Tensor
+    lengths: torch.Tensor
+
+    def exact(self) -> Prototypes:
+        """In the type of the logits, converted once for all parts."""
+        return Prototypes(_exact(self.weight), _exact(self.lengths))
+
+
+def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast would multiply in 16 bits. The meta device, on which the loss is planned, has none."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
+
+
+def _logits(rows: torch.Tensor, prototypes: Prototypes, temperature: float) -> torch.Tensor:
+    """rows [..., E], exact prototypes → [..., k]."""
+    with _without_autocast(rows):
+        return (_exact(rows) @ prototypes.weight.T).div_(prototypes.lengths * temperature)
 
 
 def _parts(count: int, rows_of_one: int = 1) -> Iterator[slice]:
@@ -59,8 +82,8 @@ def _logsumexp_over_prototypes(logits: torch.Tensor, tp: TensorParallel | None) 
 
 
 def _log_softmax(logits: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
-    """[..., k] on each rank of the tensor group: log softmax over all prototypes (a collective). Changes `logits`."""
-    return logits.log_softmax(-1) if tp is None else logits.sub_(_logsumexp_over_prototypes(logits, tp)[..., None])
+    """[..., k] on each rank of the tensor group: log softmax over all prototypes (a collective)."""
+    return logits.log_softmax(-1) if tp is None else logits - _logsumexp_over_prototypes(logits, tp)[..., None]
 
 
 def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum) -> torch.Tensor:
@@ -89,14 +112,14 @@ class Assignment:
 
     Attributes:
         rows: bottleneck features [R, E].
-        prototypes: [k, E].
+        prototypes: of the teacher.
         temperature: of the teacher.
         of_prototypes: a [k].
         tp: the group over which prototypes are sharded.
     """
 
     rows: torch.Tensor
-    prototypes: torch.Tensor
+    prototypes: Prototypes
     temperature: float
     of_prototypes: torch.Tensor
     tp: TensorParallel | None = None
@@ -107,7 +130,7 @@ class Assignment:
 
     def exact(self) -> Assignment:
         """The same with prototypes converted to the type of the logits, once for all parts."""
-        return replace(self, prototypes=_exact(self.prototypes))
+        return replace(self, prototypes=self.prototypes.exact())
 
     def logarithms(self, part: slice) -> torch.Tensor:
         """log q of some rows: [rows, k]; of an `exact` assignment (a collective of the tensor group)."""
@@ -118,7 +141,7 @@ class Assignment:
 @torch.no_grad()
 def centered(
     rows: torch.Tensor,
-    prototypes: torch.Tensor,
+    prototypes: Prototypes,
     temperature: float,
     center: torch.Tensor,
     tp: TensorParallel | None = None,
@@ -127,7 +150,7 @@ def centered(
 
     Args:
         rows: [R, E].
-        prototypes: [k, E].
+        prototypes: of the teacher.
         temperature: of the teacher.
         center: [k], in the logits' units before they are divided by the temperature.
         tp: the group over which prototypes are sharded.
@@ -138,7 +161,7 @@ def centered(
 @torch.no_grad()
 def sinkhorn(
     rows: torch.Tensor,
-    prototypes: torch.Tensor,
+    prototypes: Prototypes,
     temperature: float,
     sum_over_ranks: Sum,
     tp: TensorParallel | None = None,
@@ -157,30 +180,30 @@ def sinkhorn(
         iterations: at least 1.
     """
     assert iterations > 0, f"{iterations} iterations"
-    weights = _exact(prototypes)
-    of_prototypes = weights.new_zeros(len(weights))
+    exact = prototypes.exact()
+    of_prototypes = torch.zeros_like(exact.lengths)
     for iteration in range(iterations):
-        masses = torch.full((len(weights),), -math.inf, dtype=torch.float64, device=weights.device)
+        masses = torch.full_like(of_prototypes, -math.inf, dtype=torch.float64)
         # The rows of one iteration and the prototypes of the next in one pass over the logits.
         for part in _parts(len(rows)):
-            logits = _logits(rows[part], weights, temperature)
+            logits = _logits(rows[part], exact, temperature)
             if iteration:
                 logits -= _logsumexp_over_prototypes(logits + of_prototypes, tp)[:, None]
             masses = torch.logaddexp(masses, logits.logsumexp(0).double())
         masses = _logsumexp_over_ranks(masses, len(rows) > 0, sum_over_ranks)
-        of_prototypes = -masses.to(weights.dtype)
+        of_prototypes = -masses.to(of_prototypes.dtype)
     return Assignment(rows, prototypes, temperature, of_prototypes, tp)
 
 
 @torch.no_grad()
-def mean_logits(rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Sum) -> tuple[torch.Tensor, torch.Tensor]:
+def mean_logits(rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the logits over the rows of all data-parallel ranks, which may have different numbers (a collective).
 
     Logits are linear in the rows: only the sum of the rows and their number are exchanged.
 
     Args:
         rows: of all micro-batches [R, E].
-        prototypes: [k, E].
+        prototypes: of the teacher.
         sum_over_ranks: as `Sum`.
 
     Returns:
@@ -188,15 +211,13 @@ def mean_logits(rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Su
     """
     sums = rows.sum(0, dtype=torch.float64)
     sums = sum_over_ranks(torch.cat((sums, sums.new_full((1,), len(rows)))))
-    weights = _exact(prototypes)
-    mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(weights.dtype)
-    return _logits(mean, weights, 1.0), sums[-1]
+    exact = prototypes.exact()
+    mean = (sums[:-1] / sums[-1].clamp(min=1.0)).to(exact.weight.dtype)
+    return _logits(mean, exact, 1.0), sums[-1]
 
 
 @torch.no_grad()
-def next_center(
-    center: torch.Tensor, rows: torch.Tensor, prototypes: torch.Tensor, sum_over_ranks: Sum
-) -> torch.Tensor:
+def next_center(center: torch.Tensor, rows: torch.Tensor, prototypes: Prototypes, sum_over_ranks: Sum) -> torch.Tensor:
     """The centre of the next step: it moves by 1/10 towards the mean logits of this one (a collective).
 
     Args:
@@ -215,43 +236,50 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         student: torch.Tensor,
-        prototypes: torch.Tensor,
+        weight: torch.Tensor,
+        lengths: torch.Tensor,
         temperature: float,
         assignment: Assignment,
         weights: torch.Tensor,
         tp: TensorParallel | None,
     ) -> torch.Tensor:
-        """student [G, V, E], prototypes [k, E], weights [G, V, U]; under `tp` d_student is this rank's summand."""
+        """student [G, V, E], weight [k, E], weights [G, V, U]; under `tp` d_student is this rank's summand."""
         differentiated = any(ctx.needs_input_grad)
         groups, in_group, in_assignment = weights.shape
-        own_prototypes, assignment = _exact(prototypes), assignment.exact()
+        prototypes, assignment = Prototypes(weight, lengths).exact(), assignment.exact()
         total = weights.new_zeros((), dtype=torch.float64)
         d_student = torch.empty_like(student)
-        d_prototypes = (torch.empty_like if groups else torch.zeros_like)(own_prototypes)
+        d_weight = (torch.empty_like if groups else torch.zeros_like)(prototypes.weight)
+        along = torch.zeros_like(prototypes.lengths)  # each prototype · its gradient, as if its length were 1
         for part in _parts(groups, max(in_group, in_assignment)):
             of_teacher = slice(part.start * in_assignment, part.stop * in_assignment)
             assigned = assignment.logarithms(of_teacher).exp_().unflatten(0, (-1, in_assignment))
             targets = weights[part] @ assigned
-            logits = _log_softmax(_logits(student[part], own_prototypes, temperature), tp)
-            total -= (targets * logits).sum(dtype=torch.float64)
+            logits = _logits(student[part], prototypes, temperature)
+            logarithms = _log_softmax(logits, tp)
+            total -= (targets * logarithms).sum(dtype=torch.float64)
             if differentiated:
                 # The rows of an assignment sum to 1, so those of the targets to the sum of their weights.
-                d_logits = logits.exp_().mul_(weights[part].sum(-1, keepdim=True)).sub_(targets).div_(temperature)
-                d_student[part] = d_logits @ own_prototypes
-                d_prototypes.addmm_(d_logits.flatten(0, 1).T, student[part].flatten(0, 1), beta=min(part.start, 1))
-        ctx.save_for_backward(d_student, d_prototypes)
-        ctx.dtype = prototypes.dtype
+                d_logits = logarithms.exp_().mul_(weights[part].sum(-1, keepdim=True)).sub_(targets)
+                along += logits.mul_(d_logits).sum((0, 1))
+                d_products = d_logits.div_(prototypes.lengths * temperature)
+                d_student[part] = d_products @ prototypes.weight
+                d_weight.addmm_(d_products.flatten(0, 1).T, student[part].flatten(0, 1), beta=min(part.start, 1))
+        if differentiated:  # the length of a prototype changes no logit
+            d_weight.addcmul_(prototypes.weight, (along / prototypes.lengths.square())[:, None], value=-1.0)
+        ctx.save_for_backward(d_student, d_weight)
+        ctx.dtype = weight.dtype
         return (total if tp is None else sum_over_group(total, tp)).to(student.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_student, d_prototypes = ctx.saved_tensors
-        return d_student.mul_(grads[0]), d_prototypes.mul_(grads[0]).to(ctx.dtype), None, None, None, None
+        d_student, d_weight = ctx.saved_tensors
+        return d_student.mul_(grads[0]), d_weight.mul_(grads[0]).to(ctx.dtype), None, None, None, None, None
 
 
 def assignment_cross_entropy(
     student_rows: torch.Tensor,
-    prototypes: torch.Tensor,
+    prototypes: Prototypes,
     student_temp: float,
     assignment: Assignment,
     weights: torch.Tensor,
@@ -259,12 +287,12 @@ def assignment_cross_entropy(
 ) -> torch.Tensor:
     """The sum over groups of weights[g, v, u] · (−Σ_k q[g, u, k] log softmax(student[g, v] · prototypes / temp)[k]).
 
-    Differentiable in rows and prototypes of the student. What it keeps for the backward pass grows with R + K, not
-    with R · K.
+    Differentiable in the student's rows and the weight of its prototypes. What it keeps for the backward pass grows
+    with R + K, not with R · K.
 
     Args:
         student_rows: [G, V, E]; G may be 0.
-        prototypes: the student's [k, E].
+        prototypes: the student's.
         student_temp: its temperature.
         assignment: the teacher's, of the rows [G · U, E] in the order of the groups.
         weights: broadcastable to [G, V, U]: of `crop_weights` or `patch_weights`.
@@ -281,8 +309,8 @@ def assignment_cross_entropy(
     )
     if tp is not None:
         rows = copy_to_region(rows, tp)
-    with torch.autocast(rows.device.type, enabled=False):
-        return _CrossEntropy.apply(rows, prototypes, student_temp, assignment, weights, tp)
+    with _without_autocast(rows):
+        return _CrossEntropy.apply(rows, *prototypes, student_temp, assignment, weights, tp)
 
 
 def crop_weights(num_samples: int, num_local: int) -> torch.Tensor:
@@ -338,7 +366,7 @@ def koleo(own: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor], off
     Returns:
         Scalar in float32 (float64 for float64 rows); its mean over the ranks is the loss of the global batch.
     """
-    with torch.autocast(own.device.type, enabled=False):
+    with _without_autocast(own):
         rows = F.normalize(_exact(own), dim=-1, eps=KOLEO_EPS)
         everyone = gather(rows)
         assert len(everyone) > 1, "a row has no neighbour in a global batch of 1"

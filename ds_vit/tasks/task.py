@@ -420,6 +420,15 @@ class Task(ABC):
         name = next(field.name for field in self.fields(training=False) if field.stage == "first")
         return context.forward(MAIN_TOWER, [batch.get(name)], batch)
 
+    def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor | None:
+        """The loss of a micro-batch on the meta device, to count the memory that it takes; None where that is little.
+
+        Args:
+            layers: of all towers on the meta device, as a rank has them.
+            samples: B.
+        """
+        return None
+
     def encode(self, name: str, context: StepContext, batch: Batch) -> torch.Tensor:
         """Of a task with text: features by which images and texts are compared, normalised, float32 [B, E].
 

@@ -9,6 +9,7 @@ ds_vit/planner/data/accelerators.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from ds_vit.fault_tolerance.errors import first_line
 from ds_vit.models import Layer, compute_class_token
 from ds_vit.optim.build import states_per_element
 from ds_vit.planner.cost import Machine, StepTime, step_time
-from ds_vit.planner.counting import work_of_layers
+from ds_vit.planner.counting import most_allocated, work_of_layers
 from ds_vit.planner.hardware import Accelerator, Link, accelerator_of_device, link
 from ds_vit.planner.memory import (
     MemoryRules,
@@ -92,6 +93,7 @@ class Cost:
             checkpointing=config.checkpointing,
             rates=self._scaled_share,
             inputs=self._coupled_inputs,
+            loss=functools.cache(self._loss),
         )
 
     @property
@@ -111,6 +113,11 @@ class Cost:
         task = self.config.model.task
         fields = task.fields(training=True) if task.coupled else ()
         return sum(math.prod(field.shape) * (field.dtype or self.config.dtype).itemsize for field in fields)
+
+    def _loss(self, micro_batch: int) -> int:
+        """The most bytes that the loss of a micro-batch takes."""
+        task, layers = self.config.model.task, self.layers
+        return most_allocated(lambda: task.loss_on_meta(layers, micro_batch))
 
     @cached_property
     def stages(self) -> list[StageMemory]:

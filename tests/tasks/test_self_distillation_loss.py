@@ -49,7 +49,8 @@ def crop_masks(kind):
 
 def global_batch(part, masks="uneven"):
     """All ranks' inputs of a loss; rows are ordered by sample."""
-    batch = {"prototypes": drawn(PROTOTYPES, WIDTH, number=1), "theirs": drawn(PROTOTYPES, WIDTH, number=2)}
+    lengths = torch.linspace(0.5, 2.0, PROTOTYPES).double()[:, None]
+    batch = {name: lengths * drawn(PROTOTYPES, WIDTH, number=n) for n, name in enumerate(("prototypes", "theirs"), 1)}
     batch["center"] = 0.1 * drawn(1, PROTOTYPES, number=3)[0]
     if part.startswith("dino"):
         teacher = drawn(SAMPLES, 2, WIDTH, number=4)
@@ -82,8 +83,8 @@ def their_loss(part, batch, student, prototypes):
     """The loss by lightly or lightly-train, and the centre that it leaves, if it has one."""
     if part == "koleo":
         return pytest.importorskip("lightly.loss").KoLeoLoss()(student), None
-    logits = student @ prototypes.T
-    targets = batch["teacher"] @ batch["theirs"].T
+    logits = student @ F.normalize(prototypes, dim=-1).T
+    targets = batch["teacher"] @ F.normalize(batch["theirs"], dim=-1).T
     sinkhorn = part.endswith("sinkhorn")
     module = dinov2_losses() if sinkhorn else pytest.importorskip("lightly.loss")
     if part.startswith("dino"):
@@ -130,6 +131,12 @@ def expected(part, dtype="float64", masks="uneven"):
     return {"loss": value.detach(), "rows": gradients[0], "prototypes": gradients[1], "center": center}
 
 
+def prototypes_of(weight):
+    """As the towers give them: with the lengths of the rows in float32, or float64 of a float64 weight."""
+    exact = weight.detach() if weight.dtype == torch.float64 else weight.detach().float()
+    return losses.Prototypes(weight, exact.norm(dim=-1))
+
+
 def in_type(batch, dtype):
     """Floating-point tensors in another type, as new tensors."""
     kind = getattr(torch, dtype)
@@ -161,7 +168,8 @@ def our_share(part, batch, rank, dp, sum_over_ranks, gather, *, tp=None, micro_b
     if part == "koleo":
         value = losses.koleo(student, gather, rank * len(student))
         return {"loss": value.detach(), "rows": torch.autograd.grad(value, student)[0]}
-    teacher, theirs, center = batch["teacher"].flatten(0, -2), batch["theirs"], {}
+    teacher, theirs, center = batch["teacher"].flatten(0, -2), prototypes_of(batch["theirs"]), {}
+    own = prototypes_of(prototypes)
     if part.endswith("centered"):
         assignment = losses.centered(teacher, theirs, TEACHER_TEMP, batch["center"], tp)
         center = {"center": losses.next_center(batch["center"], teacher, theirs, sum_over_ranks)}
@@ -177,7 +185,7 @@ def our_share(part, batch, rank, dp, sum_over_ranks, gather, *, tp=None, micro_b
     for one, of_one in zip(rows, of_rows, strict=True):
         count = len(one) * of_one.shape[-1]
         piece = assignment.narrow(first, count)
-        values.append(losses.assignment_cross_entropy(one, prototypes, STUDENT_TEMP, piece, of_one, tp))
+        values.append(losses.assignment_cross_entropy(one, own, STUDENT_TEMP, piece, of_one, tp))
         first += count
     assert first == len(assignment.rows)
     value = torch.stack(values).mean()
@@ -336,12 +344,13 @@ def test_memory_grows_linearly(part, monkeypatch):
         with LargestTensor() as largest:
             teacher = rows.detach()[:, :2].flatten(0, 1)
             if part.endswith("centered"):
-                assignment = losses.centered(teacher, of_teacher, TEACHER_TEMP, torch.zeros(prototypes))
+                assignment = losses.centered(teacher, prototypes_of(of_teacher), TEACHER_TEMP, torch.zeros(prototypes))
             else:
-                assignment = losses.sinkhorn(teacher, of_teacher, TEACHER_TEMP, torch.clone)
+                assignment = losses.sinkhorn(teacher, prototypes_of(of_teacher), TEACHER_TEMP, torch.clone)
             weights = losses.crop_weights(samples, 2)
             with SavedBytes() as kept:
-                value = losses.assignment_cross_entropy(rows, of_student, STUDENT_TEMP, assignment, weights)
+                own = prototypes_of(of_student)
+                value = losses.assignment_cross_entropy(rows, own, STUDENT_TEMP, assignment, weights)
             value.backward()
         assert largest.numbers <= 32 * prototypes
         saved[factor] = kept.total
@@ -384,7 +393,7 @@ def test_sinkhorn_in_float32_with_logits_at_their_bounds():
     for _ in range(3):
         wanted = wanted / wanted.sum(0)
         wanted = wanted / wanted.sum(1, keepdim=True)
-    found = assigned(losses.sinkhorn(rows.float(), prototypes.float(), TEACHER_TEMP, torch.clone))
+    found = assigned(losses.sinkhorn(rows.float(), prototypes_of(prototypes.float()), TEACHER_TEMP, torch.clone))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(found.sum(1), torch.ones(len(rows)), rtol=1e-5, atol=0.0)
 
@@ -411,8 +420,8 @@ def test_losses_are_computed_in_float32(part, kind):
 
 def test_no_masked_patch_at_all():
     # Catches: NaN from a division by no rows, in the loss, its gradient or the centre.
-    none, prototypes, center = torch.zeros(0, WIDTH), drawn(PROTOTYPES, WIDTH).float(), torch.ones(PROTOTYPES)
-    prototypes.requires_grad_()
+    none, weight, center = torch.zeros(0, WIDTH), drawn(PROTOTYPES, WIDTH).float(), torch.ones(PROTOTYPES)
+    prototypes = prototypes_of(weight.requires_grad_())
     assignments = [
         losses.sinkhorn(none, prototypes, TEACHER_TEMP, torch.clone),
         losses.centered(none, prototypes, TEACHER_TEMP, center),
@@ -421,7 +430,7 @@ def test_no_masked_patch_at_all():
     for assignment in assignments:
         loss = losses.assignment_cross_entropy(none[:, None], prototypes, STUDENT_TEMP, assignment, weights)
         assert loss.item() == 0.0
-        assert torch.equal(torch.autograd.grad(loss, prototypes)[0], torch.zeros_like(prototypes))
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], torch.zeros_like(weight))
         assert assignment.of_prototypes.isfinite().all()
     assert torch.equal(losses.next_center(center, none, prototypes, torch.clone), center)
 
@@ -465,7 +474,7 @@ def gauged(features, assignments=None, *, parts=1):
 def test_gauges_of_features():
     # Catches: a factor; sums of one rank or one micro-batch only.
     rows, prototypes = drawn(4000, WIDTH), drawn(PROTOTYPES, WIDTH, number=2)
-    assignment = losses.centered(rows[:80], prototypes, TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
+    assignment = losses.centered(rows[:80], prototypes_of(prototypes), TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
     assert gauged(rows, assignment)["feature_std"].item() == pytest.approx(1.0, abs=0.02)
     collapsed = 3.0 * drawn(1, WIDTH).expand(40, WIDTH)
     assert gauged(collapsed, assignment)["feature_std"].item() == pytest.approx(0.0, abs=1e-6)
@@ -478,7 +487,7 @@ def test_gauges_of_assignments(monkeypatch):
     # Catches: a sign or a factor, a part left out, a mean of logarithms in place of the logarithm of the mean.
     monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
     rows, prototypes = drawn(80, WIDTH, number=1), drawn(PROTOTYPES, WIDTH, number=2)
-    assignment = losses.centered(rows, prototypes, TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
+    assignment = losses.centered(rows, prototypes_of(prototypes), TEACHER_TEMP, torch.zeros(PROTOTYPES).double())
     q = (rows @ prototypes.T / TEACHER_TEMP).softmax(-1)
     wanted = (-(q * q.log()).sum(1).mean(), (q.mean(0) * (q.mean(0) * PROTOTYPES).log()).sum())
     for parts in (1, 2):
@@ -492,7 +501,7 @@ def test_gauges_at_their_bounds():
     zeros = torch.zeros(8).double()
 
     def gauges(rows):
-        found = gauged(rows, losses.centered(rows, prototypes, 0.01, zeros))
+        found = gauged(rows, losses.centered(rows, prototypes_of(prototypes), 0.01, zeros))
         return [found[name].item() for name in ("teacher_entropy", "teacher_kl")]
 
     assert gauges(torch.zeros(16, 8).double()) == pytest.approx([nats, 0.0], abs=1e-9)
