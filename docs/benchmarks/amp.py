@@ -3,9 +3,16 @@
     python docs/benchmarks/amp.py --data-dir DIR [--device cuda] [--epochs 10] [--folder runs/amp] [FLAGS OF TRAINING]
 
 The comparison is that of an account of automatic mixed precision (2024), which trained ResNet-50 on FashionMNIST for
-ten epochs; here a small ViT takes its place. DIR has the folders train and val, each with a folder of images per class
-(ten_epochs.py makes a tenth of CIFAR-10); `--dataset digits` needs none. Finished runs are kept in --folder. The
-figures go to docs/benchmarks/amp.json; results_page.py makes the table.
+ten epochs; here a small ViT takes its place. DIR has the folders train and val, each with a folder of images per class;
+`--dataset digits` needs none. The recorded runs had the first 200 training and 100 test images of each class, by name:
+
+    for class in CIFAR10/train/*; do
+        mkdir -p DIR/{train,val}/${class##*/}
+        cp $(ls -d $class/* | head -200) DIR/train/${class##*/}
+        cp $(ls -d CIFAR10/test/${class##*/}/* | head -100) DIR/val/${class##*/}
+    done
+
+Finished runs are kept in --folder. The figures go to docs/benchmarks/amp.json; results_page.py makes the table.
 
 DeepSpeed 0.19.8 and ds_vit reject fp16 on a CPU. The script overrides this check: torch then computes in fp16, so the
 accuracy and the gradients are those of fp16. The time of these runs is not reported, because the CPU emulates fp16 and
