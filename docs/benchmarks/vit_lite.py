@@ -1,14 +1,14 @@
 """ViT-Lite-7/8 on CIFAR-10 in one run that is stopped again and again, and resumed each time in another layout.
 
-    python docs/benchmarks/vit_lite.py --data-dir DIR [--segment-minutes 30] [--minutes 300]
+    python docs/benchmarks/vit_lite.py --data-dir DIR [--precision bf16] [--segment-minutes 30] [--minutes 300]
     python docs/benchmarks/vit_lite.py --data-dir DIR --control
     python docs/benchmarks/vit_lite.py --picture
 
-The first command trains by launch/recipes/vit_lite_7_8_cifar10.yaml, in fp32 on at most two CPU ranks. --time-limit
-stops each segment, in the middle of an epoch. The same command continues later, also after a crash. DIR has the folders
-train and test, each with a folder of images per class. The second command compares a few steps that change the layout
-with the same steps in one layout. Both write docs/benchmarks/vit_lite.json; the third draws docs/images/vit_lite.svg
-from it and needs matplotlib (launch/setup.sh plot).
+The first command trains by launch/recipes/vit_lite_7_8_cifar10.yaml on at most two CPU ranks. --time-limit stops each
+segment, in the middle of an epoch. The same command continues later, also after a crash, and also in another precision.
+DIR has the folders train and test, each with a folder of images per class. The second command compares a few steps that
+change the layout, in fp32, with the same steps in one layout. Both write docs/benchmarks/vit_lite.json; the third draws
+docs/images/vit_lite.svg from it and needs matplotlib (launch/setup.sh plot).
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ LAYOUTS = (
 )
 
 
-def train(folder: Path, layout: Layout, data: Path, *words: object) -> int:
+CONFIGS = {"fp32": "cpu_zero{}_fp32", "bf16": "zero{}_bf16"}
+"""Precision → the file in ds_configs, by ZeRO's stage."""
+# Those of the files for GPUs are larger than this model.
+BUCKETS = ("--set", "zero_optimization.reduce_bucket_size=500000", "zero_optimization.allgather_bucket_size=500000")
+
+
+def train(folder: Path, layout: Layout, precision: str, data: Path, *words: object) -> int:
     """Train, or resume, in a layout; the output goes to files next to the folder.
 
     Returns:
@@ -70,11 +76,17 @@ def train(folder: Path, layout: Layout, data: Path, *words: object) -> int:
     """
     command = ["bash", "launch/local.sh", "--num_ranks", layout.ranks]
     command += ["--logs", f"{folder}-logs", "launch/train.py"]
-    command += ["--deepspeed_config", f"ds_configs/cpu_zero{layout.stage}_fp32.json"]
+    command += ["--deepspeed_config", f"ds_configs/{CONFIGS[precision].format(layout.stage)}.json"]
+    command += BUCKETS if layout.stage else ()
     command += ["--recipe", RECIPE, "--data-dir", data, "--val-split", "test", "-b", layout.micro_batch]
     command += ["--grad-accum-steps", layout.accumulation, *layout.flags, "--workers", 1]
     command += ["--on-bad-image", "error", "--output", folder, "--resume", "auto", *words]
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(2 // layout.ranks),
+    }
     environ |= {"PYTHONPATH": str(ROOT), "DS_VIT_PYTHON": sys.executable}
     log_path = folder.with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,14 +97,14 @@ def train(folder: Path, layout: Layout, data: Path, *words: object) -> int:
     return done.returncode
 
 
-def train_in_segments(folder: Path, data: Path, segment_seconds: float, stop_at: float) -> None:
+def train_in_segments(folder: Path, precision: str, data: Path, segment_seconds: float, stop_at: float) -> None:
     """Change the layout after each segment, until the epochs or the time are spent."""
     while (left := stop_at - time.time()) > 0:
         starts = RunFolder(folder).starts
         layout = LAYOUTS[len(starts.read_text().splitlines()) % len(LAYOUTS) if starts.exists() else 0]
         print(layout, file=sys.stderr, flush=True)
         limit = f"{min(segment_seconds, left):.0f}s"
-        if train(folder, layout, data, "--time-limit", limit, "--log-interval", 10) == 0:
+        if train(folder, layout, precision, data, "--time-limit", limit, "--log-interval", 10) == 0:
             return
 
 
@@ -121,9 +133,9 @@ def train_control(folder: Path, data: Path, steps: int) -> None:
     There is no warm-up, so that the weights move at the full rate from the first step.
     """
     words = ("--val-split", "", "--warmup-epochs", 0, "--log-interval", 1)
-    train(folder / "one", LAYOUTS[-1], data, *words, "--max-steps", steps)
+    train(folder / "one", LAYOUTS[-1], "fp32", data, *words, "--max-steps", steps)
     for number, layout in enumerate(LAYOUTS, 1):
-        train(folder / "changing", layout, data, *words, "--max-steps", number * steps // len(LAYOUTS))
+        train(folder / "changing", layout, "fp32", data, *words, "--max-steps", number * steps // len(LAYOUTS))
 
 
 def of_control(folder: Path) -> dict[str, Any]:
@@ -147,7 +159,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         start, end = segment["first_step"] - 0.5, segment["last_step"] + 0.5
         for axes in (above, below):
             axes.axvspan(start, end, color=f"C{number % 10}", alpha=0.12, linewidth=0)
-        name = segment["layout"].replace(", fp32", "").replace(" x ", "\n").replace(", ", "\n")
+        name = segment["layout"].replace(" x ", "\n").replace(", ", "\n")
         top = above.get_xaxis_transform()
         above.text((start + end) / 2, 0.97, name, fontsize=7, ha="center", va="top", transform=top)
     steps, losses, means = zip(*found["rows"], strict=True)
@@ -184,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, compare or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="CIFAR-10 as folders of images")
+    parser.add_argument("--precision", choices=CONFIGS, default="bf16", help="[%(default)s]")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "vit_lite", help="of the runs [%(default)s]")
     parser.add_argument(
         "--segment-minutes", type=float, default=30, help="of a layout, its start included [%(default)s]"
@@ -202,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.control:
         train_control(folder / "control", data, args.control_steps)
         return write({"control": of_control(folder / "control")})
-    train_in_segments(folder / "run", data, 60 * args.segment_minutes, time.time() + 60 * args.minutes)
+    train_in_segments(folder / "run", args.precision, data, 60 * args.segment_minutes, time.time() + 60 * args.minutes)
     write(of_run(folder / "run"))
 
 
