@@ -7,7 +7,7 @@ tokens and patches, initial values, and a mask token that replaces patches befor
 The student's backbone is the main tower and has timm's names; `dino_head`, `teacher` and `teacher_head` are further
 towers. A backbone gives all its normed tokens in training and the class token in evaluation. It takes images of several
 sizes in one step. Weight normalisation of the prototypes is a function of the weight, so the weight is one parameter,
-and its norm is fixed at 1. The losses divide by it.
+and the norm of a prototype is fixed at 1: the losses divide its logits by the length of its row.
 
 Shapes: B images, S tokens, D width of the ViT, N patches, R rows of a head call, E width of the bottleneck, K
 prototypes (K / tp of a rank where they are sharded).
@@ -74,7 +74,7 @@ class Prototypes(nn.Module):
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight, float32 [K / tp, E], and the lengths of its rows [K / tp], through which no gradient passes."""
         weight = self.weight.float()
-        # Another tensor than the parameter, whose memory ZeRO-3 takes away after the forward pass.
+        # A view keeps the memory, which ZeRO-3 takes away from the parameter after the forward pass.
         return weight.view_as(weight), torch.linalg.vector_norm(weight.detach(), dim=-1)
 
 

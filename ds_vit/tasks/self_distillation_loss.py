@@ -42,7 +42,7 @@ def _exact(x: torch.Tensor) -> torch.Tensor:
 
 
 class Prototypes(NamedTuple):
-    """This rank's prototypes: the rows of a weight, each divided by its length, which is done to their logits.
+    """This rank's prototypes: the rows of a weight, each normalised. The logits are divided by the lengths instead.
 
     Attributes:
         weight: [k, E], in which the losses are differentiated.
@@ -58,7 +58,7 @@ class Prototypes(NamedTuple):
 
 
 def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Autocast would multiply in 16 bits. The meta device, on which the loss is planned, has none."""
+    """A context without autocast, which would multiply in 16 bits; the meta device, for planning, has none anyway."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
 
