@@ -58,7 +58,7 @@ class HeadSettings:
     bottleneck_dim: int = 256
 
 
-class Prototypes(nn.Module):
+class LastLayer(nn.Module):
     """The weight-normalised last layer without its product: the losses multiply by it, a few rows at a time.
 
     Args:
@@ -102,7 +102,7 @@ class ProjectionHead(nn.Module):
             nn.GELU(),
             nn.Linear(hidden, bottleneck, device=device),
         )
-        self.last_layer = Prototypes(settings.prototypes, bottleneck, device)
+        self.last_layer = LastLayer(settings.prototypes, bottleneck, device)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """DINOv2's initial values."""
@@ -129,7 +129,7 @@ class ProjectionHeadLayer(Layer):
         return torch.empty(rows, first.in_features, dtype=first.weight.dtype, device="meta")
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rows [R, D], …) -> rows of length 1, float32 [R, E], and what this rank's `Prototypes` give.
+        """(rows [R, D], …) -> rows of length 1, float32 [R, E], and what `LastLayer` gives.
 
         The prototypes are read within the forward pass of their owner, around which ZeRO-3 gathers them, and gradients
         return to it.
