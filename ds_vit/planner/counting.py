@@ -400,10 +400,9 @@ def kept_by_layers(model: TimmViT, layers: Sequence[Layer], dtype: torch.dtype =
         return tuple(sum({**saved, **given, **dear.storages}[key].nbytes() for key in keys) for keys in sizes), out
 
     images = 2  # of a single one some copies are views
+    found = count_each(model, layers, count, images=images, dtype=dtype)
     kept = []
-    for layer, (sizes, inputs) in zip(
-        layers, count_each(model, layers, count, images=images, dtype=dtype), strict=True
-    ):
+    for layer, (sizes, inputs) in zip(layers, found, strict=True):
         total, *parts = (int(size * layer.images_per_sample[0] / images) for size in sizes)
         kept.append(Kept(total, inputs, *parts))
     return kept

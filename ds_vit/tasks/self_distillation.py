@@ -139,12 +139,11 @@ class SelfDistillation(Task):
         model = create_self_distillation(spec, settings, for_training=for_training, reads_patches=reads_patches)
         if config.local_crops_number:
             check_sizes(model, spec.name, [_local_size(config, model)])
-        masked = _masked_share(config) if config.ibot_weight else 0.0
         count_crops(
             model,
             num_local=config.local_crops_number,
             local_size=_local_size(config, model),
-            masked_share=masked,
+            masked_share=_masked_share(config),
         )
         return model
 
@@ -394,19 +393,19 @@ class SelfDistillation(Task):
     def loss_on_meta(self, layers: Sequence[Layer], samples: int) -> torch.Tensor:
         """As `Task.loss_on_meta`: assignments without a centre, and as many masked patches as are expected."""
         student, teacher = (layer.last_layer for layer in layers if isinstance(layer, ProjectionHeadLayer))
-        (own, theirs), width = (Prototypes(*tower()) for tower in (student, teacher)), student.weight.shape[1]
+        own, theirs = Prototypes(*student()), Prototypes(*teacher())
 
-        def cross_entropy(groups: int, in_group: int, in_assignment: int, weights: torch.Tensor) -> torch.Tensor:
-            rows = torch.empty(groups, in_group, width, device="meta", requires_grad=True)
-            of_teacher = torch.empty(groups * in_assignment, width, device="meta")
+        def cross_entropy(groups: int, weights: torch.Tensor) -> torch.Tensor:
+            _, in_group, in_assignment = weights.shape
+            rows = own.weight.new_empty(groups, in_group, own.weight.shape[1], requires_grad=True)
+            of_teacher = theirs.weight.new_empty(groups * in_assignment, theirs.weight.shape[1])
             assignment = Assignment(of_teacher, theirs, 1.0, torch.empty_like(theirs.lengths))
             return assignment_cross_entropy(rows, own, 1.0, assignment, weights)
 
-        pairs = crop_weights(samples, self.crops.num_local)
-        loss = cross_entropy(samples, pairs.shape[1], pairs.shape[2], pairs)
+        loss = cross_entropy(samples, crop_weights(samples, self.crops.num_local))
         if self.masks_patches:
             patches = round(NUM_GLOBAL * samples * self.model.patch_embed.num_patches * _masked_share(self.config))
-            loss = loss + cross_entropy(patches, 1, 1, torch.empty(patches, 1, 1))
+            loss = loss + cross_entropy(patches, torch.empty(patches, 1, 1))
         return loss
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
@@ -454,8 +453,8 @@ def _local_size(config: RunConfig, model: SelfDistillationViT) -> int:
 
 
 def _masked_share(config: RunConfig) -> float:
-    """Of the global crops' patches, expected."""
-    return config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2
+    """Of the global crops' patches, expected; 0 without iBOT."""
+    return config.mask_sample_probability * sum(config.mask_ratio_min_max) / 2 if config.ibot_weight else 0.0
 
 
 def _pair(values: Sequence[float]) -> tuple[float, float]:
