@@ -115,7 +115,8 @@ def of_glyphs(record: Record) -> str:
 
 def of_dino(record: Record) -> str:
     """k-NN top-1 before and after training, by seed."""
-    peers = {"ds_vit": "ds_vit", "earlier": "ds_vit, other rounding", "lightly": "lightly, one process"}
+    ours = {"ds_vit": "ds_vit", "second": "ds_vit, second rounding", "first": "ds_vit, first rounding"}
+    peers = {**ours, "lightly": "lightly, one process"}
     runs = record["runs"]
     gains = {peer: [run[peer]["trained"] - run[peer]["random"] for run in runs] for peer in peers}
     rows = [
@@ -124,9 +125,10 @@ def of_dino(record: Record) -> str:
         for peer, label in peers.items()
     ]
     rows += [["mean ± deviation", label, "", "", described(gains[peer], 2)] for peer, label in peers.items()]
-    ours, earlier, theirs = (statistics.mean(gains[peer]) for peer in peers)
+    theirs = statistics.mean(gains["lightly"])
+    ratio, second, first = (f"{statistics.mean(gains[peer]) / theirs:.2f}" for peer in ours)
     wall, cpu = (", ".join(f"{run[key] / 60:.1f}" for run in runs) for key in ("wall_seconds", "cpu_seconds"))
-    end = f"ds_vit's mean gain is {ours / theirs:.2f} of lightly's, and {earlier / theirs:.2f} with the other rounding."
+    end = f"ds_vit's mean gain is {ratio} of lightly's, {second} with the second rounding and {first} with the first."
     end += f" The commands took {wall} minutes, and {cpu} of processor time."
     header = ("seed", "", "random weights", "trained", "gain")
     return "\n".join([table(header, rows), "", end, conditions(record)])
