@@ -29,7 +29,10 @@ class ClassTokenAttention(Attention):
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q[:, :, :1]), self.k_norm(k)
-        out = F.scaled_dot_product_attention(q, k, v)
+        if self.fused_attn:
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:  # TIMM_FUSED_ATTN=0
+            out = (self.scale * q @ k.transpose(-2, -1)).softmax(dim=-1) @ v
         out = self.norm(out.transpose(1, 2).reshape(batch, 1, self.attn_dim))
         return self.proj_drop(self.proj(out))
 

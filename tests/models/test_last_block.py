@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_kept_rows import assert_same, outcome
+from timm.layers import set_fused_attn
 from torch.utils.flop_counter import FlopCounterMode
 from vits import images, our_model, shake, small_spec
 
@@ -59,6 +60,18 @@ def test_the_class_token_alone_gives_what_all_tokens_give(name, settings):
     ]
     assert seen[0].shape[1] == 5, "pictures of an evaluation show every token"
     assert torch.equal(*seen)
+
+
+def test_attention_without_the_fused_kernel_gives_the_same(monkeypatch):
+    """A scale left out, and TIMM_FUSED_ATTN=0 that the last block ignores."""
+    set_fused_attn(False)
+    try:
+        spec, every, alone = pair("vit_tiny_patch16_224")
+    finally:
+        set_fused_attn(True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    pixels, keys = images(spec, BATCH), torch.arange(BATCH)
+    assert_same(outcome(alone, pixels, keys), outcome(every, pixels, keys))
 
 
 @pytest.mark.parametrize("name", READS_ALL.values(), ids=READS_ALL)
