@@ -88,6 +88,7 @@ def train(folder: Path, layout: Layout, precision: str, data: Path, *words: obje
         "OMP_NUM_THREADS": str(2 // layout.ranks),
     }
     environ |= {"PYTHONPATH": str(ROOT), "DS_VIT_PYTHON": sys.executable}
+    environ |= {"TIMM_FUSED_ATTN": "0"}  # docs/performance.md, on a CPU in 16 bits
     log_path = folder.with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("a") as log:
