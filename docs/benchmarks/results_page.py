@@ -47,7 +47,8 @@ def of_ladder(record: Record) -> str:
             ]
             for name, side in bench["ours"].items()
         ]
-        title = f"{bench['model']}, {bench['layout']}, {bench['global_batch']} images on the first rung:"
+        model = bench["options"].removeprefix("--model ")
+        title = f"{model}, {bench['layout']}, {bench['global_batch']} images on the first rung:"
         parts += [title, "", table(("rung", "images/s", "of the one before", "of the first", "published"), rows), ""]
     return "\n".join([*parts, conditions(record)])
 
