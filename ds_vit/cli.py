@@ -13,7 +13,7 @@ ds-vit bench ladder                  what each step towards a fast ViT brings, a
 ds-vit plan --model M --gpus 64      which layouts of a model fit on GPUs, how fast each would be, and the files of one
 ds-vit hosts --from slurm            a DeepSpeed hostfile from what the scheduler says
 ds-vit doctor --hostfile hostfile    what would keep a run on these hosts from starting, and the remedy
-ds-vit report RUN                    the page to look at: curves, layers, classes, mistakes, layout
+ds-vit report RUN                    a page for the browser: curves, layers, classes, mistakes, layout
 ds-vit compare RUN RUN               differences between runs, in settings and results
 ds-vit gradients RUN --output a.png  what a number format makes of a run's gradients (--grad-stats-interval)
 ds-vit shards FOLDER OUT             WebDataset shards of class folders or captions, for --dataset wds/OUT
@@ -150,7 +150,7 @@ def _add_shards(shards: argparse.ArgumentParser) -> None:
     add("--quality", type=int, metavar="1…100", help="encode as JPEG [what is resized: 90]")
     add("-j", "--workers", type=int, metavar="N", help="processes [one a core]")
     add("--allow-empty-classes", action="store_true", help="allow class folders without images")
-    add("--captions", action="store_true", help="pack the .txt file beside each image, in place of its class")
+    add("--captions", action="store_true", help="pack the .txt file next to each image, in place of its class")
 
 
 # Commands that take flags of launch/train.py and read their command line themselves, by the `main` of a module.
@@ -168,7 +168,7 @@ to begin:
   ds-vit doctor                             is everything here that a run needs?
   ds-vit train --help                       the ten flags that matter first
   ds-vit train --deepspeed_config FILE --data-dir photos --output runs/first
-  ds-vit report runs/first                  look at it
+  ds-vit report runs/first                  its page
   ds-vit predict runs/first cat.jpg         use it
 """
 _EXAMPLES = r"""
@@ -203,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.OK
     if argv[0] in ("train", "eval"):  # on several ranks too
         return _main_of(argv[0])(argv[1:], f"ds-vit {argv[0]}")
-    alone = Process("none", 0, 1, 0, 1)
-    stays = "the shards that are done stay; start again to go on" if argv[0] == "shards" else "nothing was written"
-    return guarded("ds-vit", lambda process: _run_into_pipe(argv), stays, alone)
+    single = Process("none", 0, 1, 0, 1)
+    stays = "the shards that are done stay; start again to continue" if argv[0] == "shards" else "nothing was written"
+    return guarded("ds-vit", lambda process: _run_into_pipe(argv), stays, single)
 
 
 def _main_of(command: str) -> Callable[..., int]:

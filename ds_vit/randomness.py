@@ -178,7 +178,7 @@ def keyed_global_rng(key: int, name: str) -> Iterator[None]:
 
 
 def permute(positions: Sequence[int] | np.ndarray, size: int, key: int) -> np.ndarray:
-    """Evaluate a keyed permutation of range(size) at the given positions alone.
+    """Evaluate a keyed permutation of range(size) only at the given positions.
 
     An eight-round Feistel network on the smallest even number of bits that holds `size`, with cycle walking to stay
     inside it (Black and Rogaway 2002). No rank needs the whole permutation; any step can be computed first.

@@ -3,16 +3,16 @@
 config.yaml, deepspeed.json     all settings, resolved: enough to run again, on any number of ranks
 deepspeed.derived.json          where those values of deepspeed.json came from that stood in no file
 metrics.jsonl, tensorboard/     what was measured
-summary.json                    what came of it
+summary.json                    the results
 classes.json                    the names of the classes, a list in the order of the logits; not with --task mae
 checkpoints/                    see ds_vit/checkpoint/folder.py
 model.safetensors               the final weights; ema.safetensors their average (or shards and an index);
-                                with --task mae the encoder's, and decoder.safetensors beside it
+                                with --task mae the encoder's, and decoder.safetensors next to it
 best.safetensors                those of the best checkpoint
 profile/                        traces of some steps, and summary.md (--profile-steps)
 samples/                        the samples of each step, a file for each rank (--log-samples)
 eval.json                       what `ds-vit eval` measured
-report.html                     all of this to look at (`ds-vit report`)
+report.html                     all of this as a page (`ds-vit report`)
 .lock                           the process that writes here now, while there is one
 starts.jsonl                    its processes: from which step, when, on what, with which versions and learning rates
 predictions.csv                 what each validation image was taken for at the last evaluation
@@ -74,7 +74,7 @@ class RunFolder:
     samples = _Entry("samples")  # the folder of --log-samples
     skipped = _Entry("skipped_images.jsonl")  # images that could not be decoded under --on-bad-image skip, each once
     evaluation = _Entry("eval.json")  # written by `ds-vit eval`
-    report = _Entry("report.html")  # the page to look at
+    report = _Entry("report.html")  # for the browser
     starts = _Entry("starts.jsonl")  # a JSON object a line, one a process that worked on the run
     predictions = _Entry("predictions.csv")  # what each validation image was taken for, where each has one class
     augmented = _Entry("augmented.png")  # images of the first step as the model saw them; captions in the .json
@@ -170,7 +170,7 @@ def _without_nan(value: Any) -> Any:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Another name to write to, beside the file; at the end of the block it takes the file's place, in one piece."""
+    """Another name to write to, in the same folder; at the end of the block it takes the file's place, in one piece."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial

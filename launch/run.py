@@ -2,7 +2,7 @@
 
     python launch/run.py {local,hostfile,mpi,slurm} [options] launch/train.py [flags of launch/train.py]
 
-The scripts beside this file (local.sh, run_hostfile.sh, mpi.sh, slurm.sbatch, pbs.sh) call it; docs/clusters.md.
+The scripts in this folder (local.sh, run_hostfile.sh, mpi.sh, slurm.sbatch, pbs.sh) call it; docs/clusters.md.
 """
 
 import signal

@@ -69,7 +69,7 @@ def batch_sizes(
         dp: data-parallel degree.
         batch_size: `-b/--batch-size`, for a micro-batch of "auto" (128 where nothing says it, as in timm).
         grad_accum_steps: `--grad-accum-steps`, for an accumulation of "auto".
-        follow: train_batch_size alone is fixed, and the two others are made to fit it on this number of ranks: the
+        follow: only train_batch_size is fixed, and the two others are made to fit it on this number of ranks: the
             micro-batch is the largest legal one that is not above the one asked for.
 
     Raises:

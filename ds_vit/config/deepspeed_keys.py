@@ -313,7 +313,7 @@ STAGES_OF: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(_IN_EVERY_STAGE.split(), (0, 1, 2, 3)),
 }
 """The ZeRO stages at which a key of `zero_optimization` has an effect; the others have one at stages 1 to 3."""
-# Blocks with an "enabled" of their own, which is false by default.
+# Blocks with a key "enabled", which is false by default.
 _SWITCHED = (
     *("fp16", "bf16", "torch_autocast", *MONITORS, "flops_profiler"),
     *("autotuning", "hybrid_engine", "data_efficiency", "expert_parallel"),

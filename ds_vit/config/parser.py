@@ -237,12 +237,12 @@ def load_recipe(path: str) -> dict[str, Any]:
     if problems:
         raise UserError(*problems)
 
-    def beside(path: str) -> str:
+    def relative_to_file(path: str) -> str:
         return str(file.parent / path) if path and (file.parent / path).exists() else path
 
     for name in ("deepspeed_config", "data_dir", "initial_checkpoint"):
         if folders := out.get(name):
-            out[name] = beside(folders) if isinstance(folders, str) else tuple(map(beside, folders))
+            out[name] = relative_to_file(folders) if isinstance(folders, str) else tuple(map(relative_to_file, folders))
     return out
 
 

@@ -484,7 +484,7 @@ _KINDS = {name: _kinds_of(hint) for name, hint in get_type_hints(RunConfig).item
 SEVERAL = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is Sequence for kind in kinds))
 """The flags that take several values."""
 SINGLE = frozenset(name for name, kinds in _KINDS.items() if any(get_origin(kind) is None for kind in kinds[:1]))
-"""The flags whose single value stands for itself, not for a sequence of one."""
+"""The flags whose single value is that value, not a sequence of one."""
 TYPES: dict[str, Callable[[Any], Any]] = {
     **{name: (get_args(kinds[0]) or kinds)[0] for name, kinds in _KINDS.items()},
     "workers": number_or_auto,

@@ -232,7 +232,7 @@ _HINTS: Mapping[str, str | _Entry] = {
     "folders, tar files and torchvision's are (docs/data.md)",
     "train_num_samples val_num_samples": "samples are counted when the data is opened; drop it",
     "aug_splits jsd_loss resplit": "augmentation splits and their Jensen-Shannon loss are not here; drop it",
-    "mixup_mode": "pairs are mixed, each by a draw of its own (timm's pair mode); drop it",
+    "mixup_mode": "pairs are mixed, each by a separate draw (timm's pair mode); drop it",
     "mixup_off_step": "it is counted in epochs: --mixup-off-epoch",
     "bce_pos_weight": "classes have equal weights; drop it",
     "pin_mem no_prefetcher use_multi_epochs_loader loader_prefetch_factor": "the input pipeline chooses this "

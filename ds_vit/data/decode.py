@@ -26,7 +26,7 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels."""
 
 _SCALES = (8, 4, 2)
-_FAR_INTO_A_HEADER = 2**18  # bytes: EXIF stands in one of the first parts, none of which is longer than 2**16
+_FAR_INTO_A_HEADER = 2**18  # bytes: EXIF is in one of the first parts, none of which is longer than 2**16
 _ORIENTATION = 0x0112  # EXIF's tag
 _scratch = threading.local()
 _MOST_KEPT = 2**26  # bytes, of 16 million pixels

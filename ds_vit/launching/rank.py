@@ -82,7 +82,7 @@ class Job:
 
 
 def run_host(job: Job, run: str) -> int:
-    """Run this host's ranks, each in a process of its own; once one has failed, the others get SIGTERM.
+    """Run this host's ranks, each in a separate process; once one has failed, the others get SIGTERM.
 
     Returns:
         0, or the exit code of the first rank that failed (254 for 255, which would be ssh's own).

@@ -124,7 +124,7 @@ def _grafted(model: TimmViT, layer: Layer) -> TimmViT:
     """The description with this layer's modules in their places: what timm's `init_weights` is called on.
 
     The other layers' modules are the description's own, on the meta device, where initialising does nothing. One block
-    stands in for all other blocks: torch walks a module that is met again only once, so the time of initialising a
+    replaces all other blocks: torch walks a module that is met again only once, so the time of initialising a
     model grows with its depth and not with the square of it.
     """
     whole = copy.copy(model)

@@ -195,8 +195,8 @@ def create_self_distillation(
         device: as in `create_model`; on another one than meta the values of heads and mask token are not set.
 
     Raises:
-        UserError: as `create_model`; no class token that is read alone, patch dropout, overlapping patches, or images
-            that are not square or no multiple of the patch size.
+        UserError: as `create_model`; a head that reads more than the class token, patch dropout, overlapping patches,
+            or images that are not square or no multiple of the patch size.
     """
     spec = replace(spec, num_classes=0)
     model = create_model(spec, for_training=for_training, device=device, classifier=False)

@@ -1,4 +1,4 @@
-"""A text tower of timm's own blocks beside a timm ViT: the model of CLIP and SigLIP.
+"""A text tower of timm's own blocks next to a timm ViT: the model of CLIP and SigLIP.
 
 Radford et al. 2021 (https://arxiv.org/abs/2103.00020), Zhai et al. 2023 (https://arxiv.org/abs/2303.15343); sizes,
 initial values and norms are those of open_clip's configurations. The text tower is `model.text`, and its parameters

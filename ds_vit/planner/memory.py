@@ -208,7 +208,7 @@ class MemoryRules:
         optimizer: its class; None for evaluation only.
         average: the weights have one.
         checkpointing: of activations.
-        rates: share of the trained weights with rates of their own, which are applied to a copy of them.
+        rates: share of the trained weights with separate rates, which are applied to a copy of them.
         inputs: bytes of a sample, where all micro-batches of a step are held at once (coupled tasks); else 0.
         loss: micro-batch → the most bytes that its loss takes between the two passes.
 
@@ -256,8 +256,8 @@ class MemoryRules:
         self.sums_apart = stage == 1 and precision.name == "bf16" and in_fp32
         self.sums_going_back = sums_going_back(json, pp=layout.pp, dp=layout.dp, tp=layout.tp)
         in_own_type = not self.autocast and self.of_gradient == self.of_type
-        alone = stage == layout.pp == layout.tp == 1
-        self.put_in_place = alone and in_own_type and _writes_in_place(json, precision.compute)
+        without_cuts = layout.pp == layout.tp == 1
+        self.put_in_place = stage == 1 and without_cuts and in_own_type and _writes_in_place(json, precision.compute)
         self.sent_as = 2 if self.sums_apart and json.get("communication_data_type") != "fp32" else 0
         bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)) if stage and not self.sums_apart else 0
         bucket *= self.of_gradient if stage == 1 else self.of_type

@@ -201,7 +201,7 @@ class Contrastive(Task):
         if piece is None:
             return self._loss(context, features | {"logits": self._logits_in_fp32(context, features["logits"])})
         of_pairs = sum((features[name] * piece[name]).sum() for name in self.compared)
-        # Each micro-batch of each rank has features of its own, and all of them have the same scale and bias.
+        # Each micro-batch of each rank has separate features, and all of them have the same scale and bias.
         of_logits = (features["logits"].float() * piece["logits"]).sum()
         return context.groups.layout.dp * context.accumulation * of_pairs + of_logits
 

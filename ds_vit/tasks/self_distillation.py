@@ -342,7 +342,7 @@ class SelfDistillation(Task):
             with torch.enable_grad():
                 loss = self._koleo(context, classes)
                 (gradient,) = torch.autograd.grad(loss, classes)
-            # Every micro-batch has the loss as its value, and features of its own: the engine divides by their number.
+            # Every micro-batch has the loss as its value, and separate features: the engine divides by their number.
             parts = (len(collected) * gradient).split(len(collected[0]["koleo"]))
             for piece, of_micro_batch in zip(pieces, parts, strict=True):
                 piece |= {"koleo": loss.detach(), "koleo_gradient": of_micro_batch}

@@ -93,7 +93,7 @@ def write_prompts(names: Sequence[str], templates: Sequence[Template]) -> tuple[
 
 
 def class_words(names: Sequence[str]) -> tuple[str, ...]:
-    """The classes in words: ImageNet's numbers by open_clip's names for them, other names with spaces for underscores.
+    """The classes' names for prompts: open_clip's for ImageNet's numbers; others with spaces for underscores.
 
     Raises:
         UserError: numbers that are not ImageNet-1k's, or open_clip is not installed.

@@ -1,1 +1,1 @@
-"""Programs beside training: benchmark, parity check, doctor, evaluation of weights."""
+"""Programs other than training: benchmark, parity check, doctor, evaluation of weights."""

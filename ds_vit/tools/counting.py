@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-# What needs a number on the host before it can go on; item(), float(), bool() and `if tensor:` are the first one.
+# What needs a number on the host before it can continue; item(), float(), bool() and `if tensor:` are the first one.
 _WAITS = {
     torch.ops.aten._local_scalar_dense,
     torch.ops.aten.nonzero,

@@ -108,7 +108,7 @@ def evaluate_weights(
         source: a run's output folder, a checkpoint folder, or a file or folder that `--initial-checkpoint` accepts.
         weights: "raw", or "ema" for the moving average.
         checkpoint: which one of a run's; see `find_weights`.
-        output: the file to write; default `eval.json` in the run's folder or beside the weights.
+        output: the file to write; default `eval.json` in the run's folder or next to the weights.
         process: this rank, where it is known already.
         again: as for `process_group`.
         sources: the images, twice, where the flags do not name them.
@@ -129,7 +129,7 @@ def evaluate_weights(
     settings |= {"initial_checkpoint": str(found.path), "eval_only": True}
     values = flags.over_recipe(stored, settings)
     if not values.get("deepspeed_config"):
-        raise UserError(f"{source} has no config.yaml beside it: give --deepspeed_config, the model and the data")
+        raise UserError(f"{source} has no config.yaml next to it: give --deepspeed_config, the model and the data")
     config, explicit = flags.from_values(values)
     file = file_of(found, output)
     if process.rank == 0 and not os.access(file.parent, os.W_OK | os.X_OK):

@@ -83,7 +83,7 @@ class Predictions:
         model: its timm name.
         weights: the file that was read.
         by: "softmax", or "sigmoid" for weights that were trained with binary cross-entropy or SigLIP's loss: a
-            probability is then of its class alone, and they need not sum to 1.
+            probability is then only of its class, and they need not sum to 1.
         images: in the order given, without those that could not be read.
         unreadable: those.
     """
@@ -348,7 +348,7 @@ def _find_device(name: str) -> torch.device:
         raise UserError(f"--device {name} is no device; give auto, cpu, cuda or cuda:1") from None
     count = torch.accelerator.device_count() if there else 0
     if device.type != "cpu" and (there is None or device.type != there.type or (device.index or 0) >= count):
-        raise UserError(f"--device {name}: there is {f'{there.type} with {count} devices' if there else 'a CPU alone'}")
+        raise UserError(f"--device {name}: there is {f'{there.type} with {count} devices' if there else 'only a CPU'}")
     return device
 
 
@@ -517,8 +517,8 @@ def _write_json(exported: Exported, rows: Iterable[Prediction | Unreadable], fil
 
 def _write_table(exported: Exported, rows: Iterable[Prediction | Unreadable], file: TextIO) -> _Written:
     found = collect(exported, rows)
-    alone = ", each class by itself" if found.by == "sigmoid" else ""
-    title = f"{found.model}, probabilities by {found.by}{alone}"
+    separately = ", each class by itself" if found.by == "sigmoid" else ""
+    title = f"{found.model}, probabilities by {found.by}{separately}"
     table = Table("image", "class", title=title, title_justify="left", title_style="bold")
     table.columns[0].overflow = table.columns[1].overflow = "fold"
     table.add_column("probability", justify="right")

@@ -1,4 +1,4 @@
-"""`ds-vit report` and `ds-vit compare`: a run, or several beside each other, as a page and as tables."""
+"""`ds-vit report` and `ds-vit compare`: a run, or several next to each other, as a page and as tables."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _report(arguments: argparse.Namespace) -> int:
     from ds_vit.monitoring.report import read_records, write_report
 
     records = read_records(arguments.runs)
-    alone = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
-    path = arguments.output or alone
+    default = RunFolder(arguments.runs[0]).report if len(records) == 1 else Path("comparison.html")
+    path = arguments.output or default
     write_report(records, path)
     if len(records) > 1 and not arguments.output:
-        # On stderr: the last line of stdout is the path alone, for a script.
+        # On stderr: the last line of stdout is only the path, for a script.
         told = f"{len(records)} runs side by side, in the current folder (--output FILE puts the page elsewhere):"
         print(told, file=sys.stderr, flush=True)
     print(path)
@@ -47,7 +47,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) < 2:
-        raise UserError("ds-vit compare takes two runs or more; one alone: ds-vit report RUN")
+        raise UserError("ds-vit compare takes two runs or more; for one: ds-vit report RUN")
     from ds_vit.monitoring.metrics import make_console, print_columns
     from ds_vit.monitoring.report import read_records, write_report
     from ds_vit.monitoring.report.comparison import differences, outcomes

@@ -2,8 +2,8 @@
 
 A few large files take the place of millions of small ones.
 
-What a shard holds is a function of the folder and the settings, to every bit. So a run that was killed goes on where it
-was: a shard under its own name, with the index beside it, was read back and is whole.
+What a shard holds is a function of the folder and the settings, to every bit. So a run that was killed continues where
+it was: a shard under its own name, with the index next to it, was read back and is whole.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ def _pack(source: _Packable, split: str, out: Path, packing: Packing, workers: i
     except BrokenProcessPool:
         raise UserError(
             f"a process that made shards was killed; had the machine no memory left? What is made stays in {out}: "
-            "start again to go on, with fewer --workers"
+            "start again to continue, with fewer --workers"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{error.filename or out}: {error.strerror}; what is made stays in {out}: start again to go on"
+            f"{error.filename or out}: {error.strerror}; what is made stays in {out}: start again to continue"
         ) from error
     *counts, undecodable = zip(*parts, strict=True)
     return Packed._make([*map(sum, counts), tuple(itertools.chain.from_iterable(undecodable))])
@@ -184,7 +184,7 @@ def _keep_to_plan(out: Path, split: str, plan: dict[str, object], source: _Packa
 
 
 def _clashing(source: _Packable) -> frozenset[int]:
-    """The images that differ from another one by their suffix alone (`1.png`, `1.jpg`), of which a shard makes one."""
+    """The images that differ from another one only by their suffix (`1.png`, `1.jpg`), of which a shard makes one."""
     stems = np.array([hash(posixpath.splitext(source.path(number))[0]) for number in range(len(source))])
     _, place, counts = np.unique(stems, return_inverse=True, return_counts=True)
     return frozenset(np.flatnonzero(counts[place] > 1).tolist())
@@ -267,10 +267,10 @@ def _write(path: Path, numbers: Sequence[int]) -> tuple[int, list[bytes], tuple[
                     data, suffix = encoded, ".jpg"
                 digests.append(_digest(data))
                 if source.has_captions:
-                    beside = (f"{key}.txt", "".join(f"{text}\n" for text in source.captions(number)).encode())
+                    member_of_sample = (f"{key}.txt", "".join(f"{text}\n" for text in source.captions(number)).encode())
                 else:
-                    beside = (f"{key}.cls", str(source.target(number)).encode())
-                for member, content in ((key + suffix, data), beside):
+                    member_of_sample = (f"{key}.cls", str(source.target(number)).encode())
+                for member, content in ((key + suffix, data), member_of_sample):
                     info = tarfile.TarInfo(member)
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))

@@ -232,7 +232,7 @@ class TrialStep(contextlib.AbstractContextManager["TrialStep"]):
 
     A rank that runs out of memory inside a collective would leave the others waiting in it, so this is no step of
     DeepSpeed's. The layers of this rank's stage run for real, in the run's types, forward for as many micro-batches as
-    its place in the pipeline has under way, and backward; of blocks that are alike one is built and stands for all.
+    its place in the pipeline has under way, and backward; of blocks that are alike one is built and counts for all.
     Weights, gradients, masters, the optimizer's state and ZeRO's bucket are held as one piece of the size that the
     estimate says, which is exact for them, and a twentieth of the device stays free for collectives, the allocator's
     gaps and other temporary memory of a step.

@@ -36,7 +36,7 @@ def summarise(
     steps: int,
     exit_word: str,
 ) -> dict[str, Any]:
-    """The contents of summary.json; the average's figure stands in it only where there is an average.
+    """The contents of summary.json; the average's figure is in it only where there is an average.
 
     Args:
         config: of the engine.
@@ -47,7 +47,7 @@ def summarise(
             skipped_by_epoch.
         wall_seconds: of all the processes that this run has had.
         steps: that are done.
-        exit_word: "completed", "interrupted" (saved, to go on later) or "not all saved" (a checkpoint, the
+        exit_word: "completed", "interrupted" (saved, to be resumed) or "not all saved" (a checkpoint, the
             weights or rows of metrics.jsonl).
     """
     model, task = config.model, config.model.task
@@ -136,7 +136,7 @@ def show_end(
         folder: its output folder.
         summary: the contents.
         console: of rank 0.
-        stopped: by what the run was interrupted, and where it is saved; the last line then says how to go on.
+        stopped: by what the run was interrupted, and where it is saved; the last line then says how to resume.
         more: rows for the table.
 
     Raises:

@@ -42,7 +42,7 @@ _IN_FOLDER = (
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )
-_TEXT = {"model": "text", "ema": "ema-text"}  # the text tower of a run, beside its image tower
+_TEXT = {"model": "text", "ema": "ema-text"}  # the text tower of a run, next to its image tower
 _DEEPSPEED = ("*_optim_states.pt", "mp_rank_*_model_states.pt")
 
 
@@ -89,7 +89,7 @@ def _shards(path: Path) -> list[Path]:
     """The files that a .safetensors or its index.json consists of.
 
     Averaged weights lack the frozen parameters: the raw weights in the same folder are read first. A text tower that
-    a run wrote beside its image tower follows.
+    a run wrote next to its image tower follows.
     """
     files = [path]
     if path.suffix == ".json":

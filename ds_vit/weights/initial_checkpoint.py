@@ -326,7 +326,7 @@ class InitialCheckpoint:
 def find_pretrained(
     model: TimmViT, flag: str = "--pretrained", instead: str = "--initial-checkpoint"
 ) -> tuple[Path, str]:
-    """The weights that a model's name stands for: timm's or a repository's, downloaded if they are not in the cache, or
+    """The weights that a model's name refers to: timm's or a repository's, downloaded if they are not in the cache, or
     those in its folder.
 
     Args:

@@ -41,7 +41,7 @@ class Exported:
         weights: where the weights come from.
         bce: trained with binary cross-entropy: each logit is for its class only.
         tokenizer: of a text tower: --tokenizer.
-        spec: of the image tower beside a text tower: how timm builds it.
+        spec: of the image tower next to a text tower: how timm builds it.
     """
 
     model: TimmViT

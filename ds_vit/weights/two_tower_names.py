@@ -353,8 +353,8 @@ def check_two_towers(
     Args:
         model: the description of both towers.
         shapes: of the file's tensors under the names here.
-        config: the config.json beside the file, {} if there is none.
-        of_open_clip: the "model_cfg" of the open_clip_config.json beside it, {} if there is none.
+        config: the config.json next to the file, {} if there is none.
+        of_open_clip: the "model_cfg" of the open_clip_config.json next to it, {} if there is none.
 
     Raises:
         UserError: another vocabulary, context length, end or padding token, mask, activation, or number of heads.

@@ -181,7 +181,7 @@ def _refuse_hf(exported: Exported) -> None:
 
 
 def _with_bias_in_positions(state: dict[str, torch.Tensor], num_prefix_tokens: int) -> dict[str, torch.Tensor]:
-    """The state of a model whose patches have no bias of their own: it is added to their positions."""
+    """The state of a model whose patches have no bias: it is added to their positions."""
     state = dict(state)
     if (bias := state.pop("patch_embed.proj.bias", None)) is not None:
         positions = state["pos_embed"].clone()

@@ -3,7 +3,7 @@
 timm's and torchvision's transforms draw while they change an image. Here each is a function `draw(transform, key)` that
 decides everything random from the sample's key and returns the operations to apply, as plain data, and one function
 `apply` for all operations, which draws nothing (on_device.py has another one for the training device). Only the crop,
-the first step, is a pair of its own.
+the first step, is a separate pair.
 
 Images are Pillow's. With --decode fast the crop makes a tensor, uint8 [3, H, W], which the operations take too.
 """
@@ -232,7 +232,7 @@ _SAME = {"PosterizeOriginal": "Posterize", "GaussianBlurRand": "GaussianBlur", "
 
 
 class _Recorder:
-    """Replaces the function of a timm AugmentOp: adds the operation to the ones before, which stand for the image.
+    """Replaces the function of a timm AugmentOp: adds the operation to the ones before, which represent the image.
 
     So the distribution of a policy is timm's by construction, whatever it draws from. An image (of AugMix, which mixes
     images and draws meanwhile) is changed at once.

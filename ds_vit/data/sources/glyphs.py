@@ -76,7 +76,7 @@ def split_names(names: Sequence[tuple[str, str]]) -> tuple[np.ndarray, np.ndarra
     """Numbers of the characters for training and of those held out for evaluation, ascending.
 
     Held out are new combinations of known words: each word of a held-out name is also in a name for training. The
-    choice is a function of the list alone. Characters that cover nothing (spaces, controls) stay for training.
+    choice depends only on the list. Characters that cover nothing (spaces, controls) stay for training.
     """
     uses = Counter(word for _, name in names for word in set(name.split()))
     held_out: list[int] = []

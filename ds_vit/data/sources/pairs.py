@@ -1,4 +1,4 @@
-"""Images with captions in files: a text file beside each image, or a table of paths and captions (`csv/…`)."""
+"""Images with captions in files: a text file next to each image, or a table of paths and captions (`csv/…`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TABLES = (".csv", ".tsv")
 
 
 def open_pairs(data_dir: str, split: str) -> TextFileSource:
-    """Open `data_dir/<split>`, a folder of images with a text file beside each.
+    """Open `data_dir/<split>`, a folder of images with a text file next to each.
 
     Raises:
         UserError: no such folder, or what `TextFileSource` refuses.

@@ -177,7 +177,7 @@ def _open_sources(config: RunConfig) -> tuple[Source, Source | None, list[str]]:
     """
     if config.dataset == OF_THE_PROGRAM:
         raise UserError(
-            "this run's images were given by a Python program (train_data): let it go on there, or name the images by "
+            "this run's images were given by a Python program (train_data): resume it there, or name the images by "
             "--dataset or --data-dir"
         )
     opened = partial(_open_split, config)
