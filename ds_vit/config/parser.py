@@ -144,30 +144,34 @@ def build_parser(
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
-    for name, f in FIELDS.items():
-        if only is not None and name not in only:
-            continue
-        meta, group = f.metadata, groups[SECTION_OF[name]]
-        dashed = "--" + name.replace("_", "-")
-        names = [*meta["short"], *dict.fromkeys((spelling(name), dashed))]
-        options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
-        is_switch = isinstance(f.default, bool)
-        if is_switch or meta["const"] is not None:
-            # The twin overrides a recipe's "true".
-            twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
-            off = {"action": "store_const", "const": default_of(name)}
-            group.add_argument(twin, dest=name, help=argparse.SUPPRESS, **off)
-        if is_switch:
-            group.add_argument(*names, action="store_true", **options)
-            continue
-        options |= {key: meta[key] for key in ("nargs", "metavar", "const") if meta[key] is not None}
-        if meta["const"] is not None:
-            options["nargs"] = "?"
-        if meta["choices"]:
-            options["choices"] = _Suggestions(meta["choices"])
-        # --set may be given several times.
-        group.add_argument(*names, action="extend" if name == "set" else "store", **options)
+    for name in FIELDS:
+        if only is None or name in only:
+            _add_flag(groups[SECTION_OF[name]], name, show_defaults)
     return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, show_defaults: bool) -> None:
+    """Add a field's flag, and its twin that turns it off."""
+    field = FIELDS[name]
+    meta, is_switch = field.metadata, isinstance(field.default, bool)
+    dashed = "--" + name.replace("_", "-")
+    names = [*meta["short"], *dict.fromkeys((spelling(name), dashed))]
+    options: dict[str, Any] = {"help": _help(name, show_defaults), "dest": name}
+    if is_switch or meta["const"] is not None:
+        # The twin overrides a recipe's "true".
+        twin = "--aug" if name == "no_aug" else f"--no{dashed[1:]}"
+        off = {"action": "store_const", "const": default_of(name)}
+        group.add_argument(twin, dest=name, help=argparse.SUPPRESS, **off)
+    if is_switch:
+        group.add_argument(*names, action="store_true", **options)
+        return
+    options |= {key: meta[key] for key in ("nargs", "metavar", "const") if meta[key] is not None}
+    if meta["const"] is not None:
+        options["nargs"] = "?"
+    if meta["choices"]:
+        options["choices"] = _Suggestions(meta["choices"])
+    # --set may be given several times.
+    group.add_argument(*names, action="extend" if name == "set" else "store", **options)
 
 
 class _Suggestions(tuple[str, ...]):

@@ -187,8 +187,7 @@ def measure_sides(
     configs = {**ours, **dict.fromkeys(peers, config)}
     with ranks_met(process) as device, contextlib.ExitStack() as stack:
         runners: dict[str, Step] = {}
-        counts: dict[str, StepCounts] = {}
-        memory: dict[str, int] = {}
+        measured: dict[str, tuple[StepCounts, int | None]] = {}
         for name, own in configs.items():
             before = allocated_bytes(device)
             step: Step
@@ -197,24 +196,9 @@ def measure_sides(
             else:
                 step = make_ours(own, device, stack) if name in ours else _make_peer(name, own, device)
             runners[name] = step
-            with _running(step):
-                seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
-                if is_accelerator(device):
-                    reset_peak_bytes(device)
-                    step()
-                    memory[name] = peak_bytes(device) - before
-                with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
-                    counts[name] = count_step(step)
+            measured[name] = _count_and_peak(step, before, device)
         times = _in_turns(runners, turns, steps, device)
-        sides = {}
-        for name, own in configs.items():
-            images, peak = own.batch.global_batch, peak_tflops(device, own.precision.name)
-            rate = images / min(times[name])
-            mfu = None
-            if peak:
-                flops = count_flops(own.model.whole, own.model.frozen).training
-                mfu = flops * rate / dist.get_world_size() / 1e12 / peak
-            sides[name] = Side(images, tuple(times[name]), rate, counts[name], memory.get(name), mfu)
+        sides = {name: _side(own, times[name], *measured[name], device) for name, own in configs.items()}
     return Bench(
         model=config.model.spec.name,
         options=" ".join(words),
@@ -233,6 +217,32 @@ def measure_sides(
         published={},
         largest={},
     )
+
+
+def _count_and_peak(step: Step, before: int, device: torch.device) -> tuple[StepCounts, int | None]:
+    """What a step does, and the peak of its memory over `before`, in bytes, on an accelerator."""
+    peak = None
+    with _running(step):
+        seconds_of(step, 3)  # the first steps make what later ones keep, torch's reducer in its second
+        if is_accelerator(device):
+            reset_peak_bytes(device)
+            step()
+            peak = peak_bytes(device) - before
+        with torch.compiler.set_stance("force_eager"):  # torch cannot look into a graph
+            return count_step(step), peak
+
+
+def _side(
+    config: EngineConfig, seconds: Sequence[float], counts: StepCounts, memory: int | None, device: torch.device
+) -> Side:
+    """The rate of a side's fastest turn, with the MFU where the device's peak is known."""
+    images, peak = config.batch.global_batch, peak_tflops(device, config.precision.name)
+    rate = images / min(seconds)
+    mfu = None
+    if peak:
+        flops = count_flops(config.model.whole, config.model.frozen).training
+        mfu = flops * rate / dist.get_world_size() / 1e12 / peak
+    return Side(images, tuple(seconds), rate, counts, memory, mfu)
 
 
 @contextlib.contextmanager

@@ -133,12 +133,7 @@ def resolve_model(
     if not resumes:
         notes += _locked_at_random(locked, initial)
     frozen = frozen_names(whole, config.freeze, config.linear_probe, locked)
-    image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
-    if sizes:
-        check_sizes(whole, config.model, sizes)
-    # Raises here what it would raise in a loader's worker.
-    for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
-        worker_transform(pixels, config.augment)
+    image = _resolve_image(config, whole, sizes)
     task = _create_task(dataclasses.replace(config, num_classes=num_classes), task_type, data, image, whole)
     _check_tokenizer(initial, task)
     notes += task.notes
@@ -156,6 +151,17 @@ def resolve_model(
         class_parallel=_class_parallel(config, num_classes),
         notes=tuple(notes),
     )
+
+
+def _resolve_image(config: RunConfig, whole: TimmViT, sizes: Sequence[int]) -> ImageConfig:
+    """Size and normalisation of the images; UserError if the model or the augmentation does not work with a size."""
+    image = ImageConfig(image_size(whole), **resolve_pixels(vars(config), whole))
+    if sizes:
+        check_sizes(whole, config.model, sizes)
+    # Raises here what it would raise in a loader's worker.
+    for pixels in [dataclasses.replace(image, img_size=(size, size)) for size in sizes] or [image]:
+        worker_transform(pixels, config.augment)
+    return image
 
 
 def _create_task(

@@ -99,20 +99,9 @@ def resolve_optimizer(
     notes += scaling
     if scaling:
         origins[KEY_OF_FLAG["lr"]] = "--lr-scale-by-batch"
-    clip = _from_json_or_flag(config, "clip_grad", deepspeed.json.get("gradient_clipping"), 0.0, path, origins)
-    if clip is None:
-        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
-        origins["gradient_clipping"] = "DeepSpeed's default"
-        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
-    check_grad_norm(deepspeed.json, path, clip=clip)
-    decay = arguments.get("weight_decay")
-    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
+    clip = _resolve_clip(config, deepspeed.json, path, origins, notes)
+    decay = _resolve_decay(config, arguments, path, origins)
     notes += check_weight_decay(cls, decay, path)
-    if config.weight_decay_end is not None and not decay:
-        raise UserError(
-            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
-            f"{path}; give --weight-decay a value above 0"
-        )
     per_epoch = data.order.steps_per_epoch
     total_steps, scheduled_steps = _count_steps(config, per_epoch)
     horizon = Horizon(scheduled_steps, per_epoch, decay or 0.0)
@@ -146,6 +135,31 @@ def resolve_optimizer(
         origins=origins,
         notes=tuple(notes),
     )
+
+
+def _resolve_clip(
+    config: RunConfig, json: Mapping[str, Any], path: str, origins: dict[str, str], notes: list[str]
+) -> float:
+    """The gradient norm above which gradients are scaled down, 0 for never; adds its origin and a note."""
+    clip = _from_json_or_flag(config, "clip_grad", json.get("gradient_clipping"), 0.0, path, origins)
+    if clip is None:
+        clip = 1.0  # DeepSpeed's own default; written down, so that it can be seen
+        origins["gradient_clipping"] = "DeepSpeed's default"
+        notes.append(f"{path} does not mention gradient_clipping: DeepSpeed's default 1.0 holds")
+    check_grad_norm(json, path, clip=clip)
+    return clip
+
+
+def _resolve_decay(config: RunConfig, arguments: Mapping[str, Any], path: str, origins: dict[str, str]) -> float | None:
+    """The weight decay, None for the optimizer's default; UserError for an end of a schedule that has no start."""
+    decay = arguments.get("weight_decay")
+    decay = _from_json_or_flag(config, "weight_decay", decay, DEFAULT_WEIGHT_DECAY, path, origins)
+    if config.weight_decay_end is not None and not decay:
+        raise UserError(
+            f"--weight-decay-end {config.weight_decay_end:g} has no effect: there is no weight decay to begin with in "
+            f"{path}; give --weight-decay a value above 0"
+        )
+    return decay
 
 
 def _rate_factors(
