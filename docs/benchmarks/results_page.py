@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_tables import FOLDER, between, of_ratio, table  # in this folder
 
 PAGE = FOLDER.parent / "results.md"
+MAX_ROWS = 20  # of evaluations
 Record = Mapping[str, Any]
 
 
@@ -146,10 +147,15 @@ def of_vit_lite(record: Record) -> str:
     """Segments of a run, its evaluations, and the control."""
     epoch, published = record["steps_an_epoch"], record["published"]
     segments, evaluations, control = record["segments"], record["evaluations"], record["control"]
-    rows = [[number, one["layout"], one["first_step"], one["last_step"]] for number, one in enumerate(segments, 1)]
+    steps: dict[str, list[int]] = {}
+    for one in segments:
+        steps.setdefault(one["layout"], []).append(one["last_step"] + 1 - one["first_step"])
+    rows = [[layout, len(counts), f"{sum(counts):,}"] for layout, counts in steps.items()]
     done, deviation = segments[-1]["last_step"], control["deviation"]
     changes = sum(a["layout"] != b["layout"] for a, b in itertools.pairwise(segments))
-    accuracies = [[f"{one['step'] / epoch:.0f}", f"{one['top1']:.2f}", f"{one['loss']:.3f}"] for one in evaluations]
+    interval = -(-len(evaluations) // MAX_ROWS)
+    chosen = evaluations[::-1][::interval][::-1]
+    accuracies = [[f"{one['step'] / epoch:.0f}", f"{one['top1']:.2f}", f"{one['loss']:.3f}"] for one in chosen]
     so_far = (
         f"{done / epoch:.2f} of {published['epochs']} epochs, {done:,} steps; layout changes: {changes}. "
         f"Published after all epochs: about {published['top1']} % ({published['source']})."
@@ -160,7 +166,7 @@ def of_vit_lite(record: Record) -> str:
         f"{control['first_loss']:.3f} to {control['last_loss']:.3f}. Largest relative deviation: loss "
         f"{deviation['loss']:.1e}, gradient norm {deviation['grad_norm']:.1e}."
     )
-    parts = [table(("segment", "layout", "first step", "last step"), rows), "", so_far, ""]
+    parts = [table(("layout", "segments", "steps"), rows), "", so_far, ""]
     if accuracies:
         parts += [table(("epoch", "top-1 on the 10,000 test images, %", "loss"), accuracies), ""]
     return "\n".join([*parts, checked, "", conditions(record)])

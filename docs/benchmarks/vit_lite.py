@@ -88,7 +88,7 @@ def train(folder: Path, layout: Layout, precision: str, data: Path, *words: obje
         "OMP_NUM_THREADS": str(2 // layout.ranks),
     }
     environ |= {"PYTHONPATH": str(ROOT), "DS_VIT_PYTHON": sys.executable}
-    environ |= {"TIMM_FUSED_ATTN": "0"}  # docs/performance.md, on a CPU in 16 bits
+    environ |= {"TIMM_FUSED_ATTN": "0", "THP_MEM_ALLOC_ENABLE": "1"}  # faster on a CPU, docs/performance.md
     log_path = folder.with_suffix(".log")
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("a") as log:
@@ -153,37 +153,39 @@ def of_control(folder: Path) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Loss above, accuracy below, by step; the segments shaded."""
-    figure = new_figure(8.5, 5.2)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.5, 1])
-    for number, segment in enumerate(found["segments"]):
-        start, end = segment["first_step"] - 0.5, segment["last_step"] + 0.5
+    """Loss above, accuracy below, by epoch; the segments shaded by their layout."""
+    figure = new_figure(8.5, 5.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.2, 1])
+    epoch, segments = found["steps_an_epoch"], found["segments"]
+    layouts = list(dict.fromkeys(segment["layout"] for segment in segments))
+    for segment in segments:
+        start, end = (segment["first_step"] - 1) / epoch, segment["last_step"] / epoch
         for axes in (above, below):
-            axes.axvspan(start, end, color=f"C{number % 10}", alpha=0.12, linewidth=0)
-        name = segment["layout"].replace(" x ", "\n").replace(", ", "\n")
-        top = above.get_xaxis_transform()
-        above.text((start + end) / 2, 0.97, name, fontsize=7, ha="center", va="top", transform=top)
-    steps, losses, means = zip(*found["rows"], strict=True)
-    above.plot(steps, losses, linewidth=0.8, color="#4a7fb5", label="loss of a step")
-    above.plot(steps, means, linewidth=1.6, color="#c23b22", label="mean since the epoch began")
-    above.legend(fontsize=8, frameon=False, loc="lower left")
+            axes.axvspan(start, end, color=f"C{layouts.index(segment['layout'])}", alpha=0.25, linewidth=0)
+    for number, name in enumerate(layouts):
+        below.fill_between([], [], color=f"C{number}", alpha=0.25, label=name)
+    steps, losses, _ = zip(*found["rows"], strict=True)
+    above.plot([step / epoch for step in steps], losses, linewidth=0.8, color="black")
     above.set_ylabel("training loss")
-    title = f"ViT-Lite-7/8 on CIFAR-10, segments of one run: {len(found['segments'])}"
+    title = f"ViT-Lite-7/8 on CIFAR-10: one run, {len(segments)} segments in {len(layouts)} layouts"
     above.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    rows = found["evaluations"]
-    below.plot([row["step"] for row in rows], [row["top1"] for row in rows], "o-", color="#4a7fb5")
+    rows, published = found["evaluations"], found["published"]
+    below.plot([row["step"] / epoch for row in rows], [row["top1"] for row in rows], "k.-", markersize=3)
+    label = f"published after {published['epochs']} epochs"
+    below.axhline(published["top1"], color="#c23b22", linestyle="--", linewidth=1, label=label)
     below.set_ylabel("top-1, %")
-    below.set_xlabel("optimizer step")
+    below.set_xlabel("epoch")
+    below.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3)
     for axes in (above, below):
         axes.grid(alpha=0.3)
     save_figure(figure, path)
 
 
-def write(found: dict[str, Any]) -> None:
-    """Replace these entries of the JSON file."""
+def write(found: dict[str, Any], options: str = "") -> None:
+    """Replace these entries of the JSON file; `options` are the command's."""
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     conditions = {
-        "command": "python docs/benchmarks/vit_lite.py --data-dir DIR",
+        "command": f"python docs/benchmarks/vit_lite.py --data-dir DIR{options}",
         "date": datetime.date.today().isoformat(),
         "machine": f"{machine()}, load average {os.getloadavg()[2]:.0f} at the end",
         "versions": versions(),
@@ -217,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         train_control(folder / "control", data, args.control_steps)
         return write({"control": of_control(folder / "control")})
     train_in_segments(folder / "run", args.precision, data, 60 * args.segment_minutes, time.time() + 60 * args.minutes)
-    write(of_run(folder / "run"))
+    write(of_run(folder / "run"), f" --segment-minutes {args.segment_minutes:g}")
 
 
 if __name__ == "__main__":
