@@ -223,10 +223,13 @@ class Engine(ABC):
             hold_scheduler_on_skipped_steps(self.engine.lr_scheduler, lambda: self.guard.rejection is None)
 
     def _keep_bounds(self) -> None:
-        """Clamp the task's bounded parameters in what the optimizer updates; ZeRO then copies them to the model."""
+        """Clamp the task's bounded parameters once they are updated; ZeRO then copies them to the model.
+
+        ZeRO steps the optimizer once for each parameter group: a clamp before a parameter's own turn would be undone.
+        """
         bounds, base = self._task.bounds, self.zero_map.base
         bounded = [
-            (view, bounds[segment.name])
+            (shard.parameter, view, bounds[segment.name])
             for shard in self.zero_map.shards
             for segment, view in zip(shard.segments, shard.views(), strict=True)
             if segment.name in bounds
@@ -237,8 +240,9 @@ class Engine(ABC):
 
         def step_and_clamp(*args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
-            for view, (low, high) in bounded:
-                view.clamp_(low, high)
+            for parameter, view, (low, high) in bounded:
+                if any(stepped is parameter for group in base.param_groups for stepped in group["params"]):
+                    view.clamp_(low, high)
             return result
 
         base.step = step_and_clamp

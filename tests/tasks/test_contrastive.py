@@ -368,6 +368,38 @@ def test_equals_a_plain_loop(ranks, tmp_path, plain, task, lr, layout):
         assert saved["text.logit_scale"].item() in (0.0, pytest.approx(math.log(100.0))), "no bound was met"
 
 
+def scale_started_at(log_scale):
+    """Exchange the initial value of CLIP's scale, a logarithm."""
+    return mock.patch.object(Clip, "initial_logits", (log_scale,))
+
+
+def train_started_at(argv, log_scale):
+    """On a rank: the exit code of a run whose scale starts there."""
+    from ds_vit.train import main
+
+    with scale_started_at(log_scale):
+        return main(argv)
+
+
+NEAR_THE_BOUND = (2, 1, 1), (2, 2, 4), (2, 3, 4), (2, 1, 4, "--pp", 2)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layout", NEAR_THE_BOUND, ids=str)
+@pytest.mark.parametrize("scale", [120.0, 100.0, 99.5])
+def test_a_scale_near_its_bound_is_clamped_after_its_update(ranks, tmp_path, layout, scale):
+    # Catches: a clamp at the step of another parameter group, before the update of the scale.
+    adamw = {**ADAMW, "params": {**ADAMW["params"], "lr": 0.01}}
+    flags = ("--sched", "constant", "--warmup-steps", 0, "--max-steps", 3)
+    found = []
+    for name, of_run in (("one", (1, 0, 1)), ("run", layout)):  # the first equals the plain loop, see above
+        argv = command(tmp_path / name, "clip", *of_run, *flags, optimizer=adamw)
+        assert ranks.run(of_run[0], train_started_at, argv, math.log(scale)) == [0] * of_run[0]
+        found.append(load_file(tmp_path / name / "text.safetensors")["text.logit_scale"].item())
+    assert_same_curve(*[read_rows(tmp_path / name) for name in ("one", "run")], rtol=1e-4)
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
