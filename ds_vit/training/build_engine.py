@@ -18,7 +18,7 @@ import torch
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_rules import Checkpointing, Precision
 from ds_vit.engine.base import Engine
-from ds_vit.engine.patches.process import bias_added_out_of_place, tf32_products, torch_linear_restored
+from ds_vit.engine.patches.process import plain_linear_at_zero3, tf32_products, torch_linear_restored
 from ds_vit.engine.pipeline import PipeEngine, StagedViT
 from ds_vit.engine.plain import PlainEngine
 from ds_vit.models import (
@@ -124,8 +124,7 @@ def build_engine(config: EngineConfig, device: torch.device, groups: Groups) -> 
             process_state.enter_context(compiler_settings())
         if config.zero_stage == 3:
             process_state.enter_context(torch_linear_restored())
-        if config.checkpointing.selective:
-            process_state.enter_context(bias_added_out_of_place())
+            process_state.enter_context(plain_linear_at_zero3())
         engine = _build_engine(config, device, groups)
         engine.on_close.push(process_state.pop_all())
     return engine

@@ -479,11 +479,11 @@ def test_the_accelerator_for_cpus_asks_numactl_each_time(monkeypatch):
     assert len(asked) == 4, "restored"
 
 
-def test_zero3s_linear_map_writes_into_the_product():
-    """patches.process.bias_added_out_of_place: selective recomputation keeps the product and would add it twice."""
+def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
+    """patches.process.plain_linear_at_zero3: two roundings, and in place: selective recomputation would add it twice."""
     from deepspeed.runtime.zero import linear
 
-    from ds_vit.engine.patches.process import bias_added_out_of_place
+    from ds_vit.engine.patches.process import plain_linear_at_zero3
     from ds_vit.models import recompute_selectively
 
     # As shipped, whatever a run of this process has done to it; at the end the class that DeepSpeed's own code uses.
@@ -505,15 +505,18 @@ def test_zero3s_linear_map_writes_into_the_product():
     def at_once(function, *tensors):
         return function(*tensors)
 
-    expected = twice(shipped, at_once)
-    assert not torch.allclose(twice(shipped, recompute_selectively), expected, rtol=1e-2)
-    with bias_added_out_of_place():
-        assert torch.equal(twice(linear, recompute_selectively), expected)
-    # Under autocast the result stays in 16 bits, to the last one.
-    with bias_added_out_of_place(), torch.autocast("cpu", dtype=torch.bfloat16):
-        outs = [module.zero3_linear_wrap(x, weight[0], bias / 3) for module in (shipped, linear)]
-    assert [out.dtype for out in outs] == [torch.bfloat16] * 2
-    assert torch.equal(*outs)
+    assert not torch.allclose(twice(shipped, recompute_selectively), twice(shipped, at_once), rtol=1e-2)
+    with plain_linear_at_zero3():
+        assert torch.equal(twice(linear, recompute_selectively), twice(linear, at_once))
+
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((4, 9, 64), (64, 64), (64,)))
+    for autocast in (True, False):  # the same in 16-bit weights as under autocast
+        given = (x, weight, bias) if autocast else [tensor.bfloat16() for tensor in (x, weight, bias)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            plain = torch.nn.functional.linear(*given)
+            assert not torch.equal(shipped.zero3_linear_wrap(*given), plain)
+            with plain_linear_at_zero3():
+                assert torch.equal(linear.zero3_linear_wrap(*given), plain)
 
 
 IMPORTS_MUON = """

@@ -83,22 +83,20 @@ def torch_linear_restored() -> contextlib.AbstractContextManager[None]:
     return replaced(torch.nn.functional, "linear", torch.nn.functional.linear)
 
 
-def bias_added_out_of_place() -> contextlib.AbstractContextManager[None]:
-    """Have ZeRO-3's linear map add its bias out of place, with the same bits.
+def plain_linear_at_zero3() -> contextlib.AbstractContextManager[None]:
+    """Have ZeRO-3's linear map compute what torch's does, which every other stage uses; it saves as little as before.
 
-    Selective recomputation keeps the matrix product for the second forward pass. DeepSpeed adds the bias in place, so
-    that the second pass would add it twice; torch's version check does not see through the view.
+    DeepSpeed adds the bias to a product that is rounded already: in 16 bits the loss would depend on the ZeRO stage. It
+    adds in place, so that a product that selective recomputation keeps would get the bias twice.
     """
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 
-    def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if input.dim() == 2 and bias is not None:
-            return torch.addmm(bias, input, weight.t())
-        product = input.matmul(weight.t())
-        # Under autocast the product is in 16 bits and the bias in 32.
-        return product if bias is None else (product + bias).to(product.dtype)
+    return replaced(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
 
-    return replaced(LinearFunctionForZeroStage3, "forward", staticmethod(forward))
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    # `F.linear` is replaced; `setup_context` takes the arguments as they are given here.
+    return torch._C._nn.linear(input, weight, bias)
 
 
 @contextlib.contextmanager
