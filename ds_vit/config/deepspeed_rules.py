@@ -44,9 +44,23 @@ def zero_stage(data: Mapping[str, Any]) -> int:
     return int(value_of(data, "zero_optimization.stage") or 0)
 
 
+MASTERS_IN_BF16 = "bf16.bf16_master_weights_and_grads"
+
+
 def sums_in_fp32(data: Mapping[str, Any]) -> bool:
-    """Whether gradients are summed in fp32; the default is the model's type."""
+    """Whether micro-batches are summed in fp32; a file without a type is resolved by `with_fp32_sums`."""
     return value_of(data, "data_types.grad_accum_dtype") in ("fp32", "float32", "float", "torch.float32")
+
+
+def with_fp32_sums(data: Mapping[str, Any], selected: Precision, accumulation: int) -> Mapping[str, Any]:
+    """The file, with several micro-batches of a 16-bit model summed in fp32 where it names no type.
+
+    DeepSpeed's default is the model's type at ZeRO-2 and 3; a 16-bit sum of 16 micro-batches has 1.2 times the error.
+    """
+    silent = value_of(data, "data_types.grad_accum_dtype") is None and not value_of(data, MASTERS_IN_BF16)
+    if accumulation == 1 or selected.compute == "float32" or not silent:
+        return data
+    return {**data, "data_types": {**(data.get("data_types") or {}), "grad_accum_dtype": "fp32"}}
 
 
 def sums_going_back(data: Mapping[str, Any], *, pp: int, dp: int, tp: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ds_vit.config.batch import BatchSizes, nearest_dp, ways_to_share
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision, with_fp32_sums
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import ModelSpec, TimmViT, create_model, num_parameters, take_apart
 from ds_vit.optim.build import optimizer_class, rules_of, states_per_element
@@ -28,6 +28,7 @@ from ds_vit.planner.memory import (
     LayerMemory,
     MemoryRules,
     RankMemory,
+    StageMemory,
     layers_of_rank,
     memory_by_stage,
     memory_of_layers,
@@ -270,19 +271,24 @@ class Search:
         """The fastest micro-batch that fits, or else the smallest."""
         layers, works = self._costs(layout.tp)
         request, accelerator = self.request, self.request.machine.accelerator
-        rules = MemoryRules(
-            json_at_stage(request.json, stage),
-            layout,
-            precision=request.precision,
-            optimizer=self._optimizer[0],
-            average=request.model_ema,
-            checkpointing=RECOMPUTING[recomputing],
-        )
-        stages, tried = memory_by_stage(layers, bounds, rules), []
-        room = accelerator.memory_bytes - accelerator.reserved_bytes
+        room, tried = accelerator.memory_bytes - accelerator.reserved_bytes, []
+
+        @functools.cache
+        def memory_at(accumulation: int) -> tuple[MemoryRules, list[StageMemory]]:
+            rules = MemoryRules(
+                with_fp32_sums(json_at_stage(request.json, stage), request.precision, accumulation),
+                layout,
+                precision=request.precision,
+                optimizer=self._optimizer[0],
+                average=request.model_ema,
+                checkpointing=RECOMPUTING[recomputing],
+            )
+            return rules, memory_by_stage(layers, bounds, rules)
+
         for batch in ways_to_share(request.global_batch, layout.dp):
             if batch.micro_batch > _LARGEST_MICRO_BATCH or (batch.accumulation < layout.pp and batch.micro_batch > 1):
                 break
+            rules, stages = memory_at(min(batch.accumulation, 2))
             memory = tuple(one.on_device(batch) for one in stages)
             time = step_time(works, bounds, request.machine, batch, rules)
             tried.append(Candidate(layout, stage, recomputing, batch, bounds, memory, room, time))

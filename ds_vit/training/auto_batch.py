@@ -29,6 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_vit.config.batch import BatchSizes, ways_to_share
+from ds_vit.config.deepspeed_rules import with_fp32_sums
 from ds_vit.config.units import in_words, parse_bytes
 from ds_vit.device import free_bytes
 from ds_vit.engine.start import device_of
@@ -96,6 +97,7 @@ def choose_batch(config: EngineConfig, memory: str, process: Process, *, on_cpu:
     Raises:
         UserError: not one image fits.
     """
+    config = _with_sums(config)
     return _choice(config, by_estimate(config, memory_of_rank(memory, process, on_cpu=on_cpu)), memory)
 
 
@@ -105,6 +107,7 @@ def agree_on_batch(config: EngineConfig, memory: str, process: Process, *, on_cp
     Raises:
         UserError: not one image fits on some rank, or the trial of a rank failed; on all ranks alike.
     """
+    config = _with_sums(config)
     found: Found | str
     try:
         room = memory_of_rank(memory, process, on_cpu=on_cpu)
@@ -131,6 +134,12 @@ def legal(config: EngineConfig) -> tuple[BatchSizes, ...]:
         return (batch,)  # the loss may couple the samples of a batch
     ways = ways_to_share(batch.global_batch, batch.dp)
     return tuple(way for way in ways if way.accumulation >= pp or way.micro_batch == 1)
+
+
+def _with_sums(config: EngineConfig) -> EngineConfig:
+    """With the gradients in the type that the most micro-batches would be summed in."""
+    most = max(batch.accumulation for batch in legal(config))
+    return replace(config, json=with_fp32_sums(config.json, config.precision, most))
 
 
 def by_estimate(config: EngineConfig, memory: Memory) -> Found:

@@ -9,7 +9,7 @@ import torch
 from bridge_towers import write_folder
 from curves import read_rows
 from project import write_config
-from runs import pretend_fp16
+from runs import pretend_fp16, resolved
 
 SMALL = ("--model", "vit_tiny_patch16_224", "--img-size", 16, "--model-kwargs", "patch_size=4", "embed_dim=24")
 SMALL = (*SMALL, "depth=2", "num_heads=2")
@@ -94,3 +94,25 @@ def test_first_loss_is_equal_at_every_zero_stage(ranks, tmp_path, folders, task,
     words = [str(word).format(**folders) for word in (*TASKS[task], "-b", 8 // world)]
     losses = [train(ranks, world, tmp_path / str(stage), stage, kind, *words)[0]["loss"] for stage in (1, 2, 3)]
     assert losses[0] == losses[1] == losses[2]
+
+
+DEEP = ("--dataset", "digits", *SMALL, "-b", 2, "--epochs", 1, "--max-steps", 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", SIXTEEN)
+def test_several_micro_batches_are_summed_in_fp32(tmp_path, stage, kind):
+    # Catches: a type of the sum that depends on the ZeRO stage, or one that is asked for and not followed, or not said.
+    def types_and_notes(accumulation, **blocks):
+        path = write_config(tmp_path / "config.json", stage, **SIXTEEN[kind], optimizer=ADAMW, **blocks)
+        with pretend_fp16() if kind == "fp16" else contextlib.nullcontext():
+            settings = resolved([*DEEP, "--deepspeed_config", path, "--grad-accum-steps", accumulation]).deepspeed
+        said = [note for note in settings.notes if "micro-batches" in note]
+        return settings.json.get("data_types"), said
+
+    assert types_and_notes(1) == (None, [])
+    assert types_and_notes(4) == ({"grad_accum_dtype": "fp32"}, [])
+    explicit = {"grad_accum_dtype": kind}
+    line = "micro-batches are summed in 16 bits, by data_types.grad_accum_dtype"
+    assert types_and_notes(4, data_types=explicit) == (explicit, [line])
+    assert types_and_notes(1, data_types=explicit) == (explicit, [])

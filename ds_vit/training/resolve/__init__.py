@@ -38,7 +38,7 @@ from ds_vit.tasks import find_task, idle_flags
 from ds_vit.training.inputs import Workers
 from ds_vit.training.resolve.data import DataConfig, check_readable, resolve_data
 from ds_vit.training.resolve.data import with_batch as data_with_batch
-from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, write_out
+from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out
 from ds_vit.training.resolve.deepspeed import with_batch as json_with_batch
 from ds_vit.training.resolve.engine import check_compilation, resolve_layout
 from ds_vit.training.resolve.model import ModelConfig, find_fastest_stages, resolve_model
@@ -228,6 +228,7 @@ def resolve_run(
     deepspeed = dataclasses.replace(deepspeed, notes=(*deepspeed.notes, *check_compilation(config, on_cpu=on_cpu)))
     resume = find_resume(config)
     data = resolve_data(config, deepspeed, layout, resume, sources)
+    deepspeed = sum_micro_batches(deepspeed, data.batch)
     if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
         data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)

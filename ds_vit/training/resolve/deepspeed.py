@@ -11,8 +11,8 @@ from typing import Any
 from ds_vit.config import RunConfig, deepspeed_json, deepspeed_rules
 from ds_vit.config.batch import BatchSizes
 from ds_vit.config.deepspeed_json import leaves, overlay
-from ds_vit.config.deepspeed_keys import idle_keys, switched_on, without
-from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back
+from ds_vit.config.deepspeed_keys import idle_keys, switched_on, value_of, without
+from ds_vit.config.deepspeed_rules import Checkpointing, Precision, sums_going_back, sums_in_fp32
 from ds_vit.config.schema import KEY_OF_FLAG
 from ds_vit.config.units import parse_set
 from ds_vit.fault_tolerance.errors import UserError
@@ -129,6 +129,17 @@ def _with_auto_precision(data: Mapping[str, Any], on_cpu: bool) -> dict[str, Any
     return {**data, **blocks}
 
 
+def sum_micro_batches(settings: DeepSpeedSettings, batch: BatchSizes) -> DeepSpeedSettings:
+    """Sum several micro-batches in fp32, or say which key sums them in 16 bits."""
+    json = deepspeed_rules.with_fp32_sums(settings.json, settings.precision, batch.accumulation)
+    keys = ("data_types.grad_accum_dtype", deepspeed_rules.MASTERS_IN_BF16)
+    chosen = next((key for key in keys if value_of(json, key)), None)
+    notes = settings.notes
+    if batch.accumulation > 1 and chosen and not sums_in_fp32(json):
+        notes = (*notes, f"micro-batches are summed in 16 bits, by {chosen}")
+    return dataclasses.replace(settings, json=json, notes=tuple(dict.fromkeys(notes)))
+
+
 def write_out(
     settings: DeepSpeedSettings,
     batch: BatchSizes,
@@ -183,6 +194,7 @@ def write_out(
 
 def with_batch(settings: DeepSpeedSettings, batch: BatchSizes, origins: Mapping[str, str]) -> DeepSpeedSettings:
     """A JSON that is written out, with another batch arithmetic."""
+    settings = sum_micro_batches(settings, batch)
     json = {**settings.json, **batch.as_json()}
     return dataclasses.replace(settings, json=json, origins={**settings.origins, **origins})
 
