@@ -68,6 +68,8 @@ def load_tensors(
     weights = checkpoint.tensors("model")
     for shard in [*zero_map.shards, *zero_map.frozen]:
         _fill(shard, shard.tensor, weights)
+        if shard.exact is not None:
+            _fill(shard, shard.exact, weights)
     average = checkpoint.tensors("ema") if "ema" in checkpoint.kinds else weights
     for shard, tensor in zip(zero_map.shards, ema or (), strict=False):
         _fill(shard, tensor, average)

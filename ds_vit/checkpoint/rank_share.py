@@ -81,5 +81,5 @@ class RankShare:
                 out.append(self.zero_map.state(shard, kind.removeprefix(OPTIMIZER)) if has_state else None)
             else:
                 # A parameter that is not trained is its own average.
-                out.append(self.ema[block] if kind == "ema" and self.ema and is_trained else shard.tensor)
+                out.append(self.ema[block] if kind == "ema" and self.ema and is_trained else shard.saved)
         return out

@@ -104,6 +104,7 @@ class Engine(ABC):
         class_parallel: the ranks over which the outputs are sharded by class, or None.
         input_names: the fields of a batch that the model takes, in its order; the keys follow them.
         whole_outputs: puts outputs together that are cut over classes (a collective of the tensor-parallel group).
+        write_initial: passes initial values in fp32 to `ZeroMap.set_values`; None where the model has them in fp32.
 
     Attributes:
         context: of the task's steps.
@@ -124,6 +125,7 @@ class Engine(ABC):
         class_parallel: TensorParallel | None = None,
         input_names: Sequence[str] = ("images",),
         whole_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda outputs: outputs,
+        write_initial: Callable[[Callable[[Mapping[str, torch.Tensor]], None]], None] | None = None,
     ) -> None:
         import deepspeed
 
@@ -166,6 +168,8 @@ class Engine(ABC):
             self._clip_before_the_step(plain_sums)
         if optimizer is not None:
             self._adapt_the_optimizer(plain_sums)
+            if write_initial is not None:
+                write_initial(self.zero_map.set_values)
         shared = {"groups": groups, "device": self.device, "accumulation": self.accumulation}
         shared["zero_map"] = self.zero_map if optimizer is not None else None
         self.context = self._make_context(model, trains=optimizer is not None, class_parallel=class_parallel, **shared)

@@ -39,6 +39,7 @@ class Shard:
         names: timm names of all parameters that are spread over this tensor and its like on the other ranks.
         segments: those parts of them that lie here.
         group: index of the optimizer's param_group.
+        exact: of a frozen 16-bit parameter its fp32 values, in host memory, on the ranks that save it; else None.
     """
 
     tensor: torch.Tensor
@@ -46,6 +47,12 @@ class Shard:
     names: tuple[str, ...]
     segments: tuple[Segment, ...]
     group: int
+    exact: torch.Tensor | None = None
+
+    @property
+    def saved(self) -> torch.Tensor:
+        """The flat tensor that a checkpoint saves."""
+        return self.tensor if self.exact is None else self.exact
 
     def views(self, like: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The segments' views of the shard's tensor, or of another one that is laid out like it (a gradient)."""
@@ -137,10 +144,26 @@ class ZeroMap:
         found = torch.zeros(len(names), device=self.device)
         for shard in (*self.shards, *self.frozen):
             whole = shard in self.frozen and self.stage < 3  # on every data-parallel rank
-            for segment, view in zip(shard.segments, shard.views(), strict=True):
+            for segment, view in zip(shard.segments, shard.views(shard.saved), strict=True):
                 if segment.name in names and self.counts(segment) and not (whole and self.dp_rank):
                     found[names.index(segment.name)] = view[0]
         return self.all_reduce(found)
+
+    @torch.no_grad()
+    def set_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set fp32 values, by timm name, of this rank's tensor slices; the model's own parameters keep theirs.
+
+        Of a frozen parameter in 16 bits, the ranks that save it keep the values.
+        """
+        for number, shard in enumerate(self.frozen):
+            saves = self.stage == 3 or self.dp_rank == 0
+            if saves and shard.exact is None and shard.names[0] in values and shard.tensor.dtype != torch.float32:
+                self.frozen[number] = replace(shard, exact=torch.empty(shard.tensor.numel()))
+        for shard in (*self.shards, *(shard for shard in self.frozen if shard.exact is not None)):
+            for segment in shard.segments:
+                if (value := values.get(segment.name)) is not None:
+                    part = value.reshape(-1)[segment.start : segment.start + segment.length]
+                    segment.of(shard.saved.view(-1)).copy_(part)
 
     @torch.no_grad()
     def refresh(self) -> None:

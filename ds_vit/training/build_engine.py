@@ -163,6 +163,8 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
             checkpoint_function=config.recompute,
         )
     optimizer = _build_optimizer(config, model, device)
+    if config.dtype != torch.float32:
+        shared["write_initial"] = partial(_write_initial, config, device, groups)
     engine = engine_type(model, optimizer, task, config.json, **shared)
     if optimizer is not None:
         assert config.optimizer is not None
@@ -172,33 +174,76 @@ def _build_engine(config: EngineConfig, device: torch.device, groups: Groups) ->
 
 def _build_towers(config: EngineConfig, device: torch.device, groups: Groups) -> dict[str, list[Layer]]:
     """The layers of each tower, or in a pipeline one list of all layers; those of this rank's stage are filled."""
-    task, whole, bounds = config.model.task, config.model.whole, config.model.bounds
-    towers = task.towers(whole)
+    towers, of_stage = _layers_of_stage(config)
     converters = layer_converters(config, groups)
 
     def on_layer(layer: Layer) -> None:
         for convert in converters:
             convert(layer)
 
-    filled = towers
-    if config.layout.pp > 1:
-        chain = task.chain(towers)
-        assert chain is not None, "resolve_model rejects such tasks in a pipeline"
-        of_stage = set(chain[bounds[config.stage] : bounds[config.stage + 1]])
-        filled = {name: [layer for layer in layers if layer in of_stage] for name, layers in towers.items()}
-        towers = {MAIN_TOWER: chain}
-    for name, layers in filled.items():
-        initialise(
-            tower_of(whole, name),
-            layers,
-            seed=config.seed,
-            device=device,
-            # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
-            dtype=config.dtype if config.zero_stage == 3 else torch.float32,
-            checkpoint=config.model.weights_of(name),
-            on_layer=on_layer,
-        )
+    for name, layers in of_stage.items():
+        # DeepSpeed casts a whole model itself, and expects a partitioned one to be in its type already.
+        _fill(config, device, name, layers, on_layer, config.dtype if config.zero_stage == 3 else torch.float32)
     return towers
+
+
+def _layers_of_stage(config: EngineConfig) -> tuple[dict[str, list[Layer]], dict[str, list[Layer]]]:
+    """Layers without values: of each tower, or in a pipeline one list of all; and of each tower those of this stage."""
+    task, bounds = config.model.task, config.model.bounds
+    towers = task.towers(config.model.whole)
+    if config.layout.pp == 1:
+        return towers, towers
+    chain = task.chain(towers)
+    assert chain is not None, "resolve_model rejects such tasks in a pipeline"
+    own = set(chain[bounds[config.stage] : bounds[config.stage + 1]])
+    of_stage = {name: [layer for layer in layers if layer in own] for name, layers in towers.items()}
+    return {MAIN_TOWER: chain}, of_stage
+
+
+def _fill(
+    config: EngineConfig,
+    device: torch.device,
+    tower: str,
+    layers: list[Layer],
+    on_layer: Callable[[Layer], None],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Initial values of layers of a tower; arguments as for `initialise`."""
+    initialise(
+        tower_of(config.model.whole, tower),
+        layers,
+        seed=config.seed,
+        device=device,
+        dtype=dtype,
+        checkpoint=config.model.weights_of(tower),
+        on_layer=on_layer,
+    )
+
+
+def _write_initial(
+    config: EngineConfig,
+    device: torch.device,
+    groups: Groups,
+    write: Callable[[Mapping[str, torch.Tensor]], None],
+) -> None:
+    """Pass the initial values to `write` a second time, in fp32, a layer at a time.
+
+    DeepSpeed makes its masters from the 16-bit model, which would start the run from rounded values.
+
+    Args:
+        write: takes the tensor slices of a layer by timm name.
+    """
+    task, cut = config.model.task, _cut(config, groups)
+
+    def on_layer(layer: Layer) -> None:
+        for convert in cut:
+            convert(layer)
+        write({layer.prefix + name: parameter for name, parameter in layer.named_parameters()})
+        layer.to_empty(device="meta")
+
+    for name, layers in _layers_of_stage(config)[1].items():
+        if name not in (*task.teachers, *task.fixed_towers):  # they hold averages, or are not saved
+            _fill(config, device, name, layers, on_layer)
 
 
 def _build_optimizer(
@@ -225,9 +270,7 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
 
     ZeRO-3 partitions what the converters before it left: weights that are sharded, cast and frozen.
     """
-    converters: list[Converter] = []
-    if (tp := groups.tensor_parallel(sequence_parallel=config.sequence_parallel)) is not None:
-        converters.append(partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel))
+    converters = _cut(config, groups)
     if config.dtype != torch.float32:
         converters.append(partial(cast_block_buffers, dtype=config.dtype))  # DeepSpeed casts only parameters
         if config.norms_fp32:
@@ -242,6 +285,12 @@ def layer_converters(config: EngineConfig, groups: Groups) -> list[Converter]:
     if config.compile_mode:
         converters.append(partial(compile_block, function=compile_function(config.compile_mode)))
     return converters
+
+
+def _cut(config: EngineConfig, groups: Groups) -> list[Converter]:
+    """Shards a layer over the tensor-parallel ranks, where there are several."""
+    tp = groups.tensor_parallel(sequence_parallel=config.sequence_parallel)
+    return [] if tp is None else [partial(cut_layer, tp=tp, class_parallel=config.model.class_parallel)]
 
 
 def _compute_kept(layer: Layer, config: EngineConfig) -> None:

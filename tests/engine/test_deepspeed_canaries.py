@@ -480,7 +480,7 @@ def test_the_accelerator_for_cpus_asks_numactl_each_time(monkeypatch):
 
 
 def test_zero3s_linear_map_adds_the_bias_to_a_rounded_product():
-    """patches.process.plain_linear_at_zero3: two roundings, and in place: selective recomputation would add it twice."""
+    """patches.process.plain_linear_at_zero3: two roundings; in place, so that selective recomputation adds it twice."""
     from deepspeed.runtime.zero import linear
 
     from ds_vit.engine.patches.process import plain_linear_at_zero3

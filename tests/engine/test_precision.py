@@ -41,11 +41,11 @@ def emulated(cifar32):
     """One process: a bf16 model with norms in fp32, fp32 masters, timm's Lamb on them."""
     images, labels = oracle.images_and_labels(cifar32)
     model = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
-    model.load_state_dict(load_file(str(cifar32 / "weights.safetensors")))
+    masters = deepcopy(model)
+    for each in (model, masters):
+        each.load_state_dict(load_file(str(cifar32 / "weights.safetensors")))
     model.bfloat16()
     assert norms_in_fp32(model) == 2 * 6 + 1
-    masters = timm.create_model(oracle.MODEL, num_classes=10, img_size=oracle.IMG_SIZE, **oracle.DEEP_KWARGS)
-    masters.load_state_dict(model.state_dict())
     optimizer, ema = oracle.timm_optimizer("lamb", masters, lr=LR), ModelEmaV3(masters, decay=oracle.EMA_DECAY)
     rows = []
     for step in range(1, oracle.STEPS + 1):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from fnmatch import fnmatch
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from bridge_towers import write_folder
 from curves import read_rows
 from project import write_config
 from runs import pretend_fp16, resolved
+from safetensors.torch import load_file
 
 SMALL = ("--model", "vit_tiny_patch16_224", "--img-size", 16, "--model-kwargs", "patch_size=4", "embed_dim=24")
 SMALL = (*SMALL, "depth=2", "num_heads=2")
@@ -57,10 +59,10 @@ def fill_biases(module):
             parameter += 0.1 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32))
 
 
-def train_as_on_gpu(argv):
-    """On a rank: the exit code of a run with biases that are not zero, and where fp16 is allowed."""
+@contextlib.contextmanager
+def as_on_gpu(argv):
+    """On a rank: biases are drawn too, and fp16 is allowed."""
     from ds_vit.models import keyed_init
-    from ds_vit.train import main
 
     draw = keyed_init._draw_weights
 
@@ -69,9 +71,20 @@ def train_as_on_gpu(argv):
         with torch.no_grad():
             fill_biases(layer)
 
-    with pretend_fp16() if any("fp16" in word for word in argv) else contextlib.nullcontext():
-        with mock.patch.object(keyed_init, "_draw_weights", draw_biases_too):
-            return main(argv)
+    is_fp16 = any("fp16" in str(word) for word in argv)
+    with (
+        pretend_fp16() if is_fp16 else contextlib.nullcontext(),
+        mock.patch.object(keyed_init, "_draw_weights", draw_biases_too),
+    ):
+        yield
+
+
+def train_as_on_gpu(argv):
+    """On a rank: the exit code of a run."""
+    from ds_vit.train import main
+
+    with as_on_gpu(argv):
+        return main(argv)
 
 
 def train(ranks, world, output, stage, kind, *words, blocks=None, steps=1):
@@ -116,3 +129,87 @@ def test_several_micro_batches_are_summed_in_fp32(tmp_path, stage, kind):
     line = "micro-batches are summed in 16 bits, by data_types.grad_accum_dtype"
     assert types_and_notes(4, data_types=explicit) == (explicit, [line])
     assert types_and_notes(1, data_types=explicit) == (explicit, [])
+
+
+# ---- the values that a run starts from -------------------------------------------------------------------------------
+
+
+def held_by(argv):
+    """On a rank: (name, first element) → the values that its engine would save, before any step."""
+    from zero_layouts import start
+
+    with as_on_gpu(argv):
+        engine = start(argv)
+        found = {
+            (segment.name, segment.tp_slice, segment.start): view.detach().to("cpu", copy=True)
+            for shard in (*engine.zero_map.shards, *engine.zero_map.frozen)
+            for segment, view in zip(shard.segments, shard.views(shard.saved), strict=True)
+            if shard.group >= 0 or engine.zero_map.stage == 3 or engine.zero_map.dp_rank == 0
+        }
+        engine.close()
+    return found
+
+
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+LAYOUTS = {
+    "ZeRO-1": (2, 1, "bf16", {}),
+    "BF16_Optimizer": (2, 1, "bf16", FP32_SUMS),
+    "ZeRO-2, fp16": (2, 2, "fp16", {}),
+    "ZeRO-3": (2, 3, "bf16", {}),
+    "ZeRO-3, fp16, one rank": (1, 3, "fp16", {}),
+    "ZeRO-3, tp 2": (2, 3, "bf16", {}, "--tp", 2),
+    "tp 2, by classes": (2, 1, "bf16", {}, "--tp", 2, "--class-parallel", "on"),
+    "pp 2": (2, 1, "bf16", FP32_SUMS, "--pp", 2),
+    "pp 2, fp16": (2, 1, "fp16", {}, "--pp", 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masters_start_from_fp32_values(ranks, tmp_path, layout):
+    # Catches: masters, or frozen weights in a checkpoint, that are the 16-bit model's rounded values.
+    world, stage, kind, blocks, *flags = LAYOUTS[layout]
+    words = [*TASKS["classification"], "-b", 8, "--workers", 0, "--max-steps", 1, "--freeze", "*blocks.0.*", *flags]
+
+    def values(world, stage, *words, **blocks):
+        config = write_config(tmp_path / f"{stage}-{len(blocks)}-{kind}.json", stage, optimizer=ADAMW, **blocks)
+        return ranks.run(world, held_by, ["--deepspeed_config", config, *words])
+
+    [expected] = values(1, 0, *words[: len(words) - len(flags)])
+    expected = {name: value for (name, _, _), value in expected.items()}
+    found = values(world, stage, *words, **SIXTEEN[kind], **blocks)
+    assert {name for of_rank in found for name, _, _ in of_rank} == set(expected)
+    for (name, tp_slice, start), value in ((key, value) for of_rank in found for key, value in of_rank.items()):
+        whole = tp_slice.take(expected[name].view(tp_slice.full_shape)).reshape(-1)
+        assert torch.equal(value, whole[start : start + len(value)]), name
+    assert any((value != value.bfloat16().float()).any() for of_rank in found for value in of_rank.values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights_leave_a_run_as_they_came(ranks, tmp_path, stage):
+    # Catches: frozen weights that are written as the 16-bit model has them, at the end or after a resume elsewhere.
+    names = ("*blocks.0.*", "*embed*")
+    words = [*TASKS["classification"], "--freeze", *names, "--epochs", 2]
+    train(ranks, 1, tmp_path / "first", 1, "bf16", *words, "-b", 8)
+    given = tmp_path / "first" / "model.safetensors"
+    words += ["--initial-checkpoint", given, "--checkpoint-interval", 1]
+    train(ranks, 2, tmp_path / "run", stage, "bf16", *words, "-b", 4)
+    train(ranks, 1, tmp_path / "run", 4 - stage, "bf16", *words, "-b", 8, "--resume", "auto", steps=2)
+    before, after = load_file(given), load_file(tmp_path / "run" / "model.safetensors")
+    frozen = [name for name in before if any(fnmatch(name, pattern) for pattern in names)]
+    assert len(frozen) > 10
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    assert any((before[name] != before[name].bfloat16().float()).any() for name in frozen)
+    assert not torch.equal(before["blocks.1.attn.qkv.weight"], after["blocks.1.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize(("lock", "file", "first"), [("--lock-image", "model", ""), ("--lock-text", "text", "text.")])
+def test_locked_towers_leave_a_run_as_they_came(ranks, tmp_path, lock, file, first):
+    # Catches: as above, for a tower.
+    config = write_config(tmp_path / "fp32.json", 0, optimizer=ADAMW)
+    words = ["--deepspeed_config", config, *TASKS["clip"], "-b", 8, "--workers", 0, "--val-split", "", "--max-steps", 1]
+    [drawn] = ranks.run(1, held_by, words)
+    train(ranks, 2, tmp_path / "run", 2, "bf16", *TASKS["clip"], "-b", 4, lock)
+    after, locked = load_file(tmp_path / "run" / f"{file}.safetensors"), f"{first}blocks.0."
+    values = {name: value for (name, _, _), value in drawn.items() if name.startswith(locked)}
+    assert len(values) == 12
+    assert all(torch.equal(value, after[name].view(-1)) for name, value in values.items())
