@@ -21,7 +21,13 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, Projection, create_model, image_size
-from ds_vit.parallel.tensor import SoftmaxCrossEntropy, TensorParallel, gather_logits, own_classes
+from ds_vit.parallel.tensor import (
+    SoftmaxCrossEntropy,
+    SoftmaxDivergence,
+    TensorParallel,
+    gather_logits,
+    own_classes,
+)
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext
@@ -41,52 +47,37 @@ def loss_weights(task: float | None, distill: float | None) -> tuple[float, floa
     return (1.0 if task is None else task), distill
 
 
-def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+def soft_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float, tp: TensorParallel | None = None
+) -> torch.Tensor:
     """KL divergence of the student's softened probabilities from the teacher's, times temperature squared, a scalar.
 
-    Args:
-        student: logits fp32 [B, C].
-        teacher: logits fp32 [B, C].
-        temperature: of both; the factor keeps the gradient's size (Hinton et al. 2015, section 2).
-    """
-    own, wanted = (F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher))
-    return F.kl_div(own, wanted, reduction="batchmean", log_target=True) * temperature**2
-
-
-def class_parallel_soft_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float, tp: TensorParallel
-) -> torch.Tensor:
-    """`soft_loss` of a student whose logits are sharded over the classes, the same on every rank.
+    It is computed in float64: fp32 rounds the logarithms, and the loss of a student that has learnt is smaller.
 
     Args:
         student: logits fp32 [B, c] of this rank, without padding.
-        teacher: logits fp32 [B, C] of all classes.
-        temperature: of both.
-        tp: the ranks over which the classes are sharded.
+        teacher: as `student`.
+        temperature: of both; the factor keeps the gradient's size (Hinton et al. 2015, section 2).
+        tp: the ranks over which the classes are sharded; None: c = C.
     """
-    first, count = own_classes(teacher.shape[1], tp)
-    wanted = F.log_softmax(teacher / temperature, dim=1)
-    entropy = -(wanted.exp() * wanted).sum(dim=1).mean()
-    own = wanted[:, first : first + count].exp()
-    return (SoftmaxCrossEntropy.apply(student / temperature, own, tp) - entropy) * temperature**2
+    own, wanted = (logits.double() / temperature for logits in (student, teacher))
+    return (SoftmaxDivergence.apply(own, wanted, tp) * temperature**2).to(student.dtype)
 
 
-def hard_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def hard_loss(student: torch.Tensor, teacher: torch.Tensor, tp: TensorParallel | None = None) -> torch.Tensor:
     """Cross-entropy against the teacher's most probable class (Touvron et al. 2021, equation 3), a scalar.
 
     Args:
-        student: logits fp32 [B, C].
+        student: logits fp32 [B, c] of this rank, without padding.
         teacher: logits fp32 [B, C].
+        tp: the ranks over which the student's classes are sharded; None: c = C.
     """
-    return F.cross_entropy(student, teacher.argmax(dim=1))
-
-
-def class_parallel_hard_loss(student: torch.Tensor, teacher: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    """`hard_loss` of a student whose logits are sharded over the classes; arguments as `class_parallel_soft_loss`."""
+    wanted = teacher.argmax(dim=1)
+    if tp is None:
+        return F.cross_entropy(student, wanted)
     first, count = own_classes(teacher.shape[1], tp)
     classes = torch.arange(first, first + count, device=teacher.device)
-    own = (teacher.argmax(dim=1)[:, None] == classes).float()
-    return SoftmaxCrossEntropy.apply(student, own, tp)
+    return SoftmaxCrossEntropy.apply(student, (wanted[:, None] == classes).float(), tp)
 
 
 class Distillation(Classification):
@@ -206,12 +197,9 @@ class Distillation(Classification):
     def _loss_of_logits(self, learning: torch.Tensor, taught: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
         """The loss of the student's logits [B, c] against the teacher's [B, c], a fp32 scalar."""
         hard = "hard" in (self.config.kd_loss_type, self.config.kd_token_distill_type)
-        temperature = self.config.kd_temperature
-        if tp is None:
-            student, teacher = learning.float(), taught.float()
-            return hard_loss(student, teacher) if hard else soft_loss(student, teacher, temperature)
-        teacher = gather_logits(taught, num_classes=self.num_classes, tp=tp).float()
-        student = learning[:, : own_classes(self.num_classes, tp)[1]].float()
-        if hard:
-            return class_parallel_hard_loss(student, teacher, tp)
-        return class_parallel_soft_loss(student, teacher, temperature, tp)
+        if tp is not None:
+            count = own_classes(self.num_classes, tp)[1]
+            learning = learning[:, :count]
+            taught = gather_logits(taught, self.num_classes, tp) if hard else taught[:, :count]
+        student, teacher = learning.float(), taught.float()
+        return hard_loss(student, teacher, tp) if hard else soft_loss(student, teacher, self.config.kd_temperature, tp)

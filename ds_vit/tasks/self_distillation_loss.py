@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ds_vit.parallel.tensor import TensorParallel, copy_to_region, stack_over_group, sum_over_group
+from ds_vit.parallel.tensor import TensorParallel, copy_to_region, log_softmax, stack_over_group, sum_over_group
 
 ROWS_AT_ONCE = 256
 CENTER_MOMENTUM = 0.9
@@ -81,11 +81,6 @@ def _logsumexp_over_prototypes(logits: torch.Tensor, tp: TensorParallel | None) 
     return own if tp is None else stack_over_group(own, tp).logsumexp(0)
 
 
-def _log_softmax(logits: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
-    """[..., k] on each rank of the tensor group: log softmax over all prototypes (a collective)."""
-    return logits.log_softmax(-1) if tp is None else logits - _logsumexp_over_prototypes(logits, tp)[..., None]
-
-
 def _logsumexp_over_ranks(own: torch.Tensor, has_rows: bool, sum_over_ranks: Sum) -> torch.Tensor:
     """The logarithm of the sum of exp(own) over the data-parallel ranks that have rows, from sums only.
 
@@ -135,7 +130,7 @@ class Assignment:
     def logarithms(self, part: slice) -> torch.Tensor:
         """log q of some rows: [rows, k]; of an `exact` assignment (a collective of the tensor group)."""
         logits = _logits(self.rows[part], self.prototypes, self.temperature).add_(self.of_prototypes)
-        return _log_softmax(logits, self.tp)
+        return log_softmax(logits, self.tp)
 
 
 @torch.no_grad()
@@ -256,7 +251,7 @@ class _CrossEntropy(torch.autograd.Function):
             assigned = assignment.logarithms(of_teacher).exp_().unflatten(0, (-1, in_assignment))
             targets = weights[part] @ assigned
             logits = _logits(student[part], prototypes, temperature)
-            logarithms = _log_softmax(logits, tp)
+            logarithms = log_softmax(logits, tp)
             total -= (targets * logarithms).sum(dtype=torch.float64)
             if differentiated:
                 # The rows of an assignment sum to 1, so those of the targets to the sum of their weights.
@@ -419,7 +414,7 @@ class Gauges:
         deviation = variance.clamp(min=0.0).sqrt().mean() * math.sqrt(len(sums))
         masses, (entropy, rows) = sum_over_ranks(self._assigned).split([len(self._assigned) - 2, 2])
         mean = masses / rows
-        own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), torch.full_like(entropy, len(mean))))
-        entropy, negentropy, prototypes = own if tp is None else sum_over_group(own, tp)
-        kl = negentropy + prototypes.log()
+        own = torch.stack((entropy, torch.xlogy(mean, mean).sum(), mean.sum(), torch.full_like(entropy, len(mean))))
+        entropy, negentropy, mass, prototypes = own if tp is None else sum_over_group(own, tp)
+        kl = negentropy / mass + (prototypes / mass).log()  # the mass is 1 up to fp32's rounding, which may exceed it
         return {"feature_std": deviation, "teacher_entropy": entropy / rows, "teacher_kl": kl}

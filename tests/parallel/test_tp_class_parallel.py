@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tp_models import from_all_ranks, tensor_parallel
 
-from ds_vit.parallel.tensor import gather_logits, pays
+from ds_vit.parallel.tensor import gather_logits, log_softmax, own_classes, pays
+from ds_vit.tasks.distillation import hard_loss, soft_loss
 from ds_vit.tasks.losses import build_loss, class_parallel_loss
 
 SAMPLES = 6
@@ -121,6 +123,74 @@ def test_an_overflow_on_one_rank_is_seen_by_all(ranks):
     for loss, has_nan in ranks.run(2, nan_loss):
         assert loss != loss
         assert has_nan
+
+
+# ---- small losses ----------------------------------------------------------------------------------------------------
+
+TEMPERATURE = 3.0
+
+
+def plain_soft_loss(student, teacher):
+    """As in timm's `LogitDistillationTask`, on the logits of all classes."""
+    own, wanted = (F.log_softmax(logits / TEMPERATURE, dim=1) for logits in (student, teacher))
+    return F.kl_div(own, wanted, reduction="batchmean", log_target=True) * TEMPERATURE**2
+
+
+def with_gradient(loss, student, teacher):
+    """Loss and gradient in float64, of a loss in the inputs' type."""
+    leaf = student.clone().requires_grad_()
+    value = loss(leaf, teacher)
+    assert value.dtype == student.dtype
+    return value.double().detach(), torch.autograd.grad(value, leaf)[0].double()
+
+
+def compare_small_losses(num_classes: int) -> None:
+    """Soft losses of 1e-1 to 1e-6 on this rank's classes and in one process, against float64."""
+    tp = tensor_parallel()
+    first, count = own_classes(num_classes, tp)
+    own, generator = slice(first, first + count), torch.Generator().manual_seed(num_classes)
+    teacher = 8 * torch.randn(32, num_classes, generator=generator) + 20
+    apart = torch.randn(32, num_classes, generator=generator)
+    rounding = torch.finfo(torch.float32).eps
+    for level in range(1, 7):
+        student = teacher + 10 ** ((1 - level) / 2) * apart
+        value, gradient = with_gradient(plain_soft_loss, student.double(), teacher.double())
+        assert 0.1 < value * 10**level < 10, f"a loss of {value:.1e} instead of 1e-{level}"
+        plain = with_gradient(plain_soft_loss, student, teacher)
+        sharded = with_gradient(partial(soft_loss, temperature=TEMPERATURE, tp=tp), student[:, own], teacher[:, own])
+        assert len(set(from_all_ranks(sharded[0].item()))) == 1
+        whole = with_gradient(partial(soft_loss, temperature=TEMPERATURE), student, teacher)
+        for name, found, columns in (("sharded", sharded, own), ("whole", whole, slice(None))):
+            for what, one, theirs, exact in zip(("loss", "gradient"), found, plain, (value, gradient), strict=True):
+                if what == "gradient":
+                    theirs, exact = theirs[:, columns], exact[:, columns]
+                error, allowed = (one - exact).norm(), (theirs - exact).norm() + rounding * exact.norm()
+                assert error <= allowed, f"{what} {name} at 1e-{level}: {error:.1e} off, the plain loop {allowed:.1e}"
+
+
+@pytest.mark.parametrize(("size", "num_classes"), [(2, 10), (2, 2001), (3, 2)])
+def test_a_small_soft_loss_is_as_exact_as_the_plain_loops(ranks, size, num_classes):
+    """Cross-entropy minus entropy, which cancel; logarithms of probabilities that are rounded before they differ."""
+    ranks.run(size, compare_small_losses, num_classes)
+
+
+def compare_sure_rows() -> None:
+    """The logarithm of a probability near 1, of large logits, and a hard loss of it."""
+    tp = tensor_parallel()
+    logits = 25 + torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    logits[torch.arange(64), torch.arange(64) % 10] += torch.linspace(8, 14, 64)
+    first, count = own_classes(10, tp)
+    own = slice(first, first + count)
+    exact, found = logits.double().log_softmax(1)[:, own], log_softmax(logits[:, own], tp)
+    rounding = 2 * torch.finfo(torch.float32).eps  # of the sum of exponentials, which is above 1
+    assert (found - exact)[exact > -0.1].abs().max() <= rounding
+    wanted = -logits.double().log_softmax(1).amax(1).mean()
+    assert abs(hard_loss(logits[:, own], logits, tp).double() - wanted) <= rounding
+
+
+def test_a_sure_class_is_as_exact_as_in_one_process(ranks):
+    """Logits less the logarithm of a sum, both rounded at their size: 1e-6 off, where the entropy itself is 1e-4."""
+    ranks.run(2, compare_sure_rows)
 
 
 def test_when_it_pays():

@@ -507,3 +507,16 @@ def test_gauges_at_their_bounds():
     assert gauges(torch.zeros(16, 8).double()) == pytest.approx([nats, 0.0], abs=1e-9)
     assert gauges(prototypes[:1].repeat(16, 1)) == pytest.approx([0.0, nats], abs=1e-9)
     assert gauges(prototypes.repeat(2, 1)) == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_a_small_divergence_of_the_mean_assignment(monkeypatch):
+    # Catches: log K minus an entropy, of masses whose sum is 1 up to the rounding of float32.
+    monkeypatch.setattr(losses, "ROWS_AT_ONCE", 32)
+    rows, prototypes = 3e-3 * drawn(80, WIDTH, number=1), drawn(PROTOTYPES, WIDTH, number=2)
+    zeros = torch.zeros(PROTOTYPES)
+    exact, found = (
+        gauged(of_type(rows), losses.centered(of_type(rows), prototypes_of(of_type(prototypes)), 0.1, of_type(zeros)))
+        for of_type in (torch.Tensor.double, torch.Tensor.float)
+    )
+    assert 1e-7 < exact["teacher_kl"] < 1e-5
+    torch.testing.assert_close(found["teacher_kl"], exact["teacher_kl"], rtol=5e-3, atol=0.0)

@@ -1,6 +1,13 @@
 """Megatron's tensor parallelism of timm's ViTs: layers sharded over a group of ranks; sequence parallelism."""
 
-from ds_vit.parallel.tensor.class_parallel import SoftmaxCrossEntropy, gather_logits, own_classes, pays
+from ds_vit.parallel.tensor.class_parallel import (
+    SoftmaxCrossEntropy,
+    SoftmaxDivergence,
+    gather_logits,
+    log_softmax,
+    own_classes,
+    pays,
+)
 from ds_vit.parallel.tensor.collectives import (
     TensorParallel,
     copy_to_region,
@@ -13,6 +20,7 @@ from ds_vit.parallel.tensor.slices import TensorSlice, assemble, assemble_flat
 
 __all__ = [
     "SoftmaxCrossEntropy",
+    "SoftmaxDivergence",
     "TensorParallel",
     "TensorSlice",
     "assemble",
@@ -22,6 +30,7 @@ __all__ = [
     "cut_layer",
     "gather_logits",
     "legal_degrees",
+    "log_softmax",
     "own_classes",
     "pays",
     "reduce_from_region",

@@ -1,4 +1,4 @@
-"""The classifier sharded over classes: a loss that moves four numbers a sample, and the gathered logits.
+"""The classifier sharded over classes: losses that move four numbers a sample, and the gathered logits.
 
 Rank r of t holds the classes from r * ceil(C / t) on; the last ranks hold fewer than ceil(C / t), or none, and pad.
 The softmax cross-entropy never holds a row of all logits: each rank reduces its own classes to their largest logit,
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group
+from ds_vit.parallel.tensor.collectives import TensorParallel, stack_over_group, sum_over_group
 
 CLASSES_WORTH_CUTTING = 8192
 """Sharding the classifier pays if it takes at least so many classes off each rank.
@@ -36,15 +36,35 @@ def own_classes(num_classes: int, tp: TensorParallel) -> tuple[int, int]:
     return first, min(share, num_classes - first)
 
 
+def _own_top(logits: torch.Tensor) -> torch.Tensor:
+    """[..., n] → [...]: the largest logit of this rank's classes."""
+    if not logits.shape[-1]:  # not -inf: it is multiplied by zero
+        return logits.new_full(logits.shape[:-1], torch.finfo(logits.dtype).min)
+    return logits.amax(-1)
+
+
+def log_softmax(logits: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+    """[..., n] on each rank: log softmax over the classes of all ranks (a collective). No gradient passes.
+
+    The largest logit of all ranks is subtracted first, as torch does: log p of a sure class keeps its digits.
+    """
+    if tp is None:
+        return logits.log_softmax(-1)
+    own_top = _own_top(logits)
+    own_sum = (logits - own_top[..., None]).exp().sum(-1)
+    tops, sums = stack_over_group(torch.stack((own_top, own_sum)), tp).unbind(1)
+    top = tops.amax(0)
+    total = (sums * (tops - top).exp()).sum(0)
+    return (logits - top[..., None]).sub_(total.log()[..., None])
+
+
 class SoftmaxCrossEntropy(torch.autograd.Function):
     """Mean over the samples of sum_c -target_c * log softmax(logits)_c, from this rank's classes of both."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
         """logits, targets float32 [B, n] -> scalar."""
-        samples, count = logits.shape
-        lowest = torch.finfo(logits.dtype).min  # not -inf: it is multiplied by zero below
-        own_top = logits.amax(-1) if count else logits.new_full((samples,), lowest)
+        own_top = _own_top(logits)
         below_top = logits - own_top[:, None]
         exponentials = below_top.exp()
         own = torch.stack((own_top, exponentials.sum(-1), (targets * below_top).sum(-1), targets.sum(-1)))
@@ -54,13 +74,34 @@ class SoftmaxCrossEntropy(torch.autograd.Function):
         weight = weights.sum(0)
         loss = weight * total.log() - (weighted + weights * (tops - top)).sum(0)
         probabilities = exponentials * ((own_top - top).exp() / total)[:, None]
-        ctx.save_for_backward((probabilities * weight[:, None] - targets) / samples)
+        ctx.save_for_backward((probabilities * weight[:, None] - targets) / len(logits))
         return loss.mean()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (d_logits,) = ctx.saved_tensors
         return grad * d_logits, None, None
+
+
+class SoftmaxDivergence(torch.autograd.Function):
+    """Mean over the samples of KL(softmax(teacher) || softmax(student)), from this rank's classes of both logits.
+
+    It is summed over the differences of logarithms: cross-entropy minus entropy would cancel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor, tp: TensorParallel | None) -> torch.Tensor:
+        """student, teacher [B, n] -> scalar."""
+        own, wanted = log_softmax(torch.stack((student, teacher)), tp)
+        taught = wanted.exp()
+        ctx.save_for_backward((own.exp() - taught) / len(student))
+        divergence = (taught * (wanted - own)).sum() / len(student)
+        return divergence if tp is None else sum_over_group(divergence, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (d_student,) = ctx.saved_tensors
+        return grad * d_student, None, None
 
 
 def gather_logits(logits: torch.Tensor, num_classes: int, tp: TensorParallel) -> torch.Tensor:
