@@ -57,7 +57,7 @@ class BridgeTower(nn.Module):
                     nn.init.constant_(module._parameters[name], value)
 
     def no_weight_decay(self) -> set[str]:
-        """No names; vectors are not decayed anyway."""
+        """No names: its authors' code and transformers' `Trainer` decay its position embeddings."""
         return set()
 
     def get_classifier(self) -> nn.Module:

@@ -181,10 +181,6 @@ class MaskedAutoencoder(nn.Module):
                 elif isinstance(module, nn.LayerNorm):
                     module.reset_parameters()
 
-    def no_weight_decay(self) -> set[str]:
-        """timm's names and the mask token, which is treated like the class token."""
-        return super().no_weight_decay() | {"mask_token"}
-
 
 def is_of_decoder(name: str) -> bool:
     """Whether a parameter, by its name here and in the paper's code, is of the decoder and not of the encoder."""

@@ -13,11 +13,18 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models.sequential import timm_names
 from ds_vit.models.zoo import TimmViT
 
+_UNDECAYED = frozenset({"mask_token", "text.pos_embed"})
+"""What we add to timm's models, treated like their class token and position embeddings."""
+
 
 def no_weight_decay_names(model: TimmViT) -> frozenset[str]:
-    """timm's rule (`timm.optim.param_groups_weight_decay`): vectors, biases and what the model itself names."""
+    """timm's rule (`timm.optim.param_groups_weight_decay`): vectors, biases and what the model itself names.
+
+    timm's ViTs name their position embeddings and tokens, and we do so for what we add to them. BridgeTower names none.
+    """
     parameters = dict(model.named_parameters())
-    groups = param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=model.no_weight_decay())
+    undecayed = model.no_weight_decay() | _UNDECAYED
+    groups = param_groups_weight_decay(model, weight_decay=1.0, no_weight_decay_list=undecayed)
     names = {id(parameter): name for name, parameter in parameters.items()}
     return frozenset(
         names[id(parameter)] for group in groups if group["weight_decay"] == 0.0 for parameter in group["params"]

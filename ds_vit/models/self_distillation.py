@@ -165,10 +165,6 @@ class SelfDistillationViT(TokenViT):
         super().init_weights(needs_reset=needs_reset)
         nn.init.zeros_(self.mask_token)
 
-    def no_weight_decay(self) -> set[str]:
-        """timm's names and the mask token, which is treated like the class token."""
-        return super().no_weight_decay() | {"mask_token"}
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """timm's groups; the mask token belongs to the stem, like the class token."""
         groups = super().group_matcher(coarse)

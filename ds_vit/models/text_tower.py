@@ -217,10 +217,6 @@ class ContrastiveModel(nn.Module):
         if isinstance(self.head, nn.Linear):
             nn.init.normal_(self.head.weight, std=self.head.in_features**-0.5)
 
-    def no_weight_decay(self) -> set[str]:
-        """timm's names and the text tower's positions; vectors such as the logit scale are never decayed."""
-        return super().no_weight_decay() | {"text.pos_embed"}
-
 
 def create_contrastive_model(
     spec: ModelSpec,

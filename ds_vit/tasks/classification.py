@@ -68,13 +68,15 @@ class Classification(ChainTask):
 
 
 class Accuracy(Metrics):
-    """Top-1 and top-5 in percent and the mean loss without smoothing, in nats.
+    """Top-1 and top-5 in percent and the mean loss, in nats: timm's, whatever the training loss is.
 
-    For multi-hot targets an image counts as right at top-k when one of its labels is among the k highest logits.
+    It is the softmax cross-entropy of class numbers, without smoothing. timm has no multi-hot targets: theirs is the
+    binary cross-entropy, averaged over classes, and an image counts as right at top-k when one of its labels is among
+    the k highest logits.
 
     Args:
         device: where the sums are kept.
-        bce: the loss is binary cross-entropy, averaged over classes; else softmax cross-entropy.
+        bce: trained with binary cross-entropy: the probability that is noted is a class's own.
         noted: keep what each sample was taken for too, in `by_sample` float64 [N, 2]: 1 + the class, its probability.
     """
 
@@ -111,14 +113,10 @@ class Accuracy(Metrics):
         ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
         if targets.dim() == 1:
             hits = ranked == targets[:, None]
-            dense = F.one_hot(targets, logits.shape[1]).to(logits.dtype) if self._bce else None
+            losses = F.cross_entropy(logits, targets, reduction="none")
         else:
             hits = targets.gather(1, ranked) > 0
-            dense = targets
-        if self._bce:
-            losses = F.binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(1)
-        else:
-            losses = F.cross_entropy(logits, targets, reduction="none")
+            losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
         if self.by_sample is not None:
             self._note(self.by_sample, logits, batch)
         rows = torch.stack([hits[:, 0], hits.any(1), losses, torch.ones_like(losses)], dim=1).double()

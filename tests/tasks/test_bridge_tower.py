@@ -13,6 +13,9 @@ from project import write_config
 from runs import refusal, resolved
 from safetensors.torch import load_file
 
+from ds_vit.models import no_weight_decay_names
+from ds_vit.models.bridge_tower import create_bridge_tower
+
 transformers = pytest.importorskip("transformers", minversion="5")
 
 GLOBAL_BATCH, STEPS, RTOL = 24, 3, 1e-5
@@ -39,6 +42,17 @@ def command(output, folder, dp, accumulation, stage, *words, optimizer=SGD, clip
 def train(ranks, output, folder, dp, *layout, **settings):
     """The rows of a run; `layout` is accumulation, ZeRO stage and further flags."""
     return train_in(ranks, dp, command(output, folder, dp, *layout, **settings))
+
+
+def test_weight_decay_is_that_of_transformers_except_for_vectors(folder):
+    # Catches: position embeddings that do not decay, as timm's, or vectors that do.
+    model = create_bridge_tower(f"local-dir:{folder}")
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    decayed = trained.keys() - no_weight_decay_names(model)
+    by_trainer = trained.keys() & {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    assert decayed == {name for name in by_trainer if trained[name].ndim > 1}
+    assert sum("position_embedding" in name for name in decayed) == 2
+    assert {"class_embedding", "logit_scale"} <= {name.rpartition(".")[2] for name in by_trainer - decayed}
 
 
 # ---- against transformers --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import shutil
 
 import oracle
@@ -17,6 +18,7 @@ from project import ROOT
 from safetensors.torch import load_file, save_file
 
 from ds_vit import cli
+from ds_vit.tasks.classification import Accuracy
 from ds_vit.weights.files import find_weights
 
 CONFIGS = ROOT / "ds_configs"
@@ -110,6 +112,29 @@ def test_the_same_counts_in_every_layout(ranks, run_folder, by_timm, tmp_path, w
         world,
         "fp32",
     )
+
+
+def test_the_loss_is_timms_whatever_the_training_loss_is(ranks, run_folder, by_timm, tmp_path):
+    """Binary cross-entropy, a sum over classes, smoothing or a threshold in what `validate` of timm's train.py does."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(run_folder / "model.safetensors", run)
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())
+    config |= {"bce_loss": True, "bce_sum": True, "bce_target_thresh": 0.2, "smoothing": 0.3, "mixup": 0.8}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    result = evaluate(
+        ranks, 1, tmp_path, run, "--val-split", "val", "--deepspeed_config", CONFIGS / "cpu_zero1_fp32.json"
+    )
+    assert result["loss"] == pytest.approx(by_timm(run_folder / "model.safetensors")[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("bce", [False, True])
+def test_the_loss_of_several_labels_is_a_mean_over_classes(bce):
+    """Softmax, of which the labels of an image would be exclusive."""
+    logits, targets = torch.tensor([[2.0, 2.0, -2.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    metrics = Accuracy(torch.device("cpu"), bce=bce)
+    metrics.update(logits, {"targets": targets, "valid": torch.tensor([True])})
+    assert metrics.compute()["loss"] == pytest.approx(math.log1p(math.exp(-2.0)), rel=1e-6)
 
 
 # The files that people train with; on a CPU fp16 is refused, as in training.
