@@ -397,7 +397,9 @@ class ScheduleSettings:
     max_steps: int | None = flag(None, "stop after this many optimizer steps", FREE, span=STEPS_FROM_1)
     sched: str = flag("cosine", "learning-rate schedule", neutral=("constant",), choices=SCHEDULES)
     warmup_steps: int | None = flag(None, "warm-up in optimizer steps", neutral=(0,), span=STEPS)
-    warmup_epochs: float | None = flag(None, "warm-up in epochs (5)", neutral=(0.0,), span=EPOCHS)
+    warmup_epochs: float | None = flag(
+        None, "warm-up in epochs (5, at most a tenth of the run)", neutral=(0.0,), span=EPOCHS
+    )
     warmup_lr: float = flag(1e-5, "learning rate that warm-up starts from", neutral=(0.0,), span=RATE)
     min_lr: float = flag(0.0, "learning rate that the schedule ends at", span=RATE)
     wsd_decay_fraction: float = flag(0.1, "share of the run in which wsd decays", span=ABOVE_0_TO_1)

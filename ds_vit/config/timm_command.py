@@ -69,7 +69,11 @@ def translate(command: Sequence[str]) -> Translation:
         given = {"data_dir": ("--data-dir", stray), **given}
     typed = {name: values for name, (_, values) in given.items()}
     # timm's defaults that differ from ds_vit's.
-    for name, value in {"opt": "sgd", **({} if "lr" in given else {"lr_base": "0.1"})}.items():
+    defaults = {"opt": "sgd"} if "lr" in given else {"opt": "sgd", "lr_base": "0.1"}
+    epochs = "".join(typed.get("epochs", ()))
+    if epochs.isdecimal() and 5 < int(epochs) < 50:  # elsewhere the warm-up is timm's, or timm's takes the whole run
+        defaults["warmup_epochs"] = "5"
+    for name, value in defaults.items():
         given.setdefault(name, ("--" + name.replace("_", "-"), [value]))
     out: dict[str, list[str]] = {}
     values: dict[str, Any] = {}

@@ -134,10 +134,11 @@ def _parameters(resolved: Resolved) -> str:
 
 def _update_rows(resolved: Resolved, optimizer: OptimizerConfig, device: torch.device) -> Rows:
     """How many steps, and what each does."""
-    schedule, warmup = "the JSON's scheduler", ""
+    block = (resolved.deepspeed.json.get("scheduler") or {}).get("params") or {}
+    schedule, steps = "the JSON's scheduler", block.get("warmup_num_steps")
     if optimizer.schedule is not None:
-        steps = optimizer.schedule.warmup_steps
-        schedule, warmup = optimizer.schedule.name, f", {steps:,} of warm-up" if steps else ", no warm-up"
+        schedule, steps = optimizer.schedule.name, optimizer.schedule.warmup_steps
+    warmup = f", {steps:,} of warm-up" if steps else ", no warm-up" if steps == 0 else ""
     horizon = optimizer.horizon
     course = f"{horizon.steps_per_epoch:,} an epoch, schedule over {horizon.total_steps:,}{warmup}"
     of = {flag: resolved.deepspeed.origin(key) for flag, key in KEY_OF_FLAG.items()}

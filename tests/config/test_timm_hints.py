@@ -205,6 +205,9 @@ def test_a_command_of_timm_is_translated(tmp_path, monkeypatch):
     assert written == plain.json
     assert written["optimizer"]["params"]["momentum"] == 0.9, "timm's default optimizer is SGD"
     assert "bf16" not in written
+    for flags, added in (("5", False), ("6", True), ("49", True), ("50", False), ("20 --warmup-epochs 2", False)):
+        words = translate([f"train.py photos --epochs {flags}"]).words
+        assert (words[-2:] == ("--warmup-epochs", "5")) == added, "timm warms up for 5 epochs of any run"
 
 
 @pytest.mark.parametrize("name", timm_flags.OPTIMIZERS)

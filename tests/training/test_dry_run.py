@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from project import ROOT
+from project import ROOT, write_config
 from runs import DIGITS, refusal, resolved
 
 from ds_vit.models import num_parameters
@@ -53,13 +53,31 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(capsys, tmp_path):
 
 
 def test_a_short_run_says_what_its_defaults_make_of_it(capsys, tmp_path):
-    """A table with "0 of warm-up", a note that warms up for 0, and no word of the flags."""
-    words = [*RUN[:-2], "--deepspeed_config", config_of(1), "--max-steps", "10"]
+    """A table with "0 of warm-up", and no word of the flags."""
+    words = [*RUN[:-2], "--deepspeed_config", config_of(1), "--max-steps", "9"]
     assert main([*words, "--output", str(tmp_path / "run"), "--dry-run"]) == 0
     said = " ".join(re.sub(r"[^ -~]", " ", capsys.readouterr().out).split())
-    told = "does not fit into 10 steps: fewer than 20 steps begin at the full rate, without any (--warmup-steps or"
+    told = "warming up for a tenth of 9 steps, 0, and not for timm's default of 5 epochs, 1800 (--warmup-steps or"
     assert told in said
-    assert "schedule over 10, no warm-up)" in said
+    assert "schedule over 9, no warm-up)" in said
+
+
+def test_the_warm_up_of_the_default_has_no_cliff(capsys, tmp_path):
+    """One more epoch that makes 3 steps of warm-up 75; a flag that is not followed to the letter."""
+    words = [*RUN[:-2], "-b", "96", "--deepspeed_config", config_of(1)]  # 15 steps an epoch
+    warmups = {}
+    for flags in ("--epochs 5", "--epochs 6", "--epochs 49", "--epochs 50", "--epochs 300", "--max-steps 200"):
+        warmups[flags] = resolved([*words, *flags.split()]).optimizer.schedule.warmup_steps
+    assert [*warmups.values()] == [7, 9, 73, 75, 75, 20]
+    for flags, wanted in (("--warmup-epochs 4", 60), ("--warmup-epochs 0.5", 8), ("--warmup-steps 74", 74)):
+        run = resolved([*words, "--epochs", "5", *flags.split()])
+        assert run.optimizer.schedule.warmup_steps == wanted
+        assert "warming up" not in " ".join(run.notes)
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 11, "warmup_max_lr": "auto"}}
+    of_the_json = write_config(tmp_path / "c.json", 1, scheduler=scheduler)
+    argv = [*words[:-2], "--deepspeed_config", of_the_json, "--epochs", "5", "--output", tmp_path / "run", "--dry-run"]
+    assert main([str(word) for word in argv]) == 0
+    assert "schedule over 75, 11 of warm-up)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(10, 1), (24, 1), (51, 2), (600, 12), (2500, 50), (90_000, 50)])

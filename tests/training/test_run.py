@@ -233,7 +233,7 @@ def warm_up_of_the_json(tmp_path, flags, **params):
 WARMUPS = {
     "--warmup-steps 4": 4,
     "--warmup-epochs 0.06": 5,
-    "--epochs 1": 4,  # the default's 5 epochs do not fit: a twentieth of 90
+    "--epochs 1": 9,  # the default: a tenth of 90
 }
 
 
@@ -242,7 +242,7 @@ def test_auto_warm_up_of_the_json(tmp_path):
     for flags, wanted in WARMUPS.items():
         steps, said = warm_up_of_the_json(tmp_path, flags, warmup_num_steps="auto")
         assert steps == wanted
-        assert ("warming up for 4" in said) == (flags == "--epochs 1")
+        assert ("warming up for a tenth of 90 steps, 9" in said) == (flags == "--epochs 1")
     with pytest.raises(UserError, match='has a "scheduler" \\(WarmupLR\\) and --warmup-epochs asks for another'):
         warm_up_of_the_json(tmp_path, "--warmup-epochs 0.06", warmup_num_steps=4, warmup_max_lr="auto")
     with pytest.raises(UserError, match="a warm-up of 3 steps does not fit into a run of 3"):

@@ -25,7 +25,7 @@ from ds_vit.training.resolve.model import ModelConfig
 
 DEFAULT_WEIGHT_DECAY = 2e-5  # timm's, for an "auto" in the JSON
 DEFAULT_EPOCHS = 300  # timm's
-DEFAULT_WARMUP_EPOCHS = 5  # timm's
+DEFAULT_WARMUP_EPOCHS = 5  # timm's; at most a tenth of the run
 # Flags next to a scheduler of the JSON: those that it excludes, and those that fill an "auto" of its parameters.
 _EXCLUDED = ("sched", "min_lr", "wsd_decay_fraction")
 _FILLS = {
@@ -282,18 +282,18 @@ def _fill_scheduler(
 
 
 def _warmup_steps(config: RunConfig, steps_per_epoch: int, horizon: int, notes: list[str]) -> int:
+    """Those of the flags, to the letter; else 5 epochs, or a tenth of the horizon where that is less, with a note."""
     if config.warmup_steps is not None:
         return config.warmup_steps
     if config.warmup_epochs is not None:
         return round(config.warmup_epochs * steps_per_epoch)
     if config.sched == "constant":
         return 0
-    warmup = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
-    if warmup >= horizon:
-        warmup = horizon // 20
-        instead = f"warming up for {warmup}" if warmup else "fewer than 20 steps begin at the full rate, without any"
+    by_timm = DEFAULT_WARMUP_EPOCHS * steps_per_epoch
+    warmup = min(by_timm, horizon // 10)
+    if warmup < by_timm:
         notes.append(
-            f"timm's default warm-up of {DEFAULT_WARMUP_EPOCHS} epochs does not fit into {horizon} steps: {instead} "
-            "(--warmup-steps or --warmup-epochs decides)"
+            f"warming up for a tenth of {horizon} steps, {warmup}, and not for timm's default of "
+            f"{DEFAULT_WARMUP_EPOCHS} epochs, {by_timm} (--warmup-steps or --warmup-epochs decides)"
         )
     return warmup
