@@ -76,6 +76,7 @@ class Reporter:
         self._refused: set[Path] = set()  # files with a printed warning
         self._written: list[Path] = []  # files of the start
         self.line = Line(console)
+        self.train_loss: float | None = None  # of the last row
 
     def start(self, first_step: int = 0, events: Events | None = None) -> None:
         """Open the files and the progress line; before that only `say` works.
@@ -118,7 +119,7 @@ class Reporter:
     def train(self, row: Mapping[str, Any]) -> None:
         """A row of kind "train" (DESIGN's contract names the keys)."""
         self._write({"kind": "train", **row})
-        step = row["step"]
+        step, self.train_loss = row["step"], row["loss"]
         self.draw(row)
         if self._events:
             # DeepSpeed logs its own values by the images seen, and wandb drops points that go back.

@@ -1,7 +1,7 @@
 """What a model sees in an image: the norms that the last block leaves its tokens, the attention they get, and the
 principal components of the patches.
 
-All are observed in the first batch of an evaluation, so that they cost no separate forward pass.
+All are observed in a separate forward pass of a few images, without compiled blocks.
 High-norm tokens in dull places are the artefacts of "Vision Transformers Need Registers" (arXiv 2309.16588). Attention
 is what the classifier's input pays to each patch in the last step before it: the class token in the last block, the
 latent of an attention pooling, or else the patches themselves, in the mean; always the mean over all heads. The first
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,26 +38,25 @@ NORMS, ATTENTION, COMPONENTS = "token-norms", "attention", "patch-pca"
 
 @dataclass
 class Seen:
-    """What was seen of the first batch that has a valid row, at most `MOST` of those.
+    """What was seen of the valid rows of some batches.
 
     Attributes:
         rows: the valid ones of the batch under way, int64 [B]; from `passing`.
-        images: [B, 3, height, width].
-        tokens: behind the last block, before any norm: float [B, S, D].
-        attention: that each token gets, in the mean over this rank's heads: float [B, S]. None where the last step is
-            not one attention (differential attention takes the difference of two).
+        images: of each batch, [B, 3, height, width].
+        tokens: behind the last block, before any norm: of each batch, float [B, S, D].
+        attention: that each token gets, in the mean over this rank's heads: of each batch, float [B, S]. Of none where
+            the last step is not one attention (differential attention takes the difference of two).
     """
 
-    rows: torch.Tensor | None = None
-    images: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    attention: torch.Tensor | None = None
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    images: list[torch.Tensor] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    attention: list[torch.Tensor] = field(default_factory=list)
 
     def passing(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches on to the model that is watched, to see which of their rows are valid."""
         for batch in batches:
-            if self.images is None:  # else the host would wait for the device at every batch
-                self.rows = batch["valid"].nonzero().flatten()[:MOST]
+            self.rows = batch["valid"].nonzero().flatten()
             yield batch
 
     def maps(self, model: SequentialViT, tp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
@@ -67,13 +66,16 @@ class Seen:
             model: that was watched.
             tp: the ranks that share its heads, all of which must call this (a collective), or None.
         """
-        found = {} if self.tokens is None else {NORMS: self.tokens.norm(dim=-1)}
-        if self.attention is not None:
+        if not self.tokens:
+            return {}
+        of_tokens = torch.cat(self.tokens)
+        found = {NORMS: of_tokens.norm(dim=-1)}
+        if self.attention:
+            found[ATTENTION] = torch.cat(self.attention)
             if tp is not None:
-                dist.all_reduce(self.attention, group=tp)
-            found[ATTENTION] = self.attention  # times tp, which the picture does not show
-        grids = {name: _grid(of_tokens, model) for name, of_tokens in found.items()}
-        if self.tokens is not None and (tokens := _grid(self.tokens, model)) is not None:
+                dist.all_reduce(found[ATTENTION], group=tp)  # times tp, which the picture does not show
+        grids = {name: _grid(values, model) for name, values in found.items()}
+        if (tokens := _grid(of_tokens, model)) is not None:
             grids[COMPONENTS] = principal_components(tokens)
         return {name: grid.cpu() for name, grid in grids.items() if grid is not None}
 
@@ -129,45 +131,42 @@ def _mean_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def watched(model: SequentialViT) -> Iterator[Seen]:
-    """Look at the first batch with a valid row that goes through a `SequentialViT`; `Seen.passing` says which it is.
+    """Look at the batches that go through a `SequentialViT`; `Seen.passing` says which of their rows count.
 
     Yields:
-        Filled by that batch.
+        Filled by these batches.
     """
     embed, last, head = model.layers[0], model.layers[-2], model.layers[-1]
     # What the classifier reads: the class token, or all patches.
     queries = slice(0, 1) if head.global_pool == "token" else slice(head.num_tokens.num_prefix_tokens, None)
-    seen, handles = Seen(), ExitStack()
-    under_way = ExitStack()
+    seen, handles, under_way = Seen(), ExitStack(), ExitStack()
     modes: list[_Attention] = []  # of the last block, of the head
 
     def begin(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if seen.rows is None or not len(seen.rows):
+        if not len(seen.rows):
             return
         taken = inputs[0][0][seen.rows].detach().float()
         if layer is embed:
-            seen.images = taken.cpu()
+            seen.images.append(taken.cpu())
             return
         under_way.close()
         if layer is head:
-            seen.tokens = taken
+            seen.tokens.append(taken)
         modes.append(_Attention(seen.rows, slice(None) if layer is head else queries))
-        under_way.enter_context(torch.compiler.set_stance("force_eager"))  # else a separate graph
         under_way.enter_context(modes[-1])
 
     def end(*_: Any) -> None:
-        if not modes:  # no row of the batch was valid
-            return
         under_way.close()
-        handles.close()
         found = next((mode.found for mode in reversed(modes) if mode.found), [])
-        seen.attention = found[0] if len(found) == 1 else None
+        seen.attention += found if len(found) == 1 else []
+        modes.clear()
 
     for layer in (embed, last, head):
         handles.callback(layer.register_forward_pre_hook(begin).remove)
     handles.callback(head.register_forward_hook(end).remove)
     try:
-        yield seen
+        with torch.compiler.set_stance("force_eager"):  # no Python sees a graph's attention
+            yield seen
     finally:
         under_way.close()
         handles.close()

@@ -21,13 +21,7 @@ from torch import nn
 from ds_vit.config import RunConfig
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.models import MAIN_TOWER, Layer, ModelSpec, Projection, create_model, image_size
-from ds_vit.parallel.tensor import (
-    SoftmaxCrossEntropy,
-    SoftmaxDivergence,
-    TensorParallel,
-    gather_logits,
-    own_classes,
-)
+from ds_vit.parallel.tensor import SoftmaxCrossEntropy, SoftmaxDivergence, TensorParallel, gather_logits, own_classes
 from ds_vit.tasks.classification import Classification
 from ds_vit.tasks.metrics import Batch
 from ds_vit.tasks.task import StepContext

@@ -23,7 +23,8 @@ class Figure:
         unit: after the number.
         digits: behind the point, in a line; a table shows one more.
         higher_is_better: which way is up.
-        summed_up: whether summary.json has its best and its last value.
+        summed_up: whether summary.json has its best and its last value. A task's first metric decides which weights are
+            the best only if it is.
     """
 
     name: str

@@ -129,6 +129,14 @@ class SelfDistillation(Task):
         self.uses_sinkhorn = config.centering == "sinkhorn"
         self.coupled = self.uses_sinkhorn or config.koleo_weight > 0
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """As `Task.notes`."""
+        if self.figures[0].summed_up or not self.config.val_split:
+            return ()
+        why = "no weights are marked as the best: the feature deviation of random weights is the largest"
+        return (f"{why}; --eval-knn 20 or --eval-linear-probe rates features",)
+
     # ---- the model -------------------------------------------------------------------------------------------------
 
     @classmethod

@@ -192,8 +192,8 @@ class Task(ABC):
     crops: CropConfig | None = None
     encoded_dim: int = 0
     figures: tuple[Figure, ...]
-    """The metrics that rate the weights; the first decides which are the best. A run adds those of its evaluators and
-    puts that of --eval-metric first."""
+    """The metrics of an evaluation; the first decides which weights are the best, if it is summed up. A run adds those
+    of its evaluators and puts that of --eval-metric first."""
 
     def __init__(self, config: RunConfig, image: ImageConfig, source: Source, model: nn.Module) -> None:
         assert config.num_classes is not None, "num_classes is not resolved"

@@ -239,7 +239,7 @@ class Training:
         summary |= self.prediction.figures(batch * throughput.total_seconds / images if images else None)
         if self.reporter:
             stopped, more = trainer.checkpoints.stopped, self.prediction.end_rows(summary)
-            show_end(self.config, self.resolved.process, self.folder, summary, self.reporter.console, stopped, more)
+            show_end(self.config, self.resolved.process, self.folder, summary, self.reporter, stopped, more)
         self.engine.close()
         return summary
 
@@ -262,7 +262,7 @@ class Training:
             sheet = TrainingSheet(model.image, resolved.data.train_source, names, config.log_images, number)
             inputs.look = partial(sheet.add, save=reporter.training_images)
         phases = Phases(self.watchdog, resolved.first_patience)
-        sees_images = resolved.layout.pp == 1 and not config.sequence_parallel and resolved.share.dp_rank == 0
+        sees_images = resolved.layout.pp == 1 and not config.sequence_parallel
         draws = sees_images and (bool(model.task.class_names) or bool(model.task.teachers))
         return Trainer(
             engine,
@@ -350,7 +350,7 @@ def run_evaluation(
         reporter.eval({"step": 0, **figures}, task.figures)
         reporter.pictures(0, pictures)
         reporter.close()
-        show_end(config, resolved.process, folder, summary, reporter.console)
+        show_end(config, resolved.process, folder, summary, reporter)
     engine.close()
     return summary
 

@@ -7,15 +7,18 @@ without training (`--eval-only`, `ds-vit eval`).
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from ds_vit.data import Source, Subset
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -250,7 +253,7 @@ class Evaluations:
         inputs: of the run.
         ema: the average, which is evaluated too, or None.
         interval: epochs between evaluations; 0 for only the end of the run.
-        draws_token_maps: draw where the model looks: this rank sees whole images of the first replica.
+        draws_token_maps: draw where the model looks: each rank sees whole images.
         watchdog: receives every bit of progress.
         phases: announces an evaluation to it.
         reporter: of rank 0.
@@ -268,28 +271,44 @@ class Evaluations:
     ema_evaluations: list[dict[str, float]] = field(default_factory=list)
     evaluated_step: int = 0
 
-    def is_due(self, done: int) -> bool:
-        """Whether the weights after `done` steps have to be evaluated, and have not been yet."""
+    @cached_property
+    def _has_split(self) -> bool:
+        return self.inputs.config.val_source is not None or self.inputs.config.zeroshot is not None
+
+    @cached_property
+    def _shown(self) -> Source:
+        """The images that token maps are drawn of."""
         config = self.inputs.config
-        has_data = config.val_source is not None or config.zeroshot is not None
-        if not has_data or not done or done == self.evaluated_step:
+        source = config.train_source if config.val_source is None else config.val_source
+        return Subset(source, np.arange(min(token_maps.MOST, len(source))))
+
+    def is_due(self, done: int) -> bool:
+        """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""
+        config = self.inputs.config
+        draws_training = self.draws_token_maps and bool(config.task.teachers)  # which often has no other split
+        if not (self._has_split or draws_training) or not done or done == self.evaluated_step:
             return False
         epochs, rest = divmod(done, config.order.steps_per_epoch)
         return (self.interval > 0 and rest == 0 and epochs % self.interval == 0) or done >= config.total_steps
 
     def run(self, step: int, should_stop: Callable[[], bool]) -> bool:
-        """Exact metrics over the validation split (a collective).
+        """Exact metrics over the validation split; without one, only pictures of training images (a collective).
 
         Args:
             step: whose weights they are.
             should_stop: whether any rank has received a signal (a collective).
 
         Returns:
-            Whether no evaluation so far was better.
+            Whether no evaluation so far was better; False where the task's first metric does not rate weights.
 
         Raises:
             Stopped: the ranks received a signal meanwhile; the step does not count as evaluated.
         """
+        if not self._has_split:
+            self.phases.begin(step, "evaluation")
+            self._draw(step)
+            self.evaluated_step = step
+            return False
         figures = self._evaluate(step, should_stop, "eval")
         if self.ema is not None:
             with self.ema.swapped():
@@ -298,7 +317,7 @@ class Evaluations:
         self.evaluated_step = step
         figure = self.inputs.config.task.figures[0]
         values = [evaluation[figure.name] for evaluation in self.evaluations if figure.name in evaluation]
-        return values[-1] == figure.best(*values)
+        return figure.summed_up and values[-1] == figure.best(*values)
 
     def _evaluate(self, step: int, should_stop: Callable[[], bool], kind: str) -> dict[str, float]:
         """Evaluate the weights that the model has now (a collective)."""
@@ -311,10 +330,6 @@ class Evaluations:
             if should_stop():
                 raise Stopped
 
-        def show(pictures: Pictures) -> None:
-            if self.reporter:
-                self.reporter.pictures(step, pictures, kind)
-
         def note(metrics: Metrics) -> None:
             if self.reporter is None or kind != "eval":
                 return
@@ -324,22 +339,33 @@ class Evaluations:
                 self.reporter.pairs(metrics.pairs, config.validation)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
-        draws = kind == "eval" and self.draws_token_maps
-        nothing: AbstractContextManager[token_maps.Seen] = nullcontext(token_maps.Seen())
-        with token_maps.watched(self.engine.tower(task.feature_tower)) if draws else nothing as seen:
-            watch = Watch(
-                lambda batches: seen.passing(self.watchdog.micro_batches(batches)), stop_on_signal, show, note, **doing
-            )
-            figures = evaluate(self.engine, self.inputs, watch)
-        if seen.images is not None:
-            maps = seen.maps(self.engine.tower(task.feature_tower), self.engine.groups.tp)
-            show({name: token_maps.picture(seen.images, values, task.image) for name, values in maps.items()})
+        show = partial(self._show, step, kind)
+        watch = Watch(self.watchdog.micro_batches, stop_on_signal, show, note, **doing)
+        figures = evaluate(self.engine, self.inputs, watch)
+        if kind == "eval" and self.draws_token_maps:
+            self._draw(step)
         if self.reporter:
             row = {"step": step, **figures}
             if config.on_bad_image == "skip":
                 row["skipped_images"] = len(config.validation) - int(figures["images"])
             self.reporter.eval(row, task.figures, kind)
         return figures
+
+    def _draw(self, step: int) -> None:
+        """Draw where the model looks in a few images, which every replica runs (a collective)."""
+        engine, task, inputs = self.engine, self.inputs.config.task, self.inputs.on_every_rank(self._shown)
+        tower = engine.tower(task.feature_tower)
+        with contextlib.closing(inputs.batches), token_maps.watched(tower) as seen:
+            batches = seen.passing(self.watchdog.micro_batches(inputs.batches))
+            deque(engine.forward_batches(batches, inputs.num_batches, features=True), maxlen=0)
+        if seen.images and engine.groups.dp_rank == 0:
+            images, maps = torch.cat(seen.images), seen.maps(tower, engine.groups.tp)
+            pictures = {name: token_maps.picture(images, values, task.image) for name, values in maps.items()}
+            self._show(step, "eval", pictures)
+
+    def _show(self, step: int, kind: str, pictures: Pictures) -> None:
+        if self.reporter:
+            self.reporter.pictures(step, pictures, kind)
 
     def state_dict(self) -> dict[str, Any]:
         """The evaluations so far, as plain data."""

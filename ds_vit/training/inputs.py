@@ -264,8 +264,17 @@ class InputPipeline:
         inputs.batches = self._evaluation(inputs, source, fields, loader, rows)
         return inputs
 
+    def on_every_rank(self, source: Source) -> EvaluationInputs:
+        """The images of a small split, on every data-parallel rank all of them; damaged ones are not valid."""
+        rows, fields = min(self.config.eval_rows, len(source)), self._here(self.config.task.feature_fields()[:1])
+        loading = {**self._loading(fields), "on_bad_image": "skip", "num_workers": 0}
+        loader = eval_loader(source, batch=rows, **loading)
+        inputs = EvaluationInputs((_ for _ in ()), len(loader), len(source))
+        inputs.batches = self._evaluation(inputs, None, fields, loader, rows)
+        return inputs
+
     def _evaluation(
-        self, inputs: EvaluationInputs, source: Source, fields: Sequence[Field], loader: Loader, rows: int
+        self, inputs: EvaluationInputs, source: Source | None, fields: Sequence[Field], loader: Loader, rows: int
     ) -> Generator[Batch, None, None]:
         if not self.loads:
             for _ in range(len(loader)):
@@ -274,7 +283,7 @@ class InputPipeline:
         split = "training" if source is self.config.train_source else "evaluation"
         with contextlib.closing(iter(loader)) as batches:
             for batch in batches:
-                if "last" in self.config.stages:  # once a row: where it is counted
+                if source is not None and "last" in self.config.stages:  # once a row: where it is counted
                     inputs.num_skipped += batch.num_skipped
                     self.skipped.add(source, batch.skipped, split)
                 valid = finish_valid(batch, device=self.engine.device)

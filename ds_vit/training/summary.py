@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ds_vit.checkpoint.folder import marked
 from ds_vit.fault_tolerance.errors import NotSaved
 from ds_vit.launching.process import Process
 from ds_vit.models import num_parameters
-from ds_vit.monitoring.metrics import print_table
+from ds_vit.monitoring.metrics import Reporter, print_table
 from ds_vit.monitoring.report import read_records, write_report
 from ds_vit.monitoring.report.record import num_starts
 from ds_vit.monitoring.throughput import Throughput
@@ -80,8 +78,8 @@ def summarise(
     }
 
 
-def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Rows:
-    """The table of the end: model, layout, top-1, images/s, where the files are."""
+def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path, loss: float | None = None) -> Rows:
+    """The table of the end: model, layout, top-1 or else the training loss, images/s, where the files are."""
     rows = [
         ("model", summary["model"]),
         ("layout", config.text),
@@ -96,6 +94,8 @@ def end_rows(config: EngineConfig, summary: dict[str, Any], folder: Path) -> Row
         if last is not None and best is not None:
             shown = (figure.value({figure.name: value}) for value in (last, best))
             rows.append((label, "{} (best {})".format(*shown) + over))
+    if len(rows) == 2 and loss is not None:
+        rows.append(("training loss", f"{loss:.5f}"))
     if summary["images_per_second"]:
         rows.append(("images/s", f"{summary['images_per_second']:.1f}"))
     if summary["skipped_images"]:
@@ -124,7 +124,7 @@ def show_end(
     process: Process,
     folder: RunFolder,
     summary: dict[str, Any],
-    console: Console,
+    reporter: Reporter,
     stopped: str = "",
     more: Rows = (),
 ) -> None:
@@ -135,14 +135,15 @@ def show_end(
         process: this rank.
         folder: its output folder.
         summary: the contents.
-        console: of rank 0.
+        reporter: of rank 0.
         stopped: by what the run was interrupted, and where it is saved; the last line then says how to resume.
         more: rows for the table.
 
     Raises:
         NotSaved: the file could not be written.
     """
-    rows = [*end_rows(config, summary, folder.path), *more]
+    console = reporter.console
+    rows = [*end_rows(config, summary, folder.path, reporter.train_loss), *more]
     if stopped and config.optimizer is not None:
         place = f"at {summary['steps']:,} of {config.optimizer.total_steps:,}"
         print_table(console, "interrupted", [("interrupted", f"{place} {stopped}"), *rows])

@@ -8,10 +8,13 @@ import functools
 import itertools
 import json
 
+import numpy as np
 import plain_dino
 import pytest
 from curves import assert_same_curve, checkpoints_in_time, read_rows, train_rows
 from pairwise import cover, pairs
+from PIL import Image
+from runs import resolved, run_quietly
 from safetensors.torch import load_file
 
 from ds_vit.fault_tolerance.errors import UserError
@@ -260,6 +263,42 @@ def test_the_teacher_is_evaluated_and_exported(ranks, tmp_path, folder):
     assert of_run != pytest.approx(embed(output / "model.safetensors", images).features, rel=1e-3)
 
 
+NO_BEST = "no weights are marked as the best: the feature deviation of random weights is the largest; --eval-knn"
+
+
+def test_the_spread_of_features_does_not_choose_the_best_weights(ranks, tmp_path, folder):
+    # Catches: a "best" that an untrained model wins; an end that shows no figure at all.
+    words = ("--max-steps", 5, "--checkpoint-interval", 2, "--val-fraction", 0.2, "--val-split", "validation")
+    words += ("-b", plain_dino.GLOBAL_BATCH)
+    for flags, has_best in (((), False), (("--eval-metric", "feature_std"), True)):
+        output = tmp_path / f"run-{has_best}"
+        argv = plain_dino.words_of(folder, 1, output, *words, *flags)
+        [(code, out, _)] = ranks.run(1, run_quietly, argv)
+        assert code == 0
+        assert (NO_BEST in out) == ("the newest 2 stay" in out) == (not has_best)
+        assert ("the newest 2 and the best stay" in out) == has_best
+        assert (output / "best.safetensors").exists() == (output / "checkpoints" / "best").exists() == has_best
+        summary = json.loads((output / "summary.json").read_text())
+        assert any(key.startswith("best_") for key in summary) == has_best
+        loss = train_rows(read_rows(output))[-1]["loss"]
+        assert (f"│ training loss │ {loss:.5f} " in out) == (not has_best)
+    knn = plain_dino.words_of(folder, 1, tmp_path / "knn", *words, "--eval-knn", 5)
+    assert not any("no weights" in note for note in resolved(knn).notes)
+
+
+def test_components_of_training_images_are_drawn_without_a_validation_split(ranks, tmp_path, folder):
+    # Catches: a report without the one picture that shows whether the features say anything; images that depend on the
+    # layout.
+    drawn = []
+    for case in (ONE, {**ONE, "layout": "dp3", "stage": 3}):
+        output = tmp_path / case["layout"]
+        train(ranks, folder, output, {**case, "centering": "ema"}, "--max-steps", 1)
+        assert "principal components of their patch tokens" in (output / "report.html").read_text()
+        drawn.append(np.asarray(Image.open(output / "patch-pca.png")).astype(int))
+    assert drawn[0].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
+    assert np.abs(drawn[0] - drawn[1]).max() <= 1
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -280,8 +319,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
 def test_what_has_no_meaning_is_refused(tmp_path, folder, words, message):
-    from runs import resolved
-
     argv = plain_dino.words_of(folder, 1, tmp_path / "run", "-b", 4, *words)
     if words[0] == "--model-kwargs":
         argv += [f"{name}={value}" for name, value in plain_dino.KWARGS.items()]

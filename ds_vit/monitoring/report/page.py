@@ -29,15 +29,13 @@ _SHARDED = {
 _PICTURES = {
     "reconstruction": "Images, their visible patches, the prediction, and both together",
     "ema-reconstruction": "The same with the moving average of the weights",
-    "token-norms": (
-        "Validation images and the norms of their patch tokens after the last block, dark: smallest, bright: largest"
-    ),
+    "token-norms": ("Images and the norms of their patch tokens after the last block, dark: smallest, bright: largest"),
     "attention": (
-        "Validation images and the attention to their patches in the last step before the classifier, mean of all "
+        "Images and the attention to their patches in the last step before the classifier, mean of all "
         "heads, bright: largest"
     ),
     "patch-pca": (
-        "Validation images and the first three principal components of their patch tokens after the last block, as "
+        "Images and the first three principal components of their patch tokens after the last block, as "
         "red, green and blue: patches of one colour are alike"
     ),
 }
