@@ -29,7 +29,7 @@ from ds_vit.data.loader import Loader, eval_loader, train_loader
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows, num_evaluation_batches
 from ds_vit.data.settings import CropConfig, ImageConfig
 from ds_vit.data.sources.captions import CaptionKeys
-from ds_vit.data.sources.combined import Subset, hold_out, mixed
+from ds_vit.data.sources.combined import across_classes, hold_out, mixed
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.source import NoSuchSplit, Source, unreadable_classes
 from ds_vit.data.text import Tokenizer, build_tokenizer, default_context_length, describe_cut_captions
@@ -47,8 +47,8 @@ __all__ = [
     "SampleOrder",
     "Share",
     "Source",
-    "Subset",
     "Tokenizer",
+    "across_classes",
     "build_tokenizer",
     "default_context_length",
     "describe_cut_captions",

@@ -15,10 +15,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from ds_vit.data import Source, Subset
+from ds_vit.data import Source, across_classes
 from ds_vit.engine.base import EVAL_CHUNK, Engine, Run
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.fault_tolerance.watchdog import Watchdog
@@ -280,7 +279,7 @@ class Evaluations:
         """The images that token maps are drawn of."""
         config = self.inputs.config
         source = config.train_source if config.val_source is None else config.val_source
-        return Subset(source, np.arange(min(token_maps.MOST, len(source))))
+        return across_classes(source, token_maps.MOST)
 
     def is_due(self, done: int) -> bool:
         """Whether the weights after `done` steps have to be evaluated or drawn, and have not been yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from curves import train_in
 from PIL import Image
 from project import ROOT
 
+from ds_vit.data import Source, across_classes
 from ds_vit.models import SequentialViT, compiled, take_apart
 from ds_vit.monitoring import token_maps
 
@@ -126,6 +128,62 @@ def test_every_layout_draws_the_same_or_says_why_not(layouts, name):
     assert pictures["one"].shape == (2 * 116 - 4, 8 * 116 - 4, 3)
     assert pictures["one"].std() > 20
     assert np.abs(pictures["one"] - pictures["tp"]).max() <= 1
+
+
+class Labels(Source):
+    """Class numbers without images."""
+
+    def __init__(self, targets, num_classes):
+        self.targets, self.class_names = targets, tuple(map(str, range(num_classes)))
+
+    def __len__(self):
+        return len(self.targets)
+
+    def target(self, index):
+        return self.targets[index]
+
+    def describe(self, index):
+        return str(index)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([90, 5, 5], [3, 3, 2]),  # sorted by class: the first eight are of one
+        ([30, 0, 1, 30], [4, 0, 1, 3]),
+        ([4] * 8, [1] * 8),
+        ([2, 1], [2, 1]),
+    ],
+)
+def test_images_are_drawn_across_classes(counts, expected):
+    # Catches: the first images of a folder, which are of one class; a class that fills the picture by its size.
+    source = Labels(np.repeat(np.arange(len(counts)), counts).tolist(), len(counts))
+    shown = across_classes(source, 8)
+    assert np.bincount([shown.target(at) for at in range(len(shown))], minlength=len(counts)).tolist() == expected
+
+
+def test_many_classes_are_drawn_from_all_over():
+    # Catches: eight kinds of fish out of a thousand classes.
+    shown = across_classes(Labels(np.repeat(np.arange(1000), 3).tolist(), 1000), 8)
+    classes = [shown.target(at) for at in range(8)]
+    assert classes == np.linspace(0, 999, 8).round().astype(int).tolist()
+
+
+@pytest.mark.parametrize(("world", "words"), [(1, ["-vb", 16]), (2, ["-vb", 3]), (2, ["-vb", 1, "--tp", 2])])
+def test_a_run_draws_images_of_all_classes_in_any_layout(ranks, tmp_path, world, words):
+    # Catches: images of one class, or other images with another batch of evaluation or another number of ranks.
+    colours = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+    for split, (name, colour), number in itertools.product(("train", "val"), colours.items(), range(12)):
+        path = tmp_path / split / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), colour).save(path)
+    output = tmp_path / "run"
+    argv = [word for word in RUN if word not in ("--dataset", "digits")]
+    train_in(ranks, world, [*argv, "--data-dir", tmp_path, "-b", 4, *words, "--output", output])
+    pixels = np.asarray(Image.open(output / "attention.png"))
+    centres = pixels[56, 56::116]
+    shown = [name for centre in centres for name, colour in colours.items() if np.abs(centre - [*colour]).max() < 3]
+    assert shown == [*["blue"] * 3, *["green"] * 3, *["red"] * 2]
 
 
 @pytest.fixture(scope="module")

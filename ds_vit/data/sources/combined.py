@@ -110,6 +110,23 @@ def hold_out(source: Source, fraction: float) -> tuple[Subset, Subset]:
     return Subset(source, np.sort(order[~out])), Subset(source, np.sort(order[out]))
 
 
+def across_classes(source: Source, number: int) -> Subset:
+    """So many images of a source, to look at: of as many classes as possible, from all over their order.
+
+    Which ones is a function of their numbers in the source, the same in every run. Images with several labels count as
+    one class.
+
+    Args:
+        source: the whole.
+        number: at least 1; all of a source that has fewer.
+    """
+    order, place, _ = _by_class(source)
+    turns = order[np.argsort(place, kind="stable")]  # an image of each class, then the second of each
+    number = min(number, len(turns))
+    at = np.linspace(0, max(number, int((place == 0).sum())) - 1, number).round().astype(int)
+    return Subset(source, np.sort(turns[at]))
+
+
 def _by_class(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The images in keyed order, class after class; the place of each within its class, and the size of that."""
     numbers = np.arange(len(source))
