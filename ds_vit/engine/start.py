@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import os
+import socket
+import urllib.parse
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +16,10 @@ import torch.distributed as dist
 
 from ds_vit.engine.patches.gloo import use_in_place_collectives
 from ds_vit.engine.patches.process import without_compiled_collectives
-from ds_vit.launching.process import explain_taken_port
+from ds_vit.fault_tolerance.errors import OtherRun
+from ds_vit.launching.process import SCHEME
+
+_RUN_KEY = "ds_vit/run"  # in the store where the ranks meet: the token of the run that it belongs to
 
 
 def quiet_deepspeed(verbose: bool) -> None:
@@ -51,15 +57,44 @@ def init_distributed(arguments: Mapping[str, Any]) -> bool:
         Whether the process group was made here (and is to be destroyed by the caller).
 
     Raises:
-        UserError: the port where they are to meet is taken.
+        UserError: the port where they are to meet is taken, or another run meets there.
     """
     import deepspeed
 
     mine = not dist.is_initialized()
-    with explain_taken_port(), without_compiled_collectives():
+    with without_compiled_collectives():
         deepspeed.init_distributed(**(arguments if mine else {}), verbose=False)
     use_in_place_collectives(deepspeed.comm.comm.cdb)
     return mine
+
+
+def _meet(url: str, timeout: datetime.timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's `env://` rendezvous, begun once rank 0's token has shown that the ranks there are of the run in `url`.
+
+    Raises:
+        UserError: rank 0's port is in use, or another run's rank 0 has it.
+    """
+    run, found = urllib.parse.unquote(urllib.parse.urlsplit(url).netloc), "unknown"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    problem = f"port {port} of the rendezvous is in use on {socket.gethostname()}, perhaps by another run"
+    store = None
+    try:
+        # torch counts connections, and takes the first ones for the run's ranks; without a world size it counts none.
+        store, rank, _ = next(dist.rendezvous("env://?world_size=-1", timeout=timeout))
+        problem = f"rank {rank} of this run ({run}) reached another run at {address}:{port}"
+        found = (store.compare_set(_RUN_KEY, "", run) if rank == 0 else store.get(_RUN_KEY)).decode()
+    except RuntimeError as error:  # torch's DistNetworkError, also of a run that ends
+        if store is None and "EADDRINUSE" not in str(error):
+            raise
+    if found != run:
+        raise OtherRun(
+            f"{problem}{f' ({found})' * (store is not None)}; choose another with --master_port {port + 1} before "
+            f"launch/train.py (deepspeed and torchrun) or with MASTER_PORT={port + 1} in the environment"
+        )
+    yield from dist.rendezvous("env://", timeout=timeout)
+
+
+dist.register_rendezvous_handler(SCHEME, _meet)
 
 
 def device_of(local_rank: int) -> torch.device:

@@ -26,6 +26,7 @@ class UserError(ValueError):
 
     exit_code = exit_codes.BAD_INPUT
     alike = False  # whether all ranks raise it together, so that one rank per host prints it
+    of_one_rank = False  # whether a rank prints it that no launcher ends within seconds, because no other may raise it
 
     def __init__(self, *problems: str, remedy: str = "") -> None:
         """`remedy`: a last line for all problems."""
@@ -39,6 +40,12 @@ class EndedTogether(UserError):
     """All ranks end at the same step, which is saved, with the same message."""
 
     alike = True
+
+
+class OtherRun(UserError):
+    """The place where the ranks meet belongs to another run; a rank may find that before the others begin."""
+
+    of_one_rank = True
 
 
 class NotSaved(UserError):

@@ -27,6 +27,7 @@ from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.gpus import listed_gpus
 from ds_vit.launching.hosts import Host, first_host, read_hosts
 from ds_vit.launching.ports import free_port
+from ds_vit.launching.process import RUN_ID
 from ds_vit.launching.rank import PROBED, Job, signal_ranks
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -85,7 +86,8 @@ class Launcher(ABC):
 
     def _rank_words(self, job: Job, address: str, port: int, **of_host: Any) -> list[str]:
         """`launch/rank.py` for a rank, or with a host's fields of `Job` for its ranks, which meet at this address."""
-        job = replace(job, environ={**job.environ, "MASTER_ADDR": address, "MASTER_PORT": str(port)}, **of_host)
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port), RUN_ID: self.run}
+        job = replace(job, environ={**job.environ, **meeting}, **of_host)
         return [sys.executable, "-u", str(RANK_PY), f"--run={self.run}", job.encode()]
 
 

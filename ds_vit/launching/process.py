@@ -6,24 +6,34 @@ No other file of the trainer reads its rank from the environment.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+import re
+import sys
+import urllib.parse
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.launching.hosts import expand_counts, first_host
 from ds_vit.launching.ports import free_port
 
+SCHEME = "ds-vit"
+"""Of the URL that `rendezvous` gives to `init_distributed`; `ds_vit.engine.start` registers it with torch."""
+
+RUN_ID = "DS_VIT_RUN_ID"
+"""Variable that identifies a run; `ds-vit launch` sets it for its ranks."""
+
 _OMPI = "OMPI_COMM_WORLD_"
-# (launcher, rank, world size, local rank, local world size), in order of precedence. DeepSpeed's launcher sets
-# LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; both set RANK, WORLD_SIZE and LOCAL_RANK. In a Slurm job mpirun's ranks also
-# have the variables of srun, which started mpirun's daemons, so srun comes last.
-_LAUNCHERS: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
-    ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
-    ("openmpi", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", (_OMPI + "LOCAL_SIZE",)),
-    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-    ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ()),
+# (launcher, rank, world size, local rank, local world size, what identifies the run on all its hosts), in order of
+# precedence. DeepSpeed's launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; both set RANK, WORLD_SIZE and LOCAL_RANK.
+# In a Slurm job mpirun's ranks also have the variables of srun, which started mpirun's daemons, so srun comes last.
+_LAUNCHERS: tuple[tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("env", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("TORCHELASTIC_RUN_ID",)),
+    ("openmpi", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", (_OMPI + "LOCAL_SIZE",), ("PMIX_NAMESPACE",)),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), ()),
+    ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", (), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 
 
@@ -68,7 +78,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Process:
     Raises:
         UserError: a rank without a world size, or a value that is not a number.
     """
-    for launcher, rank_name, world_name, local_name, local_world_names in _LAUNCHERS:
+    for launcher, rank_name, world_name, local_name, local_world_names, _ in _LAUNCHERS:
         if rank_name not in environ or _belongs_to_another(launcher, environ):
             continue
         if world_name not in environ:
@@ -113,6 +123,34 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     return float(end) if end.isdigit() else None
 
 
+def run_token(process: Process, environ: Mapping[str, str] = os.environ, argv: Sequence[str] = sys.argv) -> str:
+    """Equal for the ranks of one run, different for other runs; the ranks compare it when they meet.
+
+    A launcher that sets no identifier is identified by its process on one host. On several hosts only a hash of the
+    command line is left, which two runs of one command share.
+    """
+    rank_name, *_, names = next(row[1:] for row in _LAUNCHERS if row[0] == process.launcher)
+    values = {name: environ.get(name, "none") for name in ((RUN_ID,) if RUN_ID in environ else names)}
+    if values and "none" not in values.values():  # torchrun's with --master_port is "none"
+        return " ".join(f"{name}={value}" for name, value in values.items())
+    if not process.spans_hosts and (launcher := _launcher_process(rank_name)):
+        return launcher
+    words = [word for word in argv[1:] if not re.match("--local[-_]rank=", word)]
+    return f"command line {hashlib.blake2b(repr(words).encode(), digest_size=6).hexdigest()}"
+
+
+def _launcher_process(rank_name: str) -> str:
+    """The nearest ancestor above this rank and its wrapper scripts; "" if unknown."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # not Linux, another user's process, or no ancestor in this container
+        while True:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # proc(5), from the third
+            if f"\0{rank_name}=".encode() not in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                return f"launcher {pid} started at {fields[19]}"
+            pid = int(fields[1])
+    return ""
+
+
 def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ) -> dict[str, object]:
     """The arguments of `deepspeed.init_distributed` for this launcher's ranks.
 
@@ -124,34 +162,14 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
         port = str(free_port())
         single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environ.update(single)
-    if process.launcher in ("none", "env"):
         return {"auto_mpi_discovery": False}
+    run = {"init_method": f"{SCHEME}://{urllib.parse.quote(run_token(process, environ), safe='')}"}
     if process.launcher == "slurm" and "MASTER_ADDR" not in environ:
         environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     if process.launcher == "slurm" and "MASTER_PORT" not in environ:
         environ["MASTER_PORT"] = str(20000 + (int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"])) % 10000)
-    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        ranks = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.local_rank}
-        environ.update({name: str(value) for name, value in ranks.items()})
-        return {"auto_mpi_discovery": False}
-    return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500"))}
-
-
-@contextlib.contextmanager
-def explain_taken_port(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """For the block in which ranks connect to MASTER_PORT.
-
-    Raises:
-        UserError: the port is taken.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistNetworkError
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = int(environ.get("MASTER_PORT", "29500"))
-        raise UserError(
-            f"port {port} of the rendezvous is in use on {socket.gethostname()}, perhaps by another run; choose one "
-            f"with --master_port {port + 1} before launch/train.py (deepspeed and torchrun) or with "
-            f"MASTER_PORT={port + 1} in the environment"
-        ) from None
+    if process.launcher != "env" and not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500")), **run}
+    ranks = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.local_rank}
+    environ.update({name: str(value) for name, value in ranks.items()})
+    return {"auto_mpi_discovery": False, **run}

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -41,11 +42,14 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
     except UserError as error:
         num_met = 0 if error.alike else _ranks_that_have_met()
         # An error of every rank is printed once per host; an error of one rank during the run by that rank.
-        if is_local_main or num_met:
+        speaks = is_local_main or num_met > 0
+        if not speaks:
+            # A launcher ends all ranks with the first that exits, which must not be a silent one.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        if speaks or error.of_one_rank:
             where = f" (rank {process.rank})" if process is not None and num_met > 1 else ""
             _say(f"{program}: error{where}: {error}")
-        else:
-            time.sleep(5)  # a launcher ends all ranks with the first that exits, which must not be a silent one
         return error.exit_code
     except Diverged as error:
         if is_local_main:
