@@ -88,8 +88,8 @@ def _meet(url: str, timeout: datetime.timedelta, **_: Any) -> Iterator[tuple[dis
             raise
     if found != run:
         raise OtherRun(
-            f"{problem}{f' ({found})' * (store is not None)}; choose another with --master_port {port + 1} before "
-            f"launch/train.py (deepspeed and torchrun) or with MASTER_PORT={port + 1} in the environment"
+            f"{problem}{f' ({found})' * (store is not None)}; choose another with the launcher's --master_port "
+            f"{port + 1} (mpirun, srun: MASTER_PORT={port + 1} in the environment)"
         )
     yield from dist.rendezvous("env://", timeout=timeout)
 

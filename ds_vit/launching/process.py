@@ -156,18 +156,20 @@ def rendezvous(process: Process, environ: MutableMapping[str, str] = os.environ)
 
     Plain `python` gets the environment of a single rank, on a free port of the loopback interface. srun's ranks use
     MASTER_ADDR and MASTER_PORT, else the step's first node and a port derived from the job number. mpirun's ranks use
-    both variables if they are set, else mpi4py finds the address.
+    both variables if they are set, else the loopback interface on one host; on several, mpi4py finds the address.
     """
     if process.launcher == "none":
-        port = str(free_port())
-        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ.update(single)
+        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        environ.update(single, MASTER_PORT=str(free_port()))
         return {"auto_mpi_discovery": False}
     run = {"init_method": f"{SCHEME}://{urllib.parse.quote(run_token(process, environ), safe='')}"}
-    if process.launcher == "slurm" and "MASTER_ADDR" not in environ:
-        environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    if process.launcher == "slurm" and "MASTER_PORT" not in environ:
-        environ["MASTER_PORT"] = str(20000 + (int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"])) % 10000)
+    if process.launcher == "slurm":
+        environ.setdefault("MASTER_ADDR", first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")))
+        port = 20000 + (int(environ["SLURM_JOB_ID"]) * 8 + int(environ["SLURM_STEP_ID"])) % 10000
+        environ.setdefault("MASTER_PORT", str(port))
+    elif process.launcher != "env" and not process.spans_hosts:
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        environ.setdefault("MASTER_PORT", "29500")
     if process.launcher != "env" and not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return {"auto_mpi_discovery": True, "distributed_port": int(environ.get("MASTER_PORT", "29500")), **run}
     ranks = {"RANK": process.rank, "WORLD_SIZE": process.world_size, "LOCAL_RANK": process.local_rank}

@@ -46,7 +46,7 @@ def guarded(program: str, body: Callable[[Process], int], interrupted: str, proc
         if not speaks:
             # A launcher ends all ranks with the first that exits, which must not be a silent one.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
+            time.sleep(20 if error.of_one_rank else 5)
         if speaks or error.of_one_rank:
             where = f" (rank {process.rank})" if process is not None and num_met > 1 else ""
             _say(f"{program}: error{where}: {error}")

@@ -94,7 +94,8 @@ def test_plain_python_meets_itself():
 def test_where_the_ranks_of_srun_and_mpirun_meet():
     """Ranks of one run that look for each other at different places wait for ten minutes."""
     environ = dict(SRUN)
-    assert rendezvous(discover(environ), environ) == {"auto_mpi_discovery": False}
+    slurm = {"init_method": "ds-vit://SLURM_JOB_ID%3D12%20SLURM_STEP_ID%3D3"}
+    assert rendezvous(discover(environ), environ) == {"auto_mpi_discovery": False, **slurm}
     found = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
     assert found == {
         "MASTER_ADDR": "gpu07",
@@ -108,11 +109,17 @@ def test_where_the_ranks_of_srun_and_mpirun_meet():
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("a", "7")
 
     mpi = Process("openmpi", 1, 2, 0, 1)
-    environ = {"MASTER_PORT": "7"}
-    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": True, "distributed_port": 7}
+    environ = {"MASTER_PORT": "7", "PMIX_NAMESPACE": "m"}
+    run = {"init_method": "ds-vit://PMIX_NAMESPACE%3Dm"}
+    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": True, "distributed_port": 7, **run}
     environ["MASTER_ADDR"] = "a"
-    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": False}
+    assert rendezvous(mpi, environ) == {"auto_mpi_discovery": False, **run}
     assert environ["RANK"] == "1"
+
+    # On one host MPI is not initialised: MPI_Finalize waits for every rank, also after an error.
+    environ = {"PMIX_NAMESPACE": "m"}
+    assert rendezvous(Process("openmpi", 1, 2, 1, 2), environ) == {"auto_mpi_discovery": False, **run}
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("127.0.0.1", "29500")
 
 
 def test_folder_of_another_run(tmp_path):
