@@ -287,6 +287,8 @@ def _typed(name: str, value: Any) -> Any:
         return value
     if isinstance(value, bool) and meta["const"] is not None:
         return meta["const"] if value else default
+    if isinstance(value, bool) and "on" in (meta["choices"] or ()):
+        return "on" if value else "off"  # what YAML makes of them without quotes
     kind = TYPES[name]
     is_list = isinstance(value, (list, tuple)) and name in SEVERAL
     items = list(value) if is_list else [value]

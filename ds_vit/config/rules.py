@@ -149,8 +149,8 @@ _IDLE: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("sequence_parallel class_parallel tp_across_hosts", lambda c: c.tp == 1, "without --tp"),
     ("pp_partition", lambda c: c.pp == 1, "without --pp"),
     ("data_weights", lambda c: isinstance(c.data_dir, str), "with one --data-dir"),
-    ("data_dir val_split dataset_download", lambda c: c.dataset == "digits", "with --dataset digits"),
-    ("data_dir val_split dataset_download", lambda c: c.dataset == "glyphs", "with --dataset glyphs"),
+    ("data_dir val_split dataset_download exif_rotation", lambda c: c.dataset == "digits", "with --dataset digits"),
+    ("data_dir val_split dataset_download exif_rotation", lambda c: c.dataset == "glyphs", "with --dataset glyphs"),
     ("csv_separator", lambda c: not _reads(c, "csv/"), "without csv/…"),
     (
         "csv_img_key",

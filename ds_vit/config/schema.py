@@ -284,6 +284,7 @@ class DataSettings:
     on_bad_image: str = flag(
         "skip", "replace an image that cannot be decoded, or end the run", RECORDED, choices=("error", "skip")
     )
+    exif_rotation: str = flag("off", "turn images as their EXIF orientation says", WEIGHTS, choices=("on", "off"))
     max_bad_images: float = flag(
         0.01, "save and stop if a larger share of an epoch's images cannot be decoded", FREE, span=PROBABILITY
     )

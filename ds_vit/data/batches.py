@@ -25,8 +25,9 @@ from ds_vit.data.augment.draws import shielded, uniform
 from ds_vit.data.augment.mixing import ErasingBoxes, PairDraws, PairMix
 from ds_vit.data.augment.on_device import Crops, Cut, CuttingTransform, packed
 from ds_vit.data.augment.transforms import FixedTransform, TrainTransform
-from ds_vit.data.decode import ImageDecodeError, open_image
+from ds_vit.data.decode import ImageDecodeError
 from ds_vit.data.sampler import SampleOrder, Share, evaluation_keys, evaluation_rows
+from ds_vit.data.settings import ImageConfig
 from ds_vit.data.slots import Slots
 from ds_vit.data.sources.source import Source
 from ds_vit.data.text import Tokenizer
@@ -84,31 +85,33 @@ class Reader:
     Attributes:
         source: of the samples.
         transform: of an image.
-        img_size: (height, width) that it gives; both change with --train-img-sizes.
+        image: how images are prepared; `img_size`, the (height, width) that `transform` gives, and `transform` change
+            with --train-img-sizes.
         load_images, load_targets: what is read.
         on_bad_image: "error", or "skip" for a keyed replacement.
         decoder: one of `decode.DECODERS`.
-        slots: shared memory where workers put images.
-        reading: shared by the workers: the sample that each one is reading.
         tokenizer: of the captions; None for a task without text.
         load_texts: whether they are read.
+        slots: shared memory where workers put images.
+        reading: shared by the workers: the sample that each one is reading.
     """
 
     source: Source
     transform: Transform
-    img_size: tuple[int, int]
+    image: ImageConfig
     load_images: bool
     load_targets: bool
     on_bad_image: str
-    decoder: str = "exact"
+    decoder: str
+    tokenizer: Tokenizer | None
+    load_texts: bool
     slots: Slots | None = None
     reading: torch.Tensor | None = None
-    tokenizer: Tokenizer | None = None
-    load_texts: bool = True
 
     def __post_init__(self) -> None:
         if self.on_bad_image not in ("error", "skip"):
             raise UserError(f"--on-bad-image {self.on_bad_image} is none of error, skip")
+        self.img_size = self.image.img_size
         self.skips = self.on_bad_image == "skip"
         transform = self.transform
         self.cuts = transform.cuts if isinstance(transform, MultiCrop) else isinstance(transform, CuttingTransform)
@@ -229,13 +232,10 @@ class Reader:
         """A sample's pixels; if no images are loaded None, of an image whose crop can be decoded all the same."""
         if self.has_text:
             self._captions(index)  # on the stages without texts too, so that all of them skip the same samples
-        data = self.source.encoded(index)
-        if data is None:
-            pixels = self.transform(self.source.image(index), key)
-        else:
-            # A file that a device decodes would show its damage there, too late for a replacement.
-            image = open_image(data, self.source.describe(index), self.decoder, whole=self.skips and self.cuts)
-            pixels = self.transform(image, key)
+        # A file that a device decodes would show its damage there, too late for a replacement.
+        whole = self.skips and self.cuts
+        image = self.source.opened(index, self.decoder, whole=whole, exif_rotation=self.image.exif_rotation)
+        pixels = self.transform(image, key)
         if not self.load_images:
             return None
         return [[pixels]] if isinstance(pixels, Cut) else [pixels] if isinstance(pixels, torch.Tensor) else pixels

@@ -1,14 +1,15 @@
 """From the bytes of an image file to uint8 pixels, before augmentation.
 
-`exact` is Pillow's result bit for bit, as timm decodes: converted to RGB, EXIF orientation not applied. Where
-simplejpeg is installed and found to be bit-equal on this machine, it decodes JPEG files. `fast` lets a large JPEG
-file be decoded at a half, a quarter or an eighth of its size where the crop is that much larger than the model's input
-(the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling. The resize may then differ by a grey level
-as well (augment/steps.py).
+`exact` is Pillow's result bit for bit, as timm decodes, except that 16-bit grey is scaled to 8 bits. EXIF orientation
+is applied only on request. Where simplejpeg is installed and found to be bit-equal on this machine, it decodes JPEG
+files. `fast` lets a large JPEG file be decoded at a half, a quarter or an eighth of its size where the crop is that
+much larger than the model's input (the scaling of libjpeg's DCT), by libjpeg's faster transform and upsampling. The
+resize may then differ by a grey level as well (augment/steps.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -27,7 +28,8 @@ Box = tuple[int, int, int, int]
 
 _SCALES = (8, 4, 2)
 _FAR_INTO_A_HEADER = 2**18  # bytes: EXIF is in one of the first parts, none of which is longer than 2**16
-_ORIENTATION = 0x0112  # EXIF's tag
+ORIENTATION = ExifTags.Base.Orientation
+"""EXIF's tag."""
 _scratch = threading.local()
 _MOST_KEPT = 2**26  # bytes, of 16 million pixels
 
@@ -53,6 +55,62 @@ def undecodable(name: str, error: Exception, num_bytes: int | None = None) -> Im
     return found
 
 
+def in_8_bits(pixels: np.ndarray) -> np.ndarray:
+    """Whole numbers as uint8: those of 16 bits are scaled, v * 255 / 65535, rounded.
+
+    Raises:
+        OSError: floating-point numbers, whose range nothing says, and numbers beyond 16 bits.
+    """
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 65535:
+        found = f"its {pixels.dtype} pixels, from {pixels.min()} to {pixels.max()},"
+        raise OSError(f"{found} are no whole numbers of 8 or 16 bits; convert them to one of these")
+    return ((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def describe_depth(mode: str) -> str:
+    """What happens to images of one of Pillow's modes with more than 8 bits a channel; "" for the others."""
+    scaled = "16 bits, scaled to 8" if mode.startswith("I") else ""
+    return "floating point, which cannot be decoded" if mode == "F" else scaled
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image in RGB, as timm converts it, except that 16-bit grey is scaled: Pillow clips it (pytorch/vision #2218).
+
+    Raises:
+        OSError: as of `in_8_bits`.
+    """
+    if describe_depth(image.mode):
+        scaled = Image.fromarray(in_8_bits(np.asarray(image)))
+        scaled.info, image = image.info, scaled
+    return image.convert("RGB")
+
+
+def orientation(image: Image.Image) -> int:
+    """How EXIF (or XMP) asks viewers to turn an image: 2 to 8; 1 for not at all, 0 for what Pillow cannot read.
+
+    Pillow itself turns TIFF files when it decodes them.
+    """
+    if image.format == "TIFF":
+        return 1
+    with contextlib.suppress(Exception):  # a damaged EXIF part
+        # PNG's own method decodes the whole file.
+        found = Image.Image.getexif(image).get(ORIENTATION, 1)
+        return found if found in range(1, 9) else 0
+    return 0
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """An image turned as its EXIF asks viewers to."""
+    if (turn := orientation(image)) < 2:
+        return image
+    image = image.copy()
+    image.info = {}  # exif_transpose writes all of EXIF anew, and fails at a damaged tag
+    image.getexif()[ORIENTATION] = turn
+    return ImageOps.exif_transpose(image)
+
+
 def decode(data: bytes, name: str) -> Image.Image:
     """Decode an encoded image whole by Pillow, to RGB.
 
@@ -61,11 +119,11 @@ def decode(data: bytes, name: str) -> Image.Image:
         name: the file's name, for the message.
 
     Raises:
-        ImageDecodeError: the bytes are no image, or a truncated or damaged one.
+        ImageDecodeError: the bytes are no image, a truncated or damaged one, or one of pixels of an unknown range.
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
+            return to_rgb(image)
     except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
         raise undecodable(name, error, num_bytes=len(data)) from error
 
@@ -161,7 +219,7 @@ class Jpeg:
         The loaders' processes decode progressive files, which are slow, and files that EXIF rotates, which torchcodec
         would rotate and Pillow does not. Where damage must show now, all of it is decoded to an eighth of its size.
         """
-        if _height_of_baseline(self.data) is None or self._is_turned():
+        if _height_of_baseline(self.data) is None or _orientation_of(self.data) != 1:
             return None
         if self.whole:
             size = (-(-self.height // 8), -(-self.width // 8))
@@ -170,14 +228,6 @@ class Jpeg:
             except ValueError:
                 return None
         return self.data, self.name
-
-    def _is_turned(self) -> bool:
-        if self.data.find(b"Exif\0\0", 0, _FAR_INTO_A_HEADER) < 0:
-            return False
-        try:
-            return Image.open(io.BytesIO(self.data)).getexif().get(_ORIENTATION, 1) != 1
-        except Exception:  # an EXIF part that Pillow cannot read
-            return True
 
     def _rows_above(self, bottom: int) -> tuple[bytes, int]:
         """A file whose decoder stops somewhere below the row `bottom`; its height."""
@@ -195,7 +245,19 @@ def _part(pixels: np.ndarray, scale: int, box: Box) -> np.ndarray:
     return pixels[top // scale : -(-(top + height) // scale), left // scale : -(-(left + width) // scale)]
 
 
-def open_image(data: bytes, name: str, how: str = "exact", *, whole: bool = False) -> Image.Image | Jpeg:
+def _orientation_of(data: bytes) -> int:
+    """`orientation` of a JPEG file."""
+    header = data[:_FAR_INTO_A_HEADER]
+    if b"Exif\0\0" not in header and b"tiff:Orientation" not in header:
+        return 1
+    with contextlib.suppress(Exception), Image.open(io.BytesIO(data)) as image:
+        return orientation(image)
+    return 0
+
+
+def open_image(
+    data: bytes, name: str, how: str = "exact", *, whole: bool = False, exif_rotation: bool = False
+) -> Image.Image | Jpeg:
     """An image decoded by Pillow, or a JPEG file that is yet to be decoded.
 
     Args:
@@ -203,12 +265,16 @@ def open_image(data: bytes, name: str, how: str = "exact", *, whole: bool = Fals
         name: the file's name, for messages.
         how: one of `DECODERS`.
         whole: decode all of a file, also what lies below the rows that are asked for and may be damaged.
+        exif_rotation: whether EXIF's orientation is applied; Pillow decodes the files that it turns.
 
     Raises:
-        ImageDecodeError: the bytes are no image, or a truncated or damaged one.
+        ImageDecodeError: as of `decode`.
     """
     # Pillow decides about a file that does not end as a JPEG file does.
-    if data[:3] == b"\xff\xd8\xff" and data[-2:] == b"\xff\xd9" and (how == "fast" or has_exact_jpeg()):
+    is_jpeg = data[:3] == b"\xff\xd8\xff" and data[-2:] == b"\xff\xd9" and (how == "fast" or has_exact_jpeg())
+    if exif_rotation and (not is_jpeg or _orientation_of(data) > 1):
+        return upright(decode(data, name))
+    if is_jpeg:
         import simplejpeg
 
         try:

@@ -262,15 +262,7 @@ def train_loader(
     assert crops is None or not (mix.active or augment.reprob or sizes), "crops are not mixed, erased or of other sizes"
     transform = training_transform(image, augment, crops)
     reader = Reader(
-        source,
-        transform,
-        image.img_size,
-        load_images,
-        load_targets,
-        on_bad_image,
-        augment.decode,
-        tokenizer=tokenizer,
-        load_texts=load_texts,
+        source, transform, image, load_images, load_targets, on_bad_image, augment.decode, tokenizer, load_texts
     )
     numbers = range(start_step * share.accumulation, stop_step * share.accumulation)
     transforms = {
@@ -302,16 +294,8 @@ def eval_loader(
     Every rank gets the same number of batches of `batch` rows. Under `on_bad_image="skip"` a row that cannot be
     decoded is not valid, and counted. The other arguments are those of `train_loader`.
     """
-    transform = eval_transform(image)
     reader = Reader(
-        source,
-        transform,
-        image.img_size,
-        load_images,
-        load_targets,
-        on_bad_image,
-        tokenizer=tokenizer,
-        load_texts=load_texts,
+        source, eval_transform(image), image, load_images, load_targets, on_bad_image, "exact", tokenizer, load_texts
     )
     numbers = range(num_evaluation_batches(len(source), batch, dp_size))
     return Loader(EvalBatches(reader, batch, dp_rank, dp_size), numbers, num_workers, pin_memory, cores)

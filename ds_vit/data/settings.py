@@ -26,6 +26,7 @@ class ImageConfig:
         interpolation: of evaluation, and of training without augmentation.
         crop_pct: the share of the resized image's edge that evaluation keeps; None is timm's 0.875.
         crop_mode: evaluation's "center" (None), "squash" or "border".
+        exif_rotation: whether files are turned as their EXIF orientation says.
     """
 
     img_size: tuple[int, int] = (224, 224)
@@ -34,6 +35,7 @@ class ImageConfig:
     interpolation: str = "bilinear"
     crop_pct: float | None = None
     crop_mode: str | None = None
+    exif_rotation: bool = False
 
     def __post_init__(self) -> None:
         size, mean, std, crop_pct = self.img_size, self.mean, self.std, self.crop_pct
@@ -78,12 +80,12 @@ class CropConfig:
         return NUM_GLOBAL + self.num_local
 
 
-PIXEL_FLAGS = tuple(field.name for field in fields(ImageConfig) if field.name != "img_size")
+PIXEL_FLAGS = tuple(field.name for field in fields(ImageConfig) if field.name not in ("img_size", "exif_rotation"))
 """The fields that are flags of the same name; where one is not given, the model decides."""
 
 
 def resolve_pixels(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The fields of `PIXEL_FLAGS`: as given, else the model's own (timm's resolve_data_config).
+    """The fields of `PIXEL_FLAGS`, as given, else the model's own (timm's resolve_data_config); and `exif_rotation`.
 
     Args:
         given: by their names; None and "" mean that it is not given.
@@ -91,4 +93,5 @@ def resolve_pixels(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     """
     wanted = {name: given[name] for name in PIXEL_FLAGS if given.get(name) not in (None, "")}
     resolved = resolve_data_config(wanted, model=model)
-    return {name: tuple(resolved[name]) if name in ("mean", "std") else resolved[name] for name in PIXEL_FLAGS}
+    pixels = {name: tuple(resolved[name]) if name in ("mean", "std") else resolved[name] for name in PIXEL_FLAGS}
+    return {**pixels, "exif_rotation": given.get("exif_rotation") == "on"}

@@ -21,7 +21,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from ds_vit.data import Source
+from ds_vit.data import ImageConfig, Source
 from ds_vit.monitoring.progress import Line
 from ds_vit.monitoring.sheets import TrainingSheet, write_pairs, write_predictions
 from ds_vit.run_folder import RunFolder, to_json, written_whole
@@ -192,15 +192,15 @@ class Reporter:
                 save_picture(pixels, path)
             self._on_board(methodcaller("add_image", f"pictures/{path.stem}", pixels, step))
 
-    def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
+    def predictions(self, by_sample: torch.Tensor, source: Source, classes: Sequence[str], image: ImageConfig) -> None:
         """Write the predictions of the newest evaluation, as `write_predictions`."""
         with self._refusable(self._folder.predictions, "without it"):
-            write_predictions(self._folder, by_sample, source, classes)
+            write_predictions(self._folder, by_sample, source, classes, image)
 
-    def pairs(self, pairs: Pairs, source: Source) -> None:
+    def pairs(self, pairs: Pairs, source: Source, image: ImageConfig) -> None:
         """Write pairs of the newest evaluation, as `write_pairs`."""
         with self._refusable(self._folder.pairs, "without it"):
-            write_pairs(self._folder, pairs, source)
+            write_pairs(self._folder, pairs, source, image)
 
     def training_images(self, sheet: TrainingSheet) -> None:
         """Save a sheet of training images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 
 from ds_vit.data import ImageConfig, MicroBatch, Source
-from ds_vit.data.decode import ImageDecodeError
+from ds_vit.data.decode import ImageDecodeError, Jpeg
 from ds_vit.run_folder import RunFolder, write_json, written_whole
 from ds_vit.tasks import Batch, Pairs
 from ds_vit.tasks.task import LOCAL_IMAGES
@@ -131,7 +132,9 @@ class TrainingSheet:
         return ", ".join(_name(int(at), self._classes) for at in np.flatnonzero(target)) or "no label"
 
 
-def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source, classes: Sequence[str]) -> None:
+def write_predictions(
+    folder: RunFolder, by_sample: torch.Tensor, source: Source, classes: Sequence[str], image: ImageConfig
+) -> None:
     """Write predictions.csv, in the order of the split, and the sheet of the most confident mistakes.
 
     Probabilities have four digits, so layouts that differ by rounding almost always write the same bytes.
@@ -141,6 +144,7 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
         by_sample: float64 [N, 2] of the split: 1 + the predicted class (0: not counted), and its probability.
         source: the split.
         classes: class names.
+        image: how the split's images are read.
 
     Raises:
         OSError: a file cannot be written.
@@ -159,31 +163,24 @@ def write_predictions(folder: RunFolder, by_sample: torch.Tensor, source: Source
         for at, target in targets.items():
             names = (_name(target, classes), _name(predicted[at], classes))
             table.writerow((source.describe(at), *names, f"{probability[at]:.4f}", target, predicted[at]))
-    images, captions = [], []
     mistakes = sorted(
         (at for at, target in targets.items() if target != predicted[at]), key=lambda at: -probability[at]
     )
-    for at in mistakes[:_MOST_MISTAKES]:
-        try:
-            images.append(source.image(at))
-        except ImageDecodeError:
-            continue
-        name = _name(predicted[at], classes)
-        captions.append(f"{_name(targets[at], classes)}, predicted {name} ({probability[at]:.0%})")
-    if images:
-        save_sheet(images, captions, folder.mistakes)
-    else:  # a better evaluation than the last one
-        folder.mistakes.unlink(missing_ok=True)
-        folder.mistakes.with_suffix(".json").unlink(missing_ok=True)
+    captioned = [
+        (at, f"{_name(targets[at], classes)}, predicted {_name(predicted[at], classes)} ({probability[at]:.0%})")
+        for at in mistakes[:_MOST_MISTAKES]
+    ]
+    _save_samples(source, captioned, folder.mistakes, image)
 
 
-def write_pairs(folder: RunFolder, pairs: Pairs, source: Source) -> None:
+def write_pairs(folder: RunFolder, pairs: Pairs, source: Source, image: ImageConfig) -> None:
     """Write the similarities of some images and captions, and a sheet of the most and the least similar pairs.
 
     Args:
         folder: of the run.
         pairs: of its validation split.
         source: the split.
+        image: how its images are read.
 
     Raises:
         OSError: a file cannot be written.
@@ -191,15 +188,26 @@ def write_pairs(folder: RunFolder, pairs: Pairs, source: Source) -> None:
     texts = [source.captions(sample)[0] for sample in pairs.samples]
     names = [Path(source.describe(sample)).name for sample in pairs.samples]
     write_json(folder.similarities, {"images": names, "captions": texts, "similarities": pairs.similarities})
+    captioned = [
+        (sample, f"{similarity:.3f}, place {place:,}: {source.captions(sample)[0]}")
+        for sample, similarity, place in (*pairs.best, *pairs.worst)
+    ]
+    _save_samples(source, captioned, folder.pairs, image)
+
+
+def _save_samples(source: Source, captioned: Sequence[tuple[int, str]], path: Path, image: ImageConfig) -> None:
+    """Save a sheet of samples with their captions, without those that cannot be decoded; with none, remove it."""
     images, captions = [], []
-    for sample, similarity, place in (*pairs.best, *pairs.worst):
-        try:
-            images.append(source.image(sample))
-        except ImageDecodeError:
-            continue
-        captions.append(f"{similarity:.3f}, place {place:,}: {source.captions(sample)[0]}")
+    for index, caption in captioned:
+        with contextlib.suppress(ImageDecodeError):
+            found = source.opened(index, exif_rotation=image.exif_rotation)
+            images.append(found.image() if isinstance(found, Jpeg) else found)
+            captions.append(caption)
     if images:
-        save_sheet(images, captions, folder.pairs)
+        save_sheet(images, captions, path)
+    else:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
 
 
 def _name(number: int, classes: Sequence[str]) -> str:

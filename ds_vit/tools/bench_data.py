@@ -203,12 +203,12 @@ def _decode_and_augment(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Only decoding what the crop needs, and decoding with augmentation."""
     transform = training_transform(inputs.task.image, inputs.task.augment, inputs.task.crops)
-    source, size = inputs.train_source, inputs.task.image.img_size
+    source, size, turn = inputs.train_source, inputs.task.image.img_size, inputs.task.image.exif_rotation
 
     def opened(sample: _Sample) -> Any:
         if sample.data is None:  # the data set's own code gives pixels: reading and decoding are one
-            return source.image(sample.number)
-        return open_image(sample.data, sample.name, inputs.task.augment.decode)
+            return source.opened(sample.number, exif_rotation=turn)
+        return open_image(sample.data, sample.name, inputs.task.augment.decode, exif_rotation=turn)
 
     def box(sample: _Sample) -> Box:
         image = opened(sample)

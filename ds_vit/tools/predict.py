@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ds_vit import config as flags
-from ds_vit.data import ImageDecodeError, build_tokenizer, eval_loader, finish_images
+from ds_vit.data import build_tokenizer, eval_loader, finish_images
 from ds_vit.data.settings import PIXEL_FLAGS
 from ds_vit.data.sources.folders import ImageFiles, find_images
 from ds_vit.fault_tolerance import exit_codes
@@ -323,18 +323,10 @@ def _outputs(
     for batch in track(loader, "images", len(loader), console=console, transient=True, disable=hidden):
         features = model.forward_features(finish_images(batch, exported.image, device=device))
         outputs = model.forward_head(features, pre_logits=pre_logits).float().cpu()
+        reasons = dict(batch.skipped)
         for output, valid, index in zip(outputs, batch.valid.tolist(), indices, strict=False):
             image = source.describe(index)
-            yield (image, output) if valid else Unreadable(image, _why(source, index))
-
-
-def _why(source: ImageFiles, index: int) -> str:
-    """What is wrong with an image that a worker could not decode."""
-    try:
-        source.image(index)
-    except ImageDecodeError as error:
-        return error.reason
-    return "could not be decoded at first, and can be now: is it being written?"
+            yield (image, output) if valid else Unreadable(image, reasons[index])
 
 
 def _find_device(name: str) -> torch.device:
@@ -413,7 +405,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser(command: str) -> argparse.ArgumentParser:
     """The command line of `ds-vit predict` or `ds-vit embed`."""
     does = "Write the features of images." if command == "embed" else "Predict the classes of images."
-    only = (*MODEL_FLAGS, *PIXEL_FLAGS, *(("bce_loss",) if command == "predict" else ()))
+    only = (*MODEL_FLAGS, *PIXEL_FLAGS, "exif_rotation", *(("bce_loss",) if command == "predict" else ()))
     parser = flags.build_parser(f"ds-vit {command}", does, only, show_defaults=False, examples=_EXAMPLES[command])
     add_weights_arguments(parser)
     number = "*" if command == "embed" else "+"

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from ds_vit.data.decode import ImageDecodeError, decode
+from ds_vit.data.decode import ORIENTATION, ImageDecodeError, decode, orientation
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.datasets import open_source
 from ds_vit.data.sources.folders import FolderSource
@@ -288,6 +288,9 @@ def _encoded_anew(data: bytes, name: str, packing: Packing) -> bytes | None:
     if packing.resize is None and packing.quality is None:
         return None
     image = decode(data, name)
+    exif = Image.Exif()
+    if (turn := orientation(image)) > 1:  # for --exif-rotation
+        exif[ORIENTATION] = turn
     shorter = min(image.size)
     if packing.resize is not None and shorter > packing.resize:
         size = [max(1, round(side * packing.resize / shorter)) for side in image.size]
@@ -295,5 +298,5 @@ def _encoded_anew(data: bytes, name: str, packing: Packing) -> bytes | None:
     elif packing.quality is None:
         return None
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=packing.quality or _QUALITY)
+    image.save(buffer, "JPEG", quality=packing.quality or _QUALITY, exif=exif.tobytes() if exif else b"")
     return buffer.getvalue()

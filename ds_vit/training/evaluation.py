@@ -333,9 +333,9 @@ class Evaluations:
             if self.reporter is None or kind != "eval":
                 return
             if metrics.by_sample is not None:
-                self.reporter.predictions(metrics.by_sample, config.validation, task.class_names)
+                self.reporter.predictions(metrics.by_sample, config.validation, task.class_names, task.image)
             if metrics.pairs is not None:
-                self.reporter.pairs(metrics.pairs, config.validation)
+                self.reporter.pairs(metrics.pairs, config.validation, task.image)
 
         doing = {"doing": self.reporter.line.doing} if self.reporter else {}
         show = partial(self._show, step, kind)

@@ -172,7 +172,7 @@ def check_same_run(resume: Resume, identity: Mapping[str, Any], config: Mapping[
     saved, notes = resume.checkpoint.state, []
     may_change = config.get("allow_schedule_change") or config.get("allow_batch_change")
     for key in {**identity, **saved["run"]}:  # those of the task first
-        old, new = saved["run"].get(key), identity.get(key)
+        old, new = saved["run"].get(key, _default_of(key)), identity.get(key)
         if old != new and key in _MAY_CHANGE and old and new and may_change:
             notes.append(f"{_MAY_CHANGE[key]} from {old} to {new}; the curve changes with it")
         elif old != new:

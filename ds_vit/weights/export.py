@@ -237,6 +237,8 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already; remove it, or name another folder with --output")
     exported, tool, predict, notes = _load(stored, settings, labels, to)
+    if exported.image.exif_rotation:
+        notes += ("--exif-rotation on: turn photos by their EXIF orientation first, which the export does not say",)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -88,9 +88,12 @@ def load_source(
         if name not in flags.FIELDS:
             near = did_you_mean(name, (*_RUN_FLAGS, *_OF_PROGRAMS))
             raise UserError(f'there is no setting "{name}"{near}')
+    typed, problems = flags.read_values(settings)
+    if problems:
+        raise UserError(*problems)
     weights.verify()
     stored = flags.load_recipe(str(weights.recipe)) if weights.recipe else {}
-    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **settings}
+    values = {**{name: stored[name] for name in _RUN_FLAGS if name in stored}, **typed}
     task = task_of(values)
     if task.takes_pairs:
         raise UserError(

@@ -122,6 +122,7 @@ REFUSED = {
     "--mixup-off-epoch 3": "--mixup-off-epoch has no effect without --mixup or --cutmix",
     "--mixup 0.8 --mixup-switch-prob 0.3": "--mixup-switch-prob has no effect unless",
     "--dataset digits": "--data-dir has no effect with --dataset digits",
+    "--dataset glyphs --data-dir= --exif-rotation on": "--exif-rotation has no effect with --dataset glyphs",
     "--sched constant --min-lr 1e-5": "--min-lr has no effect with --sched constant",
     "--warmup-steps 1 --warmup-epochs 1": "--warmup-steps 1 and --warmup-epochs 1.0 are both given; keep one",
     "--warmup-steps 0 --warmup-lr 1e-6": "--warmup-lr has no effect without warm-up",
@@ -244,6 +245,15 @@ def test_a_flag_whose_value_may_be_left_out(tmp_path, name, value, expected):
     assert name in explicit
     settings = {"deepspeed_config": "x.json", "data_dir": "d", name: yaml.safe_load(value)}
     assert getattr(flags.from_values(settings)[0], name) == expected
+
+
+@pytest.mark.parametrize("name", ["exif_rotation", "class_parallel"])
+def test_on_and_off_without_quotes(tmp_path, name):
+    """A recipe's `on`, which YAML reads as true."""
+    recipe = tmp_path / "r.yaml"
+    for word in ("on", "off", "'on'"):
+        recipe.write_text(f"tp: 2\n{name}: {word}\n")
+        assert getattr(parse(["--recipe", str(recipe), *BASE])[0], name) == word.strip("'")
 
 
 def test_a_recipe_of_training_evaluates(tmp_path):

@@ -56,7 +56,13 @@ def test_targets_and_classes_are_taken_at_their_word():
         (Pairs([(GREY, 0)] * 2, targets=[0]), "for each of its 2 items"),
         (Pairs([(GREY, 2)], classes=["a", "b"]), "has targets from 2 to 2, and 2 classes are named"),
         (Pairs([(GREY, -1)]), "has targets from -1 to -1, and 0 classes"),
-        (Pairs([(GREY / 255, 0)]), "Pairs[0]: the image is a ndarray, not a PIL image or a uint8 array"),
+        (Pairs([(GREY / 255, 0)]), "the image is a float64 array (2, 3), not a PIL image or a uint8 or uint16 array"),
+        (Pairs([(GREY[None, None], 0)]), "Pairs[0]: the image is a uint8 array (1, 1, 2, 3), not a PIL image or a"),
+        (Pairs([(np.zeros((7, 9, 9), np.uint8), 0)]), "the image is a uint8 array (9, 9, 7), not a PIL image or a"),
+        (
+            Pairs([("cat.jpg", 0)]),
+            "the image is a str, not a PIL image or a uint8 or uint16 array [H, W], [H, W, C] or",
+        ),
     ],
 )
 def test_what_is_no_such_data_set(data, message):

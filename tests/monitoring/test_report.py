@@ -22,6 +22,7 @@ from run_folders import EVIL, Tags, page_of
 from runs import DIGITS, ONE_BLOCK, run_quietly
 
 from ds_vit import cli
+from ds_vit.data import ImageConfig
 from ds_vit.monitoring import report
 from ds_vit.monitoring.report.panels import class_panels, table
 from ds_vit.monitoring.report.record import Record
@@ -151,9 +152,11 @@ def test_steps_that_were_taken_back_are_not_drawn(tmp_path):
 def test_a_name_that_is_not_utf8(evil, tmp_path):
     """A file of a Latin-1 machine that ends the training at its first evaluation."""
     names, image = [os.fsdecode(b"caf\xe9.jpg"), "b.jpg"], Image.new("RGB", (8, 8))
-    source = SimpleNamespace(target=[0, 1].__getitem__, describe=names.__getitem__, image=lambda at: image)
+    source = SimpleNamespace(target=[0, 1].__getitem__, describe=names.__getitem__, opened=lambda at, **_: image)
     folder = RunFolder(tmp_path)
-    write_predictions(folder, torch.tensor([[2.0, 0.9], [2.0, 0.8]]), source, ["a", os.fsdecode(b"\xe9")])
+    write_predictions(
+        folder, torch.tensor([[2.0, 0.9], [2.0, 0.8]]), source, ["a", os.fsdecode(b"\xe9")], ImageConfig()
+    )
     assert [row["image"] for row in csv.DictReader(folder.predictions.open(errors="surrogateescape"))] == names
     shutil.copytree(evil, tmp_path / "run")
     shutil.copy(folder.predictions, tmp_path / "run")

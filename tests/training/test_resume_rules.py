@@ -138,6 +138,11 @@ OTHERS = {
         {"decode": "fast"},
         "exact there and fast here; give the same --decode, or start",
     ),
+    "EXIF's orientation, in a run from before the flag": (
+        {},
+        {"exif_rotation": "on"},
+        "off there and on here; give the same --exif-rotation, or start",
+    ),
     "one parameter less for Muon": (
         {"left_to_adamw": HEAD},
         {"left_to_adamw": HEAD | {"head.weight": "AdamW's"}},
@@ -163,6 +168,11 @@ def test_another_identity_is_refused(what):
     assert check_same_run(resume_of(run=old), old, {}) == []
     with pytest.raises(UserError, match=message):
         check_same_run(resume_of(run=old), new, {})
+
+
+def test_a_run_from_before_a_flag_has_its_default():
+    # Catches: a checkpoint that no run can resume since the identity has one more flag.
+    assert check_same_run(resume_of(), {"exif_rotation": "off", "decode": "exact"}, {}) == []
 
 
 def test_only_changes_are_named():

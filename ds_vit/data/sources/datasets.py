@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 
-from ds_vit.data.decode import undecodable
+from ds_vit.data.decode import in_8_bits, to_rgb, undecodable
 from ds_vit.data.sources.captions import CaptionKeys
 from ds_vit.data.sources.combined import first_part, part_of
 from ds_vit.data.sources.folders import open_folder
@@ -82,7 +82,7 @@ class TorchvisionSource(ArraySource):
 
     def image(self, index: int) -> Image.Image:
         try:
-            return self._data[index][0].convert("RGB")
+            return to_rgb(self._data[index][0])
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -99,7 +99,8 @@ class DatasetSource(ArraySource):
     each of which is then loaded once.
 
     Args:
-        dataset: has a length; an item's image is a PIL image or a uint8 array [H, W, 3] or [H, W].
+        dataset: has a length; an item's image is a PIL image, or a uint8 or uint16 array [H, W],
+            [H, W, C] or [C, H, W].
         class_names: in the order of their numbers; None for the data set's `classes`, else the numbers.
 
     Raises:
@@ -126,18 +127,28 @@ class DatasetSource(ArraySource):
         """As `Source.image`."""
         try:
             image = self._dataset[index][0]
+            if isinstance(image, np.ndarray) and image.dtype in (np.uint8, np.uint16):
+                image = _image_of(image)
+            if isinstance(image, Image.Image):
+                return to_rgb(image)
         except (OSError, SyntaxError) as error:
             raise undecodable(self.describe(index), error) from error
-        if isinstance(image, np.ndarray) and image.dtype == np.uint8:
-            image = Image.fromarray(image)
-        if not isinstance(image, Image.Image):
-            kind = f"the image is a {type(image).__name__}, not a PIL image or a uint8 array"
-            raise UserError(f"{self.describe(index)}: {kind}; give the data set without its transform")
-        return image.convert("RGB")
+        found = f"{image.dtype} array {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+        kind = f"the image is a {found}, not a PIL image or a uint8 or uint16 array [H, W], [H, W, C] or [C, H, W]"
+        raise UserError(f"{self.describe(index)}: {kind}; give the data set without its transform, or convert it")
 
     def describe(self, index: int) -> str:
         """As `Source.describe`."""
         return f"{type(self._dataset).__name__}[{index}]"
+
+
+def _image_of(pixels: np.ndarray) -> Image.Image | np.ndarray:
+    """An image of whole numbers [H, W], [H, W, C] or [C, H, W] of one to four channels; another array as it is."""
+    if pixels.ndim == 3 and pixels.shape[2] > 4:
+        pixels = pixels.transpose(1, 2, 0)
+    if (channels := pixels.shape[2:]) not in ((), (1,), (2,), (3,), (4,)):
+        return pixels
+    return Image.fromarray(in_8_bits(pixels[..., 0] if channels == (1,) else pixels))
 
 
 def _targets_of(dataset: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ import posixpath
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -129,8 +130,11 @@ class FileSource(ArraySource):
         self._targets = targets
 
     def encoded(self, index: int) -> bytes:
-        with open(self.describe(index), "rb") as file:
+        with self.file(index) as file:
             return file.read()
+
+    def file(self, index: int) -> BinaryIO:
+        return open(self.describe(index), "rb")
 
     def describe(self, index: int) -> str:
         return os.path.join(self._root, self.path(index))

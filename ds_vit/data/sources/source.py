@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import os
 import posixpath
 import uuid
@@ -17,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 from timm.utils.misc import natural_key
 
-from ds_vit.data.decode import ImageDecodeError, Jpeg, open_image
+from ds_vit import randomness
+from ds_vit.data.decode import ImageDecodeError, Jpeg, decode, open_image, orientation, upright
 from ds_vit.data.sources.captions import Captions
 from ds_vit.fault_tolerance.errors import UserError
 
@@ -37,6 +40,7 @@ TRAIN_NAMES = ("train", "training")
 VAL_NAMES = ("validation", "val", "valid", "eval", "evaluation")
 
 _ROWS_AT_ONCE = 1 << 16  # of a fingerprint: no second copy of millions of names
+_HEADERS = 200  # files
 _THREADS = 8  # Pillow decodes outside the interpreter's lock, and folders are often on a network
 
 
@@ -93,6 +97,13 @@ class Source(ABC):
         """
         return None
 
+    def file(self, index: int) -> BinaryIO:
+        """An image's file, opened to be read in part; LookupError in a source of pixels, OSError as of `encoded`."""
+        data = self.encoded(index)
+        if data is None:
+            raise LookupError(f"{self.describe(index)} has no file")
+        return io.BytesIO(data)
+
     def image(self, index: int) -> Image.Image:
         """Decode one image, to RGB.
 
@@ -102,8 +113,16 @@ class Source(ABC):
         """
         data = self.encoded(index)
         assert data is not None, f"{type(self).__name__} has neither encoded() nor image()"
-        image = open_image(data, self.describe(index))
-        return image.image() if isinstance(image, Jpeg) else image
+        return decode(data, self.describe(index))
+
+    def opened(
+        self, index: int, how: str = "exact", *, whole: bool = False, exif_rotation: bool = False
+    ) -> Image.Image | Jpeg:
+        """An image, or its JPEG file that is yet to be decoded; arguments and errors as of `open_image` and `image`."""
+        data = self.encoded(index)
+        if data is not None:
+            return open_image(data, self.describe(index), how, whole=whole, exif_rotation=exif_rotation)
+        return upright(self.image(index)) if exif_rotation else self.image(index)
 
     @abstractmethod
     def target(self, index: int) -> int | np.ndarray:
@@ -274,6 +293,25 @@ def unreadable_classes(source: Source) -> dict[str, str]:
         errors = pool.map(first_error, np.split(order, starts[1:]))
         names = source.class_names or ("all",)
         return {names[number]: error for number, error in zip(classes, errors, strict=True) if error}
+
+
+def headers_of_some(source: Source) -> list[tuple[str, int]]:
+    """The mode and `orientation` of up to 200 files, drawn by key; ("", 0) if one is no image or cannot be read.
+
+    No image is decoded.
+    """
+
+    def header(number: int) -> tuple[str, int]:
+        try:
+            with source.file(number) as file, Image.open(file) as image:
+                return image.mode, orientation(image)
+        except Exception:
+            return "", 0
+
+    size = len(source)
+    drawn = randomness.permute(np.arange(min(size, _HEADERS)), size, randomness.name_key("headers"))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(header, drawn.tolist()))
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------

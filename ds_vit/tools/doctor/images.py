@@ -17,13 +17,12 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from ds_vit.data.decode import undecodable
+from ds_vit.data.decode import describe_depth, orientation, to_rgb, undecodable
 from ds_vit.data.sources.source import IMAGE_EXTENSIONS
 from ds_vit.fault_tolerance import exit_codes
 from ds_vit.fault_tolerance.errors import UserError
 
 _UNREAD = frozenset({".heic", ".heif", ".avif"})
-_ORIENTATION = 0x0112  # EXIF's tag
 _SHOWN = 50  # files of a kind
 
 
@@ -31,14 +30,14 @@ class Problem(NamedTuple):
     """A file that needs attention.
 
     Attributes:
-        kind: "broken", "unread" (a format that training does not list) or "rotated" (EXIF asks viewers to turn it).
+        kind: a key of `_ADVICE`.
         file: its path, or archive and member.
         reason: for people.
     """
 
     kind: str
     file: str
-    reason: str
+    reason: str = ""
 
 
 def check_images(folder: str, console: Console, num_processes: int | None = None) -> int:
@@ -100,25 +99,28 @@ def _examine(path: str) -> tuple[int, list[Problem]]:
 
 def _problem(name: str, read: Callable[[], bytes]) -> Problem | None:
     if os.path.splitext(name)[1].lower() in _UNREAD:
-        return Problem("unread", name, "a format that training does not read")
+        return Problem("unread", name)
     data = b""
     try:
         data = read()
         with Image.open(io.BytesIO(data)) as image:
-            image.convert("RGB")
-            turned = image.getexif().get(_ORIENTATION, 1) != 1
+            mode = image.mode
+            turned = orientation(to_rgb(image)) > 1
     except Exception as error:  # whatever a decoder says of a damaged file
         return Problem("broken", name, undecodable(name, error, len(data)).reason)
-    return Problem("rotated", name, "EXIF asks viewers to turn it, and training does not") if turned else None
+    if turned:
+        return Problem("rotated", name)
+    return Problem("scaled", name, f"mode {mode}") if describe_depth(mode) else None
 
 
 _ADVICE = {
     "broken": ("cannot be decoded", "replace these files, or train with --on-bad-image skip"),
     "unread": ("are in a format that training leaves out", "convert them: mogrify -format jpg -quality 95 {files}"),
     "rotated": (
-        "are stored turned, which EXIF says and training ignores, as timm does",
-        "if they should be upright: mogrify -auto-orient {files}",
+        "are stored turned, which EXIF says and training ignores by default, as timm does",
+        "if they should be upright: --exif-rotation on, or mogrify -auto-orient {files}",
     ),
+    "scaled": ("have 16 bits a pixel", "training scales them to 8; for another scale convert them"),
 }
 
 
@@ -132,6 +134,6 @@ def _show(console: Console, folder: str, count: int, found: list[Problem]) -> No
         what, advice = _ADVICE[kind]
         say(f"\n{len(problems):,} {what}; {advice.format(files=shlex.quote(problems[0].file) + ' …')}")
         for problem in problems[:_SHOWN]:
-            say(f"  {problem.file}" + (f": {problem.reason}" if kind == "broken" else ""))
+            say(f"  {problem.file}" + (f": {problem.reason}" if problem.reason else ""))
         if len(problems) > _SHOWN:
             say(f"  … and {len(problems) - _SHOWN:,} more")

@@ -36,7 +36,7 @@ from ds_vit.optim.build import rules_of
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import find_task, idle_flags
 from ds_vit.training.inputs import Workers
-from ds_vit.training.resolve.data import DataConfig, check_readable, resolve_data
+from ds_vit.training.resolve.data import DataConfig, describe_images, resolve_data
 from ds_vit.training.resolve.data import with_batch as data_with_batch
 from ds_vit.training.resolve.deepspeed import DeepSpeedSettings, read, sum_micro_batches, write_out
 from ds_vit.training.resolve.deepspeed import with_batch as json_with_batch
@@ -140,6 +140,7 @@ class Resolved:
             "images": len(source),
             "class_names": list(source.class_names),
             "decode": self.config.decode,
+            "exif_rotation": self.config.exif_rotation,
             "mixture": [list(part) for part in source.mixture],
             "samples": source.fingerprint,
             "optimizer": self.training.cls.__name__,
@@ -229,8 +230,8 @@ def resolve_run(
     resume = find_resume(config)
     data = resolve_data(config, deepspeed, layout, resume, sources)
     deepspeed = sum_micro_batches(deepspeed, data.batch)
-    if process.rank == 0 and config.on_bad_image == "skip" and resume is None:
-        data = dataclasses.replace(data, notes=(*data.notes, *check_readable(config, data)))
+    if process.rank == 0:
+        data = describe_images(config, data, resumes=resume is not None)
     model = resolve_model(config, explicit, task_type, data, resumes=resume is not None)
     _check_recomputation(deepspeed, model)
     model = find_fastest_stages(model, deepspeed, layout, data.batch)

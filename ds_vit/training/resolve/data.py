@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,8 +11,9 @@ from ds_vit.config import RunConfig, spelling
 from ds_vit.config.batch import KEYS, BatchSizes, batch_sizes
 from ds_vit.config.schema import KEY_OF_FLAG, OF_THE_PROGRAM
 from ds_vit.data import CaptionKeys, NoSuchSplit, SampleOrder, Source, hold_out, mixed, open_source, unreadable_classes
-from ds_vit.data.decode import require_fast
+from ds_vit.data.decode import describe_depth, require_fast
 from ds_vit.data.decode_on_device import require_fast_on_device
+from ds_vit.data.sources.source import headers_of_some
 from ds_vit.fault_tolerance.errors import UserError
 from ds_vit.parallel.layout import Layout
 from ds_vit.tasks import TASKS, ZeroShotData, open_zero_shot
@@ -254,7 +256,19 @@ def _open_split(config: RunConfig, split: str, classes: Sequence[str] | None = N
     return mixed(parts, () if classes is not None else config.data_weights, classes)
 
 
-def check_readable(config: RunConfig, data: DataConfig) -> list[str]:
+def describe_images(config: RunConfig, data: DataConfig, *, resumes: bool) -> DataConfig:
+    """The data with lines for people about its images, a few of which are read; errors as of `_check_readable`."""
+    notes = _check_readable(config, data) if config.on_bad_image == "skip" and not resumes else []
+    found = [] if config.eval_only else headers_of_some(data.train_source)
+    way_out = "" if config.exif_rotation == "on" else ", which is ignored; --exif-rotation on turns them upright"
+    counts = Counter(f"are of mode {mode} ({describe_depth(mode)})" for mode, _ in found if describe_depth(mode))
+    counts[f"have an EXIF orientation other than 1{way_out}"] = sum(turn > 1 for _, turn in found)
+    of = f"of {len(found)} files of {config.train_split} drawn by key"
+    notes += [f"{count} {of} {what}" for what, count in counts.items() if count]
+    return replace(data, notes=(*data.notes, *notes))
+
+
+def _check_readable(config: RunConfig, data: DataConfig) -> list[str]:
     """Check that under --on-bad-image skip each class keeps an image; one of each is decoded, more only if it is bad.
 
     Returns:
